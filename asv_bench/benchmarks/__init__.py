@@ -1,0 +1,1 @@
+"""Benchmarks of cuflash; see ../README.md."""

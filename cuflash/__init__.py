@@ -1,0 +1,8 @@
+"""Exact attention for NumPy and CuPy arrays, with CUDA C kernels compiled at run time."""
+
+from . import reference
+from .attention import attention, plan
+from .plan import Device, Plan
+
+__version__ = "0.1.0"
+__all__ = ["Device", "Plan", "attention", "plan", "reference"]

@@ -1,0 +1,193 @@
+// FlashAttention-1 forward (Dao et al. 2022, Algorithms 1 and 2), in its own loop order.
+//
+// Grid: one block per head, B * H in all. Outside, the block walks over the key tiles, as large as
+// shared memory holds; inside, its warps walk over slabs of WARP_ROWS queries. O, l and m of a slab
+// live in global memory from one key tile to the next: that traffic, and a grid that cannot fill a
+// GPU when B * H is small, is what FlashAttention-2 later removed.
+//
+//     for each key tile j:                K_smem, V_smem <- K_j, V_j        (whole block)
+//         for each slab i that sees j:    Q_i, O_i, l_i, m_i <- global      (one warp)
+//             for each step of STEP_K keys: S = Q K^T, online softmax, O += P V
+//             O_i, l_i, m_i -> global, or, where j is the last tile that i sees, out and lse
+//
+// Slab i always belongs to warp i % WARPS, so a lane reads back only what it wrote itself and the
+// state needs no fence. O is kept unnormalised between visits (one division per row, not per visit).
+#include "numeric.cuh"
+#include "tile.cuh"
+#include "softmax.cuh"
+#include "mma.cuh"
+#include "simt.cuh"
+#include "sequence.cuh"
+#include "key_tiles.cuh"
+#include "score.cuh"
+#include "output.cuh"
+#include "engine.cuh"
+
+constexpr int STEPS = BLOCK_K / STEP_K, Q_STAGES = 2;
+constexpr int K_TILE = BLOCK_K * Tile::PITCH, V_TILE = BLOCK_K * Tile::VALUE_PITCH;
+constexpr int Q_SLAB = Tile::WARP_ROWS * Tile::PITCH;
+static_assert((K_TILE + V_TILE + WARPS * (Q_STAGES * Q_SLAB + Tile::EXCHANGE)) *
+                      sizeof(Tile::Shared) == SHARED_BYTES,
+              "the plan and the kernel lay out shared memory alike");
+
+using Softmax = OnlineSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS>;
+
+// O, l and m of one head between two visits: [query_length][HEAD_DIM_V] and twice [query_length].
+struct State {
+    static constexpr int GROUP = HEAD_DIM_V % Tile::COLUMN_GROUP == 0 ? Tile::COLUMN_GROUP : 1;
+    using Group = Vector<Accumulator, GROUP>;
+    Accumulator *output, *sum, *maximum;
+    int rows;
+
+    __device__ __forceinline__ State(const Params& p, const Head& head) : rows(p.query_length) {
+        const i64 row = i64(head.index) * rows, all_rows = i64(p.head_count) * rows;
+        output = p.state + row * HEAD_DIM_V;
+        sum = p.state + all_rows * HEAD_DIM_V + row;
+        maximum = sum + all_rows;
+    }
+    __device__ __forceinline__ Group* group(int q, int column) const {
+        return reinterpret_cast<Group*>(output + i64(q) * HEAD_DIM_V + column);
+    }
+    __device__ __forceinline__ void load(Accumulator (&O)[Tile::ROWS][Tile::VALUE_COLUMNS],
+                                         Softmax& softmax, const Tile& tile, int q_begin) const {
+#pragma unroll
+        for (int i = 0; i < Tile::ROWS; ++i) {
+            const int q = q_begin + tile.row(i);
+            if (q >= rows) continue;
+            softmax.maximum[i] = maximum[q];
+            if (tile.lane % Tile::ROW_THREADS == 0) softmax.sum[i] = sum[q];
+#pragma unroll
+            for (int j = 0; j < Tile::VALUE_COLUMNS; j += GROUP) {
+                if (tile.value_column(j) >= HEAD_DIM_V) continue;
+                const Group values = *group(q, tile.value_column(j));
+#pragma unroll
+                for (int c = 0; c < GROUP; ++c) O[i][j + c] = values.at[c];
+            }
+        }
+    }
+    __device__ __forceinline__ void store(
+        const Accumulator (&O)[Tile::ROWS][Tile::VALUE_COLUMNS], const Softmax& softmax,
+        const Tile& tile, int q_begin) const {
+#pragma unroll
+        for (int i = 0; i < Tile::ROWS; ++i) {
+            const int q = q_begin + tile.row(i);
+            const Accumulator total = softmax.total(i);
+            if (q >= rows) continue;
+            if (tile.lane % Tile::ROW_THREADS == 0) maximum[q] = softmax.maximum[i], sum[q] = total;
+#pragma unroll
+            for (int j = 0; j < Tile::VALUE_COLUMNS; j += GROUP) {
+                if (tile.value_column(j) >= HEAD_DIM_V) continue;
+                Group values;
+#pragma unroll
+                for (int c = 0; c < GROUP; ++c) values.at[c] = O[i][j + c];
+                *group(q, tile.value_column(j)) = values;
+            }
+        }
+    }
+};
+
+// One slab of queries as its visits see it: which steps of STEP_K keys it needs in all.
+struct Slab {
+    int q_begin;
+    KeyTiles<STEP_K> steps;
+    __device__ __forceinline__ Slab(const Params& p, const Head& head, int index)
+        : q_begin(index * Tile::WARP_ROWS), steps(p, head, q_begin, Tile::WARP_ROWS) {}
+};
+
+__device__ __forceinline__ void load_queries(Tile::Shared* Q_smem, const Params& p,
+                                             const Head& head, int q_begin, int lane) {
+    load_tile<Tile::WARP_ROWS, HEAD_DIM, Tile::PADDED_D, 32, ALIGNED>(
+        Q_smem, head.q + i64(q_begin) * p.q_row_stride, p.q_row_stride,
+        head.query_length - q_begin, lane);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    fa1_forward(const __grid_constant__ Params p) {
+    extern __shared__ __align__(16) unsigned char smem[];
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    Tile::Shared* const K_smem = reinterpret_cast<Tile::Shared*>(smem);
+    Tile::Shared* const V_smem = K_smem + K_TILE;
+    Tile::Shared* const Q_smem = V_smem + V_TILE + warp * Q_STAGES * Q_SLAB;
+    Tile::Shared* const exchange =
+        V_smem + V_TILE + WARPS * Q_STAGES * Q_SLAB + warp * Tile::EXCHANGE;
+
+    const Head head = locate_head(p, blockIdx.x);
+    const State state(p, head);
+    const Accumulator multiplier = score_multiplier(p);
+    Tile tile(lane, exchange);
+
+    const KeyRange keys(p, head, 0, head.query_length);
+    for (int j = keys.begin / BLOCK_K; j < divide_up(keys.end, BLOCK_K); ++j) {
+        const int k_tile = j * BLOCK_K, rows = head.key_length - k_tile;
+        __syncthreads();  // nobody reads the previous key tile any more
+        load_tile<BLOCK_K, HEAD_DIM, Tile::PADDED_D, THREADS, ALIGNED>(
+            K_smem, head.k + i64(k_tile) * p.k_row_stride, p.k_row_stride, rows, threadIdx.x);
+        load_tile<BLOCK_K, HEAD_DIM_V, Tile::PADDED_DV, THREADS, ALIGNED>(
+            V_smem, head.v + i64(k_tile) * p.v_row_stride, p.v_row_stride, rows, threadIdx.x);
+        commit_copies();
+        wait_copies<0>();
+        __syncthreads();  // K_j and V_j have arrived for all
+        const bool nonfinite = clear_nonfinite<BLOCK_K, Tile::PADDED_DV, THREADS>(V_smem);
+
+        const QuerySlabs<Tile::WARP_ROWS> slabs(p, head, k_tile, k_tile + BLOCK_K);
+        int index = round_up(slabs.begin - warp, WARPS) + warp, stage = 0;
+        if (index < slabs.end)
+            load_queries(Q_smem, p, head, index * Tile::WARP_ROWS, lane);
+        commit_copies();
+        for (; index < slabs.end; index += WARPS, stage ^= 1) {
+            if (index + WARPS < slabs.end)
+                load_queries(Q_smem + (stage ^ 1) * Q_SLAB, p, head,
+                             (index + WARPS) * Tile::WARP_ROWS, lane);
+            commit_copies();
+            const Slab slab(p, head, index);
+            const int begin = max(slab.steps.first, j * STEPS);
+            const int end = min(slab.steps.first + slab.steps.count, (j + 1) * STEPS);
+            const bool is_first = begin == slab.steps.first;
+            const bool is_last = end == slab.steps.first + slab.steps.count;
+
+            Softmax softmax;
+            Accumulator O_regs[Tile::ROWS][Tile::VALUE_COLUMNS];
+#pragma unroll
+            for (int r = 0; r < Tile::ROWS; ++r)
+#pragma unroll
+                for (int c = 0; c < Tile::VALUE_COLUMNS; ++c) O_regs[r][c] = Accumulator(0);
+            if (!is_first) state.load(O_regs, softmax, tile, slab.q_begin);
+
+            wait_copies<1>();
+            __syncwarp();  // Q_i has arrived for the whole warp
+            tile.take_queries(Q_smem + stage * Q_SLAB);
+            for (int step = begin; step < end; ++step) {
+                const int k_begin = step * STEP_K, offset = k_begin - k_tile;
+                Accumulator S_regs[Tile::ROWS][Tile::COLUMNS], rescale[Tile::ROWS];
+                tile.score(S_regs, K_smem + offset * Tile::PITCH);
+                modify_scores(S_regs, tile, p, head, slab.q_begin, k_begin);
+                if (slab.steps.is_cut(step))
+                    mask_scores(S_regs, tile, p, head, slab.q_begin, k_begin);
+                softmax.update(S_regs, multiplier, rescale);  // S_regs hold P from here on
+                drop_probabilities(S_regs, tile, p, head, slab.q_begin, k_begin);
+#pragma unroll
+                for (int r = 0; r < Tile::ROWS; ++r)
+#pragma unroll
+                    for (int c = 0; c < Tile::VALUE_COLUMNS; ++c) O_regs[r][c] *= rescale[r];
+                tile.accumulate(O_regs, S_regs, V_smem + offset * Tile::VALUE_PITCH);
+            }
+            if (nonfinite)
+                add_nonfinite_values(O_regs, tile, p, head, slab.q_begin, begin * STEP_K,
+                                     end * STEP_K);
+            if (is_last)
+                store_rows(O_regs, softmax, tile, p, head, slab.q_begin);
+            else
+                state.store(O_regs, softmax, tile, slab.q_begin);
+            __syncwarp();  // the next load overwrites this slab's queries
+        }
+        wait_copies<0>();
+    }
+
+    // Slabs that no key tile visited.
+    for (int index = warp; index * Tile::WARP_ROWS < p.query_length; index += WARPS) {
+        const Slab slab(p, head, index);
+        if (slab.steps.count > 0) continue;
+        const Accumulator nothing[Tile::ROWS][Tile::VALUE_COLUMNS] = {};
+        store_rows(nothing, Softmax(), tile, p, head, slab.q_begin);
+    }
+}

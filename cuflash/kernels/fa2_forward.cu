@@ -1,0 +1,133 @@
+// FlashAttention-2 forward (Dao 2023, Algorithm 1): O = softmax(Q K^T) V and its log-sum-exp.
+//
+// Grid: one block per (head, query tile), B * H * Tr in all, longest tiles first. A block keeps its
+// queries, and O, l and m in registers, while the key tiles stream through shared memory:
+//
+//     Q_smem  [BLOCK_Q][D]            loaded once
+//     K_smem  [STAGES][BLOCK_K][D]    a ring that cp.async fills ahead of its use
+//     V_smem  [STAGES][BLOCK_K][DV]
+//
+// Each warp owns WARP_ROWS rows and needs the others only for loading tiles. O is normalised once,
+// at the end. With STAGES > 1 tile i + STAGES - 1 is under way during tile i, one barrier per tile;
+// with STAGES == 1 V_i arrives during Q K_i^T and K_i+1 during P V_i, two barriers per tile.
+#include "numeric.cuh"
+#include "tile.cuh"
+#include "softmax.cuh"
+#include "mma.cuh"
+#include "simt.cuh"
+#include "sequence.cuh"
+#include "key_tiles.cuh"
+#include "score.cuh"
+#include "output.cuh"
+#include "engine.cuh"
+
+constexpr int BLOCK_Q = WARPS * Tile::WARP_ROWS;
+constexpr int K_TILE = BLOCK_K * Tile::PITCH, V_TILE = BLOCK_K * Tile::VALUE_PITCH;
+constexpr int Q_TILE = BLOCK_Q * Tile::PITCH;
+static_assert((Q_TILE + STAGES * (K_TILE + V_TILE) + WARPS * Tile::EXCHANGE) *
+                      sizeof(Tile::Shared) == SHARED_BYTES,
+              "the plan and the kernel lay out shared memory alike");
+
+// Heads come in sections whose keys and values share the L2 cache; within a section the query
+// tiles with the highest index, which a causal mask leaves most keys, start first.
+struct Work {
+    int head, query_tile;
+    __device__ __forceinline__ Work(const Params& p, int index) {
+        const int section = index / (p.section * p.query_tiles);
+        const int heads = min(p.section, p.head_count - section * p.section);
+        const int rest = index - section * p.section * p.query_tiles;
+        head = section * p.section + rest % heads;
+        query_tile = p.query_tiles - 1 - rest / heads;
+    }
+};
+
+__device__ __forceinline__ void load_keys(Tile::Shared* K_smem, const Params& p, const Head& head,
+                                          int tile) {
+    load_tile<BLOCK_K, HEAD_DIM, Tile::PADDED_D, THREADS, ALIGNED>(
+        K_smem, head.k + i64(tile) * BLOCK_K * p.k_row_stride, p.k_row_stride,
+        head.key_length - tile * BLOCK_K, threadIdx.x);
+}
+
+__device__ __forceinline__ void load_values(Tile::Shared* V_smem, const Params& p, const Head& head,
+                                            int tile) {
+    load_tile<BLOCK_K, HEAD_DIM_V, Tile::PADDED_DV, THREADS, ALIGNED>(
+        V_smem, head.v + i64(tile) * BLOCK_K * p.v_row_stride, p.v_row_stride,
+        head.key_length - tile * BLOCK_K, threadIdx.x);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    fa2_forward(const __grid_constant__ Params p) {
+    extern __shared__ __align__(16) unsigned char smem[];
+    Tile::Shared* const Q_smem = reinterpret_cast<Tile::Shared*>(smem);
+    Tile::Shared* const K_smem = Q_smem + Q_TILE;
+    Tile::Shared* const V_smem = K_smem + STAGES * K_TILE;
+    Tile::Shared* const exchange = V_smem + STAGES * V_TILE;
+
+    const int warp = threadIdx.x / 32;
+    const Work work(p, blockIdx.x);
+    const Head head = locate_head(p, work.head);
+    const int q_block = work.query_tile * BLOCK_Q, q_begin = q_block + warp * Tile::WARP_ROWS;
+    const KeyTiles<BLOCK_K> tiles(p, head, q_block, BLOCK_Q);
+    const Accumulator multiplier = score_multiplier(p);
+
+    Tile tile(threadIdx.x % 32, exchange + warp * Tile::EXCHANGE);
+    OnlineSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS> softmax;
+    Accumulator O_regs[Tile::ROWS][Tile::VALUE_COLUMNS];
+#pragma unroll
+    for (int i = 0; i < Tile::ROWS; ++i)
+#pragma unroll
+        for (int j = 0; j < Tile::VALUE_COLUMNS; ++j) O_regs[i][j] = Accumulator(0);
+
+    if (tiles.count > 0)
+        load_tile<BLOCK_Q, HEAD_DIM, Tile::PADDED_D, THREADS, ALIGNED>(
+            Q_smem, head.q + i64(q_block) * p.q_row_stride, p.q_row_stride,
+            head.query_length - q_block, threadIdx.x);
+#pragma unroll
+    for (int stage = 0; stage < max(1, STAGES - 1); ++stage) {
+        if (stage < tiles.count) {
+            load_keys(K_smem + stage * K_TILE, p, head, tiles[stage]);
+            if constexpr (STAGES > 1) load_values(V_smem + stage * V_TILE, p, head, tiles[stage]);
+        }
+        commit_copies();
+    }
+
+    for (int i = 0; i < tiles.count; ++i) {
+        const int key_tile = tiles[i], k_begin = key_tile * BLOCK_K, stage = i % STAGES;
+        const bool cut = tiles.is_cut(key_tile);
+        wait_copies<STAGES == 1 ? 0 : STAGES - 2>();
+        __syncthreads();  // K_i (and V_i) have arrived for all; nobody reads tile i - 1 any more
+        if constexpr (STAGES == 1) {
+            load_values(V_smem, p, head, key_tile);
+        } else if (i + STAGES - 1 < tiles.count) {
+            const int ahead = (i + STAGES - 1) % STAGES;
+            load_keys(K_smem + ahead * K_TILE, p, head, tiles[i + STAGES - 1]);
+            load_values(V_smem + ahead * V_TILE, p, head, tiles[i + STAGES - 1]);
+        }
+        commit_copies();
+        if (i == 0) tile.take_queries(Q_smem + warp * Tile::WARP_ROWS * Tile::PITCH);
+
+        Accumulator S_regs[Tile::ROWS][Tile::COLUMNS], rescale[Tile::ROWS];
+        tile.score(S_regs, K_smem + stage * K_TILE);
+        modify_scores(S_regs, tile, p, head, q_begin, k_begin);
+        if (cut) mask_scores(S_regs, tile, p, head, q_begin, k_begin);
+        softmax.update(S_regs, multiplier, rescale);  // S_regs hold P from here on
+        drop_probabilities(S_regs, tile, p, head, q_begin, k_begin);
+#pragma unroll
+        for (int r = 0; r < Tile::ROWS; ++r)
+#pragma unroll
+            for (int j = 0; j < Tile::VALUE_COLUMNS; ++j) O_regs[r][j] *= rescale[r];
+
+        if constexpr (STAGES == 1) {
+            wait_copies<0>();
+            __syncthreads();  // V_i has arrived for all; nobody reads K_i any more
+            if (i + 1 < tiles.count) load_keys(K_smem, p, head, tiles[i + 1]);
+            commit_copies();
+        }
+        // O = diag(rescale) O + P V
+        if (cut && clear_nonfinite<BLOCK_K, Tile::PADDED_DV, THREADS>(V_smem + stage * V_TILE))
+            add_nonfinite_values(O_regs, tile, p, head, q_begin, k_begin, k_begin + BLOCK_K);
+        tile.accumulate(O_regs, S_regs, V_smem + stage * V_TILE);
+    }
+    wait_copies<0>();
+    store_rows(O_regs, softmax, tile, p, head, q_begin);
+}

@@ -1,0 +1,64 @@
+// Seam 2, which tiles: those a band (causal mask, window) and the lengths leave to visit, and which
+// of them need the element mask. Reads the prelude's Params.
+//
+// Band: key k is visible to query q iff q + shift - left <= k <= q + shift + right. An open side is
+// a width so large that no position reaches it, yet the sums stay within an int.
+#pragma once
+#include "numeric.cuh"
+#include "sequence.cuh"
+
+// Keys that some row of [q_begin, q_end) may see: [begin, end), empty as [0, 0).
+struct KeyRange {
+    int begin, end;
+    __device__ __forceinline__ KeyRange(const Params& p, const Head& head, int q_begin, int q_end) {
+        q_end = min(q_end, head.query_length);
+        begin = max(0, q_begin + head.shift - p.band_left);
+        end = min(head.key_length, q_end + head.shift + p.band_right);
+        if (q_begin >= q_end || begin >= end) begin = end = 0;
+    }
+};
+
+// Key tiles of SIZE keys that a tile of queries visits, last one first: a causal mask then meets
+// its few cut tiles first and the longest run of uncut ones follows.
+template <int SIZE>
+struct KeyTiles {
+    int first, count;
+    int uncut_begin, uncut_end;  // tiles [uncut_begin, uncut_end) are visible as a whole
+
+    __device__ __forceinline__ KeyTiles(const Params& p, const Head& head, int q_begin, int rows) {
+        const KeyRange keys(p, head, q_begin, q_begin + rows);
+        first = keys.begin / SIZE;
+        count = divide_up(keys.end, SIZE) - first;
+        const int q_last = min(q_begin + rows, head.query_length) - 1;
+        uncut_begin = divide_up(max(0, q_last + head.shift - p.band_left), SIZE);
+        uncut_end = max(0, min(head.key_length, q_begin + head.shift + p.band_right + 1)) / SIZE;
+    }
+    __device__ __forceinline__ int operator[](int i) const { return first + count - 1 - i; }
+    __device__ __forceinline__ bool is_cut(int tile) const {
+        return tile < uncut_begin || tile >= uncut_end;
+    }
+};
+
+// The transpose: query slabs of SIZE rows that see some key of [k_begin, k_end).
+template <int SIZE>
+struct QuerySlabs {
+    int begin, end;
+    __device__ __forceinline__ QuerySlabs(const Params& p, const Head& head, int k_begin, int k_end) {
+        k_end = min(k_end, head.key_length);
+        const int q_begin = max(0, k_begin - head.shift - p.band_right);
+        const int q_end = min(head.query_length, k_end - head.shift + p.band_left);
+        const bool empty = k_begin >= k_end || q_begin >= q_end;
+        begin = empty ? 0 : q_begin / SIZE;
+        end = empty ? 0 : divide_up(q_end, SIZE);
+    }
+};
+
+// Keys that one query sees: [first, last].
+struct VisibleKeys {
+    int first, last;
+    __device__ __forceinline__ VisibleKeys(const Params& p, const Head& head, int q) {
+        first = q + head.shift - p.band_left;
+        last = min(head.key_length - 1, q + head.shift + p.band_right);
+    }
+    __device__ __forceinline__ bool has(int k) const { return k >= first && k <= last; }
+};

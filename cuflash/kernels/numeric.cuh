@@ -1,0 +1,95 @@
+// Numbers: fixed-width names, conversions, and the few functions that differ by type.
+#pragma once
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+constexpr int ARCH = __CUDA_ARCH__ / 10;
+constexpr u32 FULL_WARP = 0xffffffffu;
+
+template <bool CONDITION, typename Yes, typename No>
+struct Select {
+    using type = Yes;
+};
+template <typename Yes, typename No>
+struct Select<false, Yes, No> {
+    using type = No;
+};
+
+template <typename A, typename B>
+constexpr bool SAME = false;
+template <typename A>
+constexpr bool SAME<A, A> = true;
+
+constexpr __host__ __device__ int round_up(int value, int multiple) {
+    return (value + multiple - 1) / multiple * multiple;
+}
+
+__device__ __forceinline__ int divide_up(int value, int divisor) {
+    return (value + divisor - 1) / divisor;
+}
+
+template <typename A>
+__device__ __forceinline__ A infinity();
+template <>
+__device__ __forceinline__ float infinity<float>() {
+    return __int_as_float(0x7f800000);
+}
+template <>
+__device__ __forceinline__ double infinity<double>() {
+    return __longlong_as_double(0x7ff0000000000000ll);
+}
+
+// False for infinities and NaN: the only numbers whose difference from themselves is not zero.
+template <typename A>
+__device__ __forceinline__ bool is_finite(A x) {
+    return x - x == A(0);
+}
+
+// ex2.approx.ftz.f32: at most 2 ulp, and 0 for -infinity.
+__device__ __forceinline__ float exp2_of(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+__device__ __forceinline__ double exp2_of(double x) { return exp2(x); }
+__device__ __forceinline__ float log_of(float x) { return logf(x); }
+__device__ __forceinline__ double log_of(double x) { return log(x); }
+__device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }
+__device__ __forceinline__ double larger(double a, double b) { return fmax(a, b); }
+__device__ __forceinline__ float multiply_add(float a, float b, float c) { return fmaf(a, b, c); }
+__device__ __forceinline__ double multiply_add(double a, double b, double c) { return fma(a, b, c); }
+
+__device__ __forceinline__ float widen(__half x) { return __half2float(x); }
+__device__ __forceinline__ float widen(__nv_bfloat16 x) { return __bfloat162float(x); }
+__device__ __forceinline__ float widen(float x) { return x; }
+__device__ __forceinline__ double widen(double x) { return x; }
+
+// Rounds to nearest even.
+template <typename T, typename A>
+__device__ __forceinline__ T narrow(A x) {
+    return T(x);
+}
+template <>
+__device__ __forceinline__ __half narrow<__half, float>(float x) {
+    return __float2half_rn(x);
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 narrow<__nv_bfloat16, float>(float x) {
+    return __float2bfloat16_rn(x);
+}
+
+// Two halves in one register, `low` in the lower 16 bits.
+__device__ __forceinline__ u32 pack(float low, float high, __half) {
+    u32 packed;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}
+__device__ __forceinline__ u32 pack(float low, float high, __nv_bfloat16) {
+    u32 packed;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    return packed;
+}

@@ -1,0 +1,43 @@
+// The end of a row: O / l in the caller's type, and the logarithm of its sum of exponentials.
+#pragma once
+#include "score.cuh"
+#include "tile.cuh"
+
+// Writes the slab of rows from q_begin on. A row that saw no key, or lies at or beyond the valid
+// query length, is 0 and -infinity.
+template <typename Tile, typename Softmax, int ROWS, int COLUMNS>
+__device__ __forceinline__ void store_rows(const Accumulator (&O)[ROWS][COLUMNS],
+                                           const Softmax& softmax, const Tile& tile,
+                                           const Params& p, const Head& head, int q_begin) {
+    constexpr int GROUP = Tile::COLUMN_GROUP;
+    const Accumulator multiplier = score_multiplier(p);
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+        const int q = q_begin + tile.row(i);
+        const Accumulator total = softmax.total(i) +
+                                  initial_sum(p, head, softmax.maximum[i] * multiplier);
+        if (q >= p.query_length) continue;
+        const bool empty = q >= head.query_length || total == Accumulator(0);
+        const Accumulator inverse = Accumulator(1) / total;
+        Element* row = head.out + q * p.out_row_stride;
+#pragma unroll
+        for (int j = 0; j < COLUMNS; j += GROUP) {
+            const int column = tile.value_column(j);
+            Vector<Element, GROUP> values;
+#pragma unroll
+            for (int c = 0; c < GROUP; ++c)
+                values.at[c] =
+                    narrow<Element>(empty ? Accumulator(0) : O[i][j + c] * inverse);
+            if (ALIGNED && column + GROUP <= HEAD_DIM_V) {
+                *reinterpret_cast<Vector<Element, GROUP>*>(row + column) = values;
+            } else {
+#pragma unroll
+                for (int c = 0; c < GROUP; ++c)
+                    if (column + c < HEAD_DIM_V) row[column + c] = values.at[c];
+            }
+        }
+        if (head.lse != nullptr && tile.lane % Tile::ROW_THREADS == 0)
+            head.lse[q * p.lse_row_stride] =
+                empty ? -infinity<Accumulator>() : softmax.log_sum_exp(i, total, multiplier);
+    }
+}

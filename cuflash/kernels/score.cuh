@@ -1,0 +1,89 @@
+// Seam 3, what value: the scores of one step, changed and masked; and the hooks of what follows.
+// Reads the prelude: Params, SCORE_IS_MODIFIED and modify().
+#pragma once
+#include "key_tiles.cuh"
+#include "numeric.cuh"
+#include "softmax.cuh"
+
+// What the online softmax multiplies scores by: scale * log2 e where nothing else touches them.
+__device__ __forceinline__ Accumulator score_multiplier(const Params& p) {
+    return SCORE_IS_MODIFIED ? Accumulator(LOG2_E) : Accumulator(p.scale * Accumulator(LOG2_E));
+}
+
+// S[i][j] belongs to query q_begin + tile.row(i) and key k_begin + tile.column(j).
+template <typename Tile, int ROWS, int COLUMNS>
+__device__ __forceinline__ void modify_scores(Accumulator (&S)[ROWS][COLUMNS], const Tile& tile,
+                                              const Params& p, const Head& head, int q_begin,
+                                              int k_begin) {
+    if constexpr (SCORE_IS_MODIFIED) {
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j)
+                S[i][j] = modify(S[i][j] * p.scale, head.batch, head.head, q_begin + tile.row(i),
+                                 k_begin + tile.column(j), p);
+    }
+}
+
+// Invisible scores are replaced, whatever they were: NaN in a hidden key goes no further.
+template <typename Tile, int ROWS, int COLUMNS>
+__device__ __forceinline__ void mask_scores(Accumulator (&S)[ROWS][COLUMNS], const Tile& tile,
+                                            const Params& p, const Head& head, int q_begin,
+                                            int k_begin) {
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+        const VisibleKeys visible(p, head, q_begin + tile.row(i));
+        const int first = visible.first - k_begin, last = visible.last - k_begin;
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j)
+            if (tile.column(j) < first || tile.column(j) > last) S[i][j] = -infinity<Accumulator>();
+    }
+}
+
+// Hook for dropout: whether the probability of (q, k) is kept.
+__device__ __forceinline__ bool keep(const Params&, const Head&, int q, int k) { return true; }
+
+template <typename Tile, int ROWS, int COLUMNS>
+__device__ __forceinline__ void drop_probabilities(Accumulator (&P)[ROWS][COLUMNS],
+                                                   const Tile& tile, const Params& p,
+                                                   const Head& head, int q_begin, int k_begin) {
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j)
+            if (!keep(p, head, q_begin + tile.row(i), k_begin + tile.column(j)))
+                P[i][j] = Accumulator(0);
+}
+
+// Hook for attention sinks: what the softmax sum of a row holds besides its keys, in units of
+// exp2(origin), the factor that the sum lacks.
+__device__ __forceinline__ Accumulator initial_sum(const Params&, const Head&, Accumulator origin) {
+    return Accumulator(0);
+}
+
+// Hook for bias gradients: the derivative of the loss by the score of (q, k), in backward.
+__device__ __forceinline__ void store_dscore(const Params&, const Head&, int q, int k,
+                                             Accumulator dscore) {}
+
+// O += the infinities and NaN among the values of keys [k_begin, k_end) that each row sees, read
+// from global memory. The products then run on a tile where they are zero: a product would bring
+// 0 * NaN into rows that do not see the key. Rare, hence slow and small.
+template <typename Tile, int ROWS, int COLUMNS>
+__device__ __forceinline__ void add_nonfinite_values(Accumulator (&O)[ROWS][COLUMNS],
+                                                     const Tile& tile, const Params& p,
+                                                     const Head& head, int q_begin, int k_begin,
+                                                     int k_end) {
+#pragma unroll 1
+    for (int k = k_begin; k < min(k_end, head.key_length); ++k) {
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j) {
+            const int column = tile.value_column(j);
+            if (column >= HEAD_DIM_V) continue;
+            const Accumulator value = widen(head.v[k * p.v_row_stride + column]);
+            if (is_finite(value)) continue;
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i)
+                if (VisibleKeys(p, head, q_begin + tile.row(i)).has(k)) O[i][j] += value;
+        }
+    }
+}

@@ -1,0 +1,114 @@
+// Tiles: rows of a strided matrix on their way from global into shared memory.
+//
+// A tile in shared memory has a row pitch of an odd number of 16-byte units. Eight consecutive
+// rows then start in eight different bank groups, so that ldmatrix and 16-byte loads down a
+// column meet no bank conflict, and every address inside a tile is a lane's base plus a constant.
+#pragma once
+#include "numeric.cuh"
+
+constexpr int CHUNK_BYTES = 16;
+
+template <typename T>
+constexpr int CHUNK = CHUNK_BYTES / int(sizeof(T));
+
+// Elements from one row of a shared tile to the next.
+template <typename T>
+constexpr __host__ __device__ int pitch(int columns) {
+    return (round_up(columns, CHUNK<T>) / CHUNK<T> | 1) * CHUNK<T>;
+}
+
+template <typename T, int COUNT = CHUNK<T>>
+struct __align__(sizeof(T) * COUNT) Vector {
+    T at[COUNT];
+};
+
+__device__ __forceinline__ u32 shared_address(const void* pointer) {
+    return u32(__cvta_generic_to_shared(pointer));
+}
+
+// cp.async.cg: 16 bytes past the registers; what lies beyond source_bytes becomes zero.
+template <typename T>
+__device__ __forceinline__ void copy_chunk_async(T* shared, const T* global, int source_bytes) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+                 :
+                 : "r"(shared_address(shared)), "l"(global), "r"(source_bytes)
+                 : "memory");
+}
+
+// cp.async.commit_group: closes the group of copies this thread has issued.
+template <int MIN_ARCH = 80>
+__device__ __forceinline__ void commit_copies() {
+    if constexpr (ARCH >= MIN_ARCH) asm volatile("cp.async.commit_group;" : : : "memory");
+}
+
+// cp.async.wait_group: returns when at most PENDING of this thread's groups are under way.
+template <int PENDING>
+__device__ __forceinline__ void wait_copies() {
+    if constexpr (ARCH >= 80) asm volatile("cp.async.wait_group %0;" : : "n"(PENDING) : "memory");
+}
+
+// Loads ROWS x COLUMNS elements into a shared tile PADDED columns wide, converting to its type.
+// Rows from valid_rows on and columns from COLUMNS on become zero: nothing behind them is read.
+// The copy is asynchronous where type, alignment and architecture allow; callers always commit
+// and wait. Thread `thread` of THREADS takes every THREADS-th chunk.
+template <int ROWS, int COLUMNS, int PADDED, int THREADS, bool ALIGNED, typename S, typename T>
+__device__ __forceinline__ void load_tile(S* tile, const T* rows, i64 row_stride, int valid_rows,
+                                          int thread) {
+    constexpr int CHUNKS = PADDED / CHUNK<S>;
+    constexpr int STEPS = (ROWS * CHUNKS + THREADS - 1) / THREADS;
+    constexpr bool ASYNC = ALIGNED && SAME<S, T> && ARCH >= 80;
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+        const int chunk = step * THREADS + thread;
+        if (ROWS * CHUNKS % THREADS != 0 && chunk >= ROWS * CHUNKS) break;
+        const int row = chunk / CHUNKS, column = chunk % CHUNKS * CHUNK<S>;
+        const int columns = min(max(COLUMNS - column, 0), CHUNK<S>);
+        const int wanted = row < valid_rows ? columns : 0;
+        const T* source = rows + (wanted > 0 ? row * row_stride + column : 0);
+        S* target = tile + row * pitch<S>(PADDED) + column;
+        if constexpr (ASYNC) {
+            copy_chunk_async(target, source, wanted * int(sizeof(T)));
+        } else {
+            Vector<T, CHUNK<S>> loaded;
+            if (ALIGNED && wanted == CHUNK<S>) {
+                loaded = *reinterpret_cast<const Vector<T, CHUNK<S>>*>(source);
+            } else {
+#pragma unroll
+                for (int e = 0; e < CHUNK<S>; ++e)
+                    loaded.at[e] = e < wanted ? source[e] : narrow<T>(0.0f);
+            }
+            Vector<S> converted;
+#pragma unroll
+            for (int e = 0; e < CHUNK<S>; ++e) {
+                if constexpr (SAME<S, T>)
+                    converted.at[e] = loaded.at[e];
+                else
+                    converted.at[e] = widen(loaded.at[e]);
+            }
+            *reinterpret_cast<Vector<S>*>(target) = converted;
+        }
+    }
+}
+
+// Sets infinities and NaN of a shared tile to zero; returns, to every thread of the block,
+// whether there were any. Holds a barrier: what it wrote is visible to all afterwards.
+template <int ROWS, int PADDED, int THREADS, typename S>
+__device__ __forceinline__ bool clear_nonfinite(S* tile) {
+    constexpr int CHUNKS = PADDED / CHUNK<S>;
+    int found = 0;
+    for (int chunk = threadIdx.x; chunk < ROWS * CHUNKS; chunk += THREADS) {
+        const int row = chunk / CHUNKS, column = chunk % CHUNKS * CHUNK<S>;
+        auto* target = reinterpret_cast<Vector<S>*>(tile + row * pitch<S>(PADDED) + column);
+        Vector<S> values = *target;
+        int here = 0;
+#pragma unroll
+        for (int e = 0; e < CHUNK<S>; ++e) {
+            if (is_finite(widen(values.at[e]))) continue;
+            values.at[e] = narrow<S>(0.0f);
+            here = 1;
+        }
+        if (here) *target = values;
+        found |= here;
+    }
+    return __syncthreads_or(found) != 0;
+}

@@ -1,0 +1,127 @@
+"""Which keys a query may attend to: the band that causal masks and windows share."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+
+import numpy as np
+
+ALIGNMENTS = ("bottom_right", "top_left")
+
+
+@dataclass(frozen=True)
+class Band:
+    """Keys `q + shift - left <= k <= q + shift + right` are visible to query `q`.
+
+    One band covers no mask (both sides open), causal masks (`right = 0`) and windows.
+
+    Parameters
+    ----------
+    left, right : int or None
+        Widths in keys; None leaves that side open. A negative width means that
+        even the diagonal is hidden (two masks combined can ask for that).
+    alignment : {"bottom_right", "top_left"}
+        Where the diagonal lies: `shift = key_length - query_length` puts it through
+        the last query and the last key, `shift = 0` through the first ones.
+
+    Examples
+    --------
+    >>> print(Band(right=0).draw(3, 5))
+    ■■■··
+    ■■■■·
+    ■■■■■
+    """
+
+    left: int | None = None
+    right: int | None = None
+    alignment: str = "bottom_right"
+
+    @classmethod
+    def from_options(cls, causal=False, window=None) -> Band:
+        """The band that the options `causal=` and `window=` of :func:`cuflash.attention` name.
+
+        Raises
+        ------
+        ValueError
+            For an unknown alignment or a window that is negative or not one or two widths.
+        TypeError
+            For a width that is not an integer.
+        """
+        if causal not in (False, True, *ALIGNMENTS):
+            raise ValueError(f"causal={causal!r}: give False, True, 'bottom_right' or 'top_left'")
+        alignment = causal if isinstance(causal, str) else "bottom_right"
+        left, right = cls._window_sides(window)
+        if causal:
+            right = 0
+        return cls(left, right, alignment)
+
+    @staticmethod
+    def _window_sides(window) -> tuple[int | None, int | None]:
+        if window is None:
+            return None, None
+        sides = window if isinstance(window, (tuple, list)) else (window, window)
+        if len(sides) != 2:
+            raise ValueError(f"window={window!r}: give one width or a pair (left, right)")
+        widths = []
+        for side in sides:
+            try:
+                width = None if side is None else operator.index(side)
+            except TypeError:
+                raise TypeError(f"window={window!r}: widths are integers or None") from None
+            if width is not None and width < 0:
+                raise ValueError(f"window={window!r}: widths are not negative")
+            widths.append(width)
+        return widths[0], widths[1]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the band hides nothing."""
+        return self.left is None and self.right is None
+
+    def shift(self, query_length: int, key_length: int) -> int:
+        """The diagonal's offset for one batch entry of these valid lengths."""
+        return key_length - query_length if self.alignment == "bottom_right" else 0
+
+    def key_range(self, q_begin: int, q_end: int, shift: int, key_length: int) -> tuple[int, int]:
+        """Half-open range of keys that some query of `[q_begin, q_end)` may see."""
+        begin = 0 if self.left is None else max(0, q_begin + shift - self.left)
+        end = key_length if self.right is None else min(key_length, q_end + shift + self.right)
+        return (begin, end) if begin < end else (0, 0)
+
+    def query_range(self, k_begin: int, k_end: int, shift: int, query_length: int) -> tuple[int, int]:
+        """Half-open range of queries that may see some key of `[k_begin, k_end)`."""
+        begin = 0 if self.right is None else max(0, k_begin - shift - self.right)
+        end = query_length if self.left is None else min(query_length, k_end - shift + self.left)
+        return (begin, end) if begin < end else (0, 0)
+
+    def covers(self, q_begin: int, q_end: int, k_begin: int, k_end: int, shift: int) -> bool:
+        """Whether every query of the tile sees every key of it, so that no element test is due."""
+        left = self.left is None or k_begin >= q_end - 1 + shift - self.left
+        right = self.right is None or k_end - 1 <= q_begin + shift + self.right
+        return left and right
+
+    def to_dense(self, query_length: int, key_length: int, shift: int | None = None) -> np.ndarray:
+        """The mask as a bool array of shape (query_length, key_length), True = visible."""
+        if shift is None:
+            shift = self.shift(query_length, key_length)
+        diagonal = np.arange(key_length) - np.arange(query_length)[:, None] - shift
+        visible = np.ones((query_length, key_length), bool)
+        if self.left is not None:
+            visible &= diagonal >= -self.left
+        if self.right is not None:
+            visible &= diagonal <= self.right
+        return visible
+
+    def count(self, query_length: int, key_length: int) -> int:
+        """Number of visible (query, key) pairs of one head, without building the mask."""
+        shift = self.shift(query_length, key_length)
+        q = np.arange(query_length, dtype=np.int64) + shift
+        first = np.zeros_like(q) if self.left is None else np.clip(q - self.left, 0, key_length)
+        last = np.full_like(q, key_length) if self.right is None else np.clip(q + self.right + 1, 0, key_length)
+        return int(np.maximum(last - first, 0).sum())
+
+    def draw(self, query_length: int, key_length: int) -> str:
+        """The mask as text: one row per query, a filled square per visible key."""
+        dense = self.to_dense(query_length, key_length)
+        return "\n".join("".join("■" if x else "·" for x in row) for row in dense)

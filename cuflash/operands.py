@@ -1,0 +1,256 @@
+"""Shapes and strides of one call: checked, broadcast by stride 0, and folded for the kernels.
+
+Nothing here touches an array: an operand is a :class:`Spec`. So the outcome for one set of specs
+and options can be kept and used again, and is tested without a GPU.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .masks import Band
+from .plan import CHUNK_BYTES, ITEM_BYTES, Problem
+from .scores import ScoreMod
+
+MAX_AXES = 6
+MAX_LENGTH = 1 << 29  # positions and the sums of two of them stay within an int
+
+
+class Spec(NamedTuple):
+    """An array without its values. Strides count bytes, as in NumPy."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: np.dtype
+
+    @classmethod
+    def contiguous(cls, shape, dtype) -> Spec:
+        """A C-ordered array of that shape."""
+        strides, step = [], np.dtype(dtype).itemsize
+        for size in reversed(shape):
+            strides.append(step)
+            step *= size
+        return cls(tuple(shape), tuple(reversed(strides)), np.dtype(dtype))
+
+    def element_strides(self) -> tuple[int, ...]:
+        """Strides in elements; 0 where the axis has but one."""
+        itemsize = self.dtype.itemsize
+        return tuple(
+            0 if n <= 1 else s // itemsize for n, s in zip(self.shape, self.strides)
+        )
+
+    def extent(self) -> tuple[int, int]:
+        """Bytes that the array spans, from the address of its first element."""
+        if 0 in self.shape:
+            return 0, 0
+        reach = [(n - 1) * s for n, s in zip(self.shape, self.strides)]
+        low = sum(r for r in reach if r < 0)
+        return low, sum(r for r in reach if r > 0) + self.dtype.itemsize
+
+    def rows_are_aligned(self) -> bool:
+        """Whether rows lie a multiple of 16 bytes apart."""
+        return all(s % CHUNK_BYTES == 0 for n, s in zip(self.shape[:-1], self.strides) if n > 1)
+
+
+class Layout(NamedTuple):
+    """Where the rows of every operand lie.
+
+    `leading` are the broadcast leading axes, grouped heads split in two; `strides` maps an
+    operand's name to its element strides along them. `axes` are the same folded into few.
+    """
+
+    out_shape: tuple[int, ...]
+    lse_shape: tuple[int, ...]
+    leading: tuple[int, ...]
+    strides: dict[str, tuple[int, ...]]
+    rows: dict[str, int]
+    axes: tuple[int, ...]
+    axis_strides: dict[str, tuple[int, ...]]
+
+
+def result_dtype(q: np.dtype, k: np.dtype, v: np.dtype) -> np.dtype:
+    """The type of the result: what NumPy promotes the operands' types to.
+
+    Raises
+    ------
+    TypeError
+        For types other than fp16, bf16, fp32 and fp64, and for fp16 with bf16.
+    """
+    for name, dtype in zip("qkv", (q, k, v)):
+        if dtype.name not in ITEM_BYTES:
+            supported = ", ".join(ITEM_BYTES)
+            raise TypeError(f"{name} has dtype {dtype}: attention takes {supported}")
+    try:
+        return np.result_type(q, k, v)
+    except TypeError as error:
+        message = f"q, k, v have dtypes {q}, {k}, {v}, which have no common type: cast them"
+        raise TypeError(message) from error
+
+
+def check_shapes(q: Spec, k: Spec, v: Spec) -> None:
+    """Raise a ValueError where the last two axes of q, k and v do not fit together."""
+    for name, spec in zip("qkv", (q, k, v)):
+        if len(spec.shape) < 2:
+            raise ValueError(f"{name} has shape {spec.shape}: it needs axes (..., length, head dim)")
+    if q.shape[-1] != k.shape[-1]:
+        raise ValueError(
+            f"q and k have head dims {q.shape[-1]} and {k.shape[-1]} (shapes {q.shape}, "
+            f"{k.shape}): they must be equal"
+        )
+    if k.shape[-2] != v.shape[-2]:
+        raise ValueError(
+            f"k and v have lengths {k.shape[-2]} and {v.shape[-2]} (shapes {k.shape}, "
+            f"{v.shape}): they must be equal"
+        )
+    if min(q.shape[-1], v.shape[-1]) < 1:
+        raise ValueError(f"head dims must be at least 1: q has {q.shape}, v has {v.shape}")
+    if max(q.shape[-2], k.shape[-2]) > MAX_LENGTH:
+        raise ValueError(f"lengths up to {MAX_LENGTH} are supported: {q.shape}, {k.shape}")
+
+
+def _broadcast(shapes: dict[str, tuple[int, ...]], given: str) -> tuple[int, ...]:
+    try:
+        return np.broadcast_shapes(*shapes.values())
+    except ValueError:
+        raise ValueError(f"leading axes do not broadcast: {given}") from None
+
+
+def _group(q: Spec, k: Spec, v: Spec, enable_gqa: bool, given: str) -> int:
+    """How many query heads share a key head; 1 where heads broadcast as in NumPy."""
+    heads = [spec.shape[-3] if len(spec.shape) > 2 else 1 for spec in (q, k, v)]
+    key_heads = max(heads[1:])
+    if heads[0] == key_heads or 1 in (heads[0], key_heads):
+        return 1
+    if heads[0] % key_heads:
+        raise ValueError(f"{heads[0]} query heads do not divide into {key_heads} key heads: {given}")
+    if not enable_gqa:
+        raise ValueError(
+            f"q has {heads[0]} heads and k, v have {key_heads} ({given}): "
+            "pass enable_gqa=True for grouped heads"
+        )
+    return heads[0] // key_heads
+
+
+def _spread(spec: Spec, leading: tuple[int, ...], trailing: int) -> tuple[int, ...]:
+    """Element strides along `leading` of an array with `trailing` axes behind them."""
+    own = spec.element_strides()[: len(spec.shape) - trailing]
+    return (0,) * (len(leading) - len(own)) + own
+
+
+def _fold(leading, strides: dict[str, tuple[int, ...]]):
+    """Merge adjacent axes that every operand walks as one; drop those of size 1."""
+    axes: list[tuple[int, list[int]]] = []
+    columns = list(zip(*strides.values())) if leading else []
+    for size, steps in zip(leading, columns):
+        if size == 1:
+            continue
+        if axes and all(outer == inner * size for outer, inner in zip(axes[-1][1], steps)):
+            axes[-1] = (axes[-1][0] * size, list(steps))
+        else:
+            axes.append((size, list(steps)))
+    if len(axes) > MAX_AXES:
+        raise NotImplementedError(
+            f"leading axes {leading} fold into {len(axes)} of irregular stride; at most "
+            f"{MAX_AXES} are supported: copy an operand to make it contiguous"
+        )
+    folded = {name: tuple(steps[i] for _, steps in axes) for i, name in enumerate(strides)}
+    return tuple(size for size, _ in axes), folded
+
+
+def make_layout(q, k, v, out=None, lse=None, *, q_lengths=None, kv_lengths=None, enable_gqa=False):
+    """Broadcast the operands' leading axes.
+
+    Parameters
+    ----------
+    q, k, v : Spec
+    out, lse : Spec, optional
+        Contiguous by default.
+    q_lengths, kv_lengths : Spec, optional
+        Over the batch axes: all leading axes but the heads.
+    enable_gqa : bool
+
+    Returns
+    -------
+    Layout
+
+    Raises
+    ------
+    ValueError
+        Where axes do not fit; the message names the caller's shapes.
+    """
+    check_shapes(q, k, v)
+    given = f"q {q.shape}, k {k.shape}, v {v.shape}"
+    group = _group(q, k, v, enable_gqa, given)
+    shapes = {name: spec.shape[:-2] for name, spec in (("q", q), ("k", k), ("v", v))}
+    if group > 1:  # the heads of q count; those of k and v are a fraction of them
+        shapes["k"], shapes["v"] = shapes["k"][:-1] + (1,), shapes["v"][:-1] + (1,)
+    whole = _broadcast(shapes, given)
+    batch, heads = whole[:-1], whole[-1:]
+    out_shape = (*whole, q.shape[-2], v.shape[-1])
+    lse_shape = out_shape[:-1]
+    dtype = result_dtype(q.dtype, k.dtype, v.dtype)
+    out = out or Spec.contiguous(out_shape, dtype)
+    lse = lse or Spec.contiguous(lse_shape, np.float32)
+
+    strides = {}
+    for name, spec, trailing in (("q", q, 2), ("k", k, 2), ("v", v, 2), ("out", out, 2), ("lse", lse, 1)):
+        steps = _spread(spec, whole, trailing)
+        if group > 1:
+            last = (0, 0) if spec.shape[-trailing - 1] == 1 else (steps[-1], 0)
+            if name in ("q", "out", "lse"):
+                last = (steps[-1] * group, steps[-1])
+            steps = (*steps[:-1], *last)
+        strides[name] = steps
+    for name, spec in (("q_lengths", q_lengths), ("kv_lengths", kv_lengths)):
+        steps = (0,) * len(batch)
+        if spec is not None:
+            if _broadcast({"batch": batch, name: spec.shape}, f"{name} {spec.shape}, {given}") != batch:
+                raise ValueError(f"{name} has shape {spec.shape}: it must broadcast to {batch}, "
+                                 "the leading axes but the heads")
+            steps = _spread(spec, batch, 0)
+        strides[name] = steps + (0,) * (len(heads) + (group > 1))
+    if group > 1:
+        heads = (heads[0] // group, group)
+    leading = (*batch, *heads)
+    axes, axis_strides = _fold(leading, strides)
+    rows = {name: spec.element_strides()[-2] for name, spec in (("q", q), ("k", k), ("v", v), ("out", out))}
+    rows["lse"] = lse.element_strides()[-1]
+    return Layout(out_shape, lse_shape, leading, strides, rows, axes, axis_strides)
+
+
+def make_problem(layout: Layout, q: Spec, k: Spec, v: Spec, *, band: Band,
+                 score: ScoreMod | None, lengths: dict[str, str], aligned: bool) -> Problem:
+    """The problem that a layout and the options pose."""
+    return Problem(
+        dtype=result_dtype(q.dtype, k.dtype, v.dtype).name,
+        leading=layout.leading,
+        heads=layout.out_shape[-3] if len(layout.out_shape) > 2 else 1,
+        query_length=q.shape[-2],
+        key_length=k.shape[-2],
+        head_dim=q.shape[-1],
+        value_dim=v.shape[-1],
+        band=band,
+        score=score.expression if score else "",
+        captures=score.names if score else (),
+        q_lengths=lengths.get("q_lengths", ""),
+        kv_lengths=lengths.get("kv_lengths", ""),
+        aligned=aligned,
+    )
+
+
+def check_out(name: str, given: Spec, shape: tuple[int, ...], dtype) -> None:
+    """Raise where `given` cannot take a result of that shape and type."""
+    if given.shape != shape:
+        raise ValueError(f"{name} has shape {given.shape}: it must be {shape}")
+    if given.dtype != dtype:
+        raise TypeError(f"{name} has dtype {given.dtype}: it must be {np.dtype(dtype)}")
+    if any(n > 1 and s == 0 for n, s in zip(given.shape, given.strides)):
+        raise ValueError(f"{name} has strides {given.strides}: its elements share memory")
+
+
+def overlap(a: Spec, a_address: int, b: Spec, b_address: int) -> bool:
+    """Whether the byte ranges that two arrays span have any byte in common."""
+    (a_low, a_high), (b_low, b_high) = a.extent(), b.extent()
+    return a_address + a_low < b_address + b_high and b_address + b_low < a_address + a_high

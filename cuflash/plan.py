@@ -1,0 +1,436 @@
+"""Decide once, in a value that prints: which kernel, with which tiles, serves a problem."""
+
+from __future__ import annotations
+
+import functools
+import math
+from dataclasses import dataclass, field
+
+from .masks import Band
+
+HALF = ("float16", "bfloat16")
+ACCUMULATORS = {"float16": "float32", "bfloat16": "float32", "float32": "float32", "float64": "float64"}
+ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
+ALGOS = ("fa1", "fa2")
+ENGINES = ("numpy", "simt", "mma")
+CHUNK_BYTES = 16  # the widest load, and the unit of a shared tile's row pitch
+
+# Shared memory one block may use, by compute capability (CUDA C programming guide, table of
+# technical specifications).
+SHARED_BYTES = {
+    70: 98304, 72: 98304, 75: 65536, 80: 166912, 86: 101376, 87: 166912, 88: 101376, 89: 101376,
+    90: 232448, 100: 232448, 103: 232448, 110: 232448, 120: 101376, 121: 101376,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the plan needs to know of a machine.
+
+    Parameters
+    ----------
+    arch : int
+        Compute capability times ten (90 for an H200); 0 for the CPU.
+    name : str
+        For printing.
+    multiprocessors : int
+        Number of streaming multiprocessors.
+    shared_bytes : int, optional
+        Shared memory that one block may use; by default that of the architecture.
+    cache_bytes : int
+        Size of the L2 cache.
+
+    Examples
+    --------
+    >>> Device(90, "NVIDIA H200", multiprocessors=132).shared_bytes
+    232448
+    """
+
+    arch: int
+    name: str = ""
+    multiprocessors: int = 100
+    shared_bytes: int = 0
+    cache_bytes: int = 32 << 20
+
+    def __post_init__(self):
+        if not self.shared_bytes:
+            object.__setattr__(self, "shared_bytes", SHARED_BYTES.get(self.arch, 49152))
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether this is the CPU."""
+        return self.arch == 0
+
+    def __str__(self):
+        return "CPU" if self.is_cpu else f"{self.name or 'GPU'} (sm_{self.arch})"
+
+
+CPU = Device(0, "CPU", multiprocessors=1)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call's shapes and options, without its arrays.
+
+    Parameters
+    ----------
+    dtype : str
+        Of the operands and the result: float16, bfloat16, float32 or float64.
+    leading : tuple of int
+        The broadcast leading axes; grouped heads are two axes, (key heads, group).
+    heads : int
+        How many of the trailing entries of `leading` belong to one batch entry.
+    query_length, key_length, head_dim, value_dim : int
+        N, M, D and Dv.
+    band : Band
+        Causal mask and window.
+    score : str
+        The score modification's expression, empty for none; `captures` names its scalars.
+    q_lengths, kv_lengths : str
+        Integer type of the lengths, empty where there are none.
+    aligned : bool
+        Whether every row of q, k, v and out starts on a multiple of 16 bytes.
+    """
+
+    dtype: str
+    leading: tuple[int, ...]
+    query_length: int
+    key_length: int
+    head_dim: int
+    value_dim: int
+    heads: int = 1
+    band: Band = Band()
+    score: str = ""
+    captures: tuple[str, ...] = ()
+    q_lengths: str = ""
+    kv_lengths: str = ""
+    aligned: bool = True
+
+    @property
+    def head_count(self) -> int:
+        """B * H: heads of the whole batch."""
+        return math.prod(self.leading)
+
+    @property
+    def accumulator(self) -> str:
+        """The type that sums are held in."""
+        return ACCUMULATORS[self.dtype]
+
+    @property
+    def flops(self) -> int:
+        """2 (D + Dv) per visible pair of query and key, lengths taken as full."""
+        pairs = self.band.count(self.query_length, self.key_length)
+        return 2 * (self.head_dim + self.value_dim) * pairs * self.head_count
+
+    def __str__(self):
+        lead = "x".join(map(str, self.leading)) or "1"
+        text = f"{self.dtype} heads {lead}, queries {self.query_length}, keys {self.key_length}, "
+        text += f"head dim {self.head_dim}"
+        if self.value_dim != self.head_dim:
+            text += f", value dim {self.value_dim}"
+        if not self.band.is_open:
+            text += f", {self.band}"
+        if self.score:
+            text += f", score {self.score}"
+        for name in ("q_lengths", "kv_lengths"):
+            if getattr(self, name):
+                text += f", {name}"
+        return text if self.aligned else text + ", rows not aligned to 16 bytes"
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True)
+class Tile:
+    """One row of the table: sizes of a kernel, for head dims up to `max_dim`.
+
+    `block_k` keys are in shared memory at a time and `step_k` of them are scored at once (all of
+    them in fa2). A warp owns `slabs` times 16 query rows (mma), or `32 / row_lanes * lane_rows`
+    rows (simt: `row_lanes` lanes share a row, each lane holds `lane_rows` rows).
+    """
+
+    algo: str
+    engine: str
+    dtypes: tuple[str, ...]
+    max_dim: int
+    block_k: int
+    warps: int
+    step_k: int = 0
+    stages: int = 1
+    slabs: int = 1
+    queries_in_registers: bool = False
+    row_lanes: int = 1
+    lane_rows: int = 1
+    min_blocks: int = 1
+    fill: float = 0.0  # blocks per multiprocessor from which the row is worth taking
+    block_q: int = 0  # of the NumPy engine; GPU rows derive theirs
+    origin: str = ""
+
+    def __post_init__(self):
+        if not self.step_k:
+            object.__setattr__(self, "step_k", self.block_k)
+        if self.engine != "numpy":
+            object.__setattr__(self, "block_q", self.warps * self.warp_rows)
+
+    @property
+    def warp_rows(self) -> int:
+        """Query rows of one warp."""
+        if self.engine == "mma":
+            return 16 * self.slabs
+        return 32 // self.row_lanes * self.lane_rows
+
+    def widths(self, problem: Problem) -> tuple[int, int]:
+        """Columns of a query or key row and of a value row in shared memory."""
+        if self.engine == "mma":
+            return _round_up(problem.head_dim, 16), _round_up(problem.value_dim, 16)
+        chunk = CHUNK_BYTES // ITEM_BYTES[problem.accumulator]
+        share = -(-problem.value_dim // self.row_lanes)
+        group = (4 if share == 3 else share) if share < chunk else chunk
+        values = _round_up(_round_up(share, group) * self.row_lanes, chunk)
+        return _round_up(problem.head_dim, chunk), values
+
+    def shared_bytes(self, problem: Problem) -> int:
+        """Shared memory of one block; the kernel checks that it lays out as many bytes."""
+        itemsize = ITEM_BYTES[problem.dtype if self.engine == "mma" else problem.accumulator]
+        chunk = CHUNK_BYTES // itemsize
+
+        def pitch(columns):
+            return (_round_up(columns, chunk) // chunk | 1) * chunk
+
+        head, value = map(pitch, self.widths(problem))
+        keys = self.block_k * (head + value)
+        queries = self.block_q * head
+        exchange = 0 if self.engine == "mma" else self.block_q * pitch(self.step_k)
+        if self.algo == "fa1":
+            return (keys + 2 * queries + exchange) * itemsize
+        return (queries + self.stages * keys + exchange) * itemsize
+
+    def blocks(self, problem: Problem) -> int:
+        """Thread blocks of the grid: B * H in fa1, B * H * Tr in fa2."""
+        tiles = -(-problem.query_length // self.block_q) if self.algo == "fa2" else 1
+        return problem.head_count * tiles
+
+    def reject(self, problem: Problem, device: Device) -> str:
+        """Why this row cannot or should not serve, or an empty string."""
+        if self.engine == "numpy":
+            return "" if device.is_cpu else "the numpy engine works on NumPy arrays"
+        if device.is_cpu:
+            return f"the {self.engine} engine works on CuPy arrays"
+        if problem.dtype not in self.dtypes:
+            return f"serves {', '.join(self.dtypes)}, not {problem.dtype}"
+        if self.engine == "mma" and device.arch < 80:
+            return f"needs sm_80 or later, the device is sm_{device.arch}"
+        if max(problem.head_dim, problem.value_dim) > self.max_dim:
+            return f"serves head dims up to {self.max_dim}"
+        shared = self.shared_bytes(problem)
+        if shared > device.shared_bytes:
+            return f"needs {shared} bytes of shared memory, the device has {device.shared_bytes}"
+        if self.blocks(problem) < self.fill * device.multiprocessors:
+            return (
+                f"its {self.blocks(problem)} blocks leave too much of "
+                f"{device.multiprocessors} multiprocessors idle"
+            )
+        return ""
+
+    def __str__(self):
+        if self.engine == "numpy":
+            return f"{self.algo} numpy {self.block_q}x{self.block_k}"
+        text = f"{self.algo} {self.engine} {self.block_q}x{self.block_k}, {self.warps} warps"
+        return text + (f", {self.stages} stages" if self.stages > 1 else "")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a call will run. Printable, hashable, and made without a GPU.
+
+    Attributes
+    ----------
+    problem : Problem
+    device : Device
+    tile : Tile
+        The table's row that serves.
+    rejected : tuple of (Tile, str)
+        Earlier rows, and why each does not serve.
+    """
+
+    problem: Problem
+    device: Device
+    tile: Tile
+    rejected: tuple[tuple[Tile, str], ...] = field(default=(), compare=False)
+
+    @property
+    def algo(self) -> str:
+        """fa1 or fa2."""
+        return self.tile.algo
+
+    @property
+    def engine(self) -> str:
+        """numpy, simt or mma."""
+        return self.tile.engine
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel, and of its file."""
+        return f"{self.algo}_forward"
+
+    @property
+    def block_q(self) -> int:
+        """Queries per tile."""
+        return self.tile.block_q
+
+    @property
+    def block_k(self) -> int:
+        """Keys per tile."""
+        return self.tile.block_k
+
+    @property
+    def stages(self) -> int:
+        """Key tiles in shared memory at a time."""
+        return self.tile.stages
+
+    @property
+    def threads(self) -> int:
+        """Threads per block; 0 for the NumPy engine."""
+        return 0 if self.engine == "numpy" else 32 * self.tile.warps
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory per block."""
+        return 0 if self.engine == "numpy" else self.tile.shared_bytes(self.problem)
+
+    @property
+    def grid(self) -> int:
+        """Thread blocks: exactly B * H for fa1 and B * H * Tr for fa2."""
+        return self.tile.blocks(self.problem)
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Device memory beyond out and lse: fa1's O, l and m."""
+        if self.engine == "numpy" or self.algo == "fa2":
+            return 0
+        rows = self.problem.head_count * self.problem.query_length
+        return rows * (self.problem.value_dim + 2) * ITEM_BYTES[self.problem.accumulator]
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations of the two products."""
+        return self.problem.flops
+
+    @property
+    def section(self) -> int:
+        """Heads whose keys and values share the L2 cache: blocks work through one such section
+        after another."""
+        p = self.problem
+        head_bytes = p.key_length * (p.head_dim + p.value_dim) * ITEM_BYTES[p.dtype]
+        return max(1, min(p.head_count, self.device.cache_bytes // 2 // max(1, head_bytes)))
+
+    def source(self) -> str:
+        """The CUDA C source that is compiled."""
+        from .source import kernel_source
+
+        return kernel_source(self)
+
+    def __str__(self):
+        p = self.problem
+        lines = [
+            f"problem    {p}",
+            f"device     {self.device}",
+            f"kernel     {self.kernel}, algo {self.algo}, engine {self.engine}",
+            f"tiles      {self.block_q} queries x {self.block_k} keys, {self.stages} stage(s)",
+        ]
+        if self.engine != "numpy":
+            lines += [
+                f"block      {self.threads} threads, {self.shared_bytes} bytes of shared memory",
+                f"grid       {self.grid} blocks",
+            ]
+        lines += [
+            f"workspace  {self.workspace_bytes} bytes",
+            f"work       {self.flops / 1e9:.3f} GFLOP",
+        ]
+        lines += [f"rejected   {row}: {reason}" for row, reason in self.rejected]
+        return "\n".join(lines)
+
+
+def _simt(algo, dtypes, max_dim, block_k, warps, row_lanes, lane_rows, **more):
+    return Tile(algo, "simt", dtypes, max_dim, block_k, warps, row_lanes=row_lanes, lane_rows=lane_rows, **more)
+
+
+def _mma(algo, max_dim, block_k, warps, slabs, **more):
+    return Tile(algo, "mma", HALF, max_dim, block_k, warps, slabs=slabs, **more)
+
+
+SINGLE = (*HALF, "float32")
+DOUBLE = ("float64",)
+EVERY = (*SINGLE, *DOUBLE)
+
+# The first row that fits serves; so faster rows come first, and rows for smaller shared memories
+# and larger head dims follow.
+TILES = (
+    _mma("fa2", 64, 64, 4, 2, stages=2, queries_in_registers=True, min_blocks=2, fill=1.0),
+    _mma("fa2", 64, 64, 4, 1, stages=2, queries_in_registers=True),
+    _mma("fa2", 128, 64, 4, 2, stages=2, min_blocks=2, fill=1.0),
+    _mma("fa2", 128, 64, 4, 1, stages=2, queries_in_registers=True),
+    _mma("fa2", 256, 32, 4, 1, stages=2),
+    _simt("fa2", SINGLE, 32, 64, 4, 8, 8, min_blocks=2, fill=1.0),
+    _simt("fa2", SINGLE, 64, 64, 4, 8, 8, min_blocks=2, fill=1.0),
+    _simt("fa2", SINGLE, 128, 64, 8, 16, 8, fill=1.0),
+    _simt("fa2", SINGLE, 128, 32, 4, 8, 4),
+    _simt("fa2", EVERY, 128, 32, 4, 16, 4),
+    _simt("fa2", EVERY, 256, 32, 4, 16, 4),
+    _simt("fa2", EVERY, 512, 16, 4, 16, 2),
+    _simt("fa2", EVERY, 512, 8, 2, 8, 1),
+    _mma("fa1", 64, 512, 8, 2, step_k=64, queries_in_registers=True),
+    _mma("fa1", 128, 256, 8, 2, step_k=64),
+    _mma("fa1", 128, 128, 4, 1, step_k=64),
+    _mma("fa1", 256, 128, 4, 1, step_k=32),
+    _mma("fa1", 256, 32, 4, 1, step_k=32),
+    _simt("fa1", SINGLE, 64, 128, 8, 8, 4, step_k=64),
+    _simt("fa1", SINGLE, 128, 64, 8, 16, 4, step_k=32),
+    _simt("fa1", EVERY, 128, 32, 4, 16, 4),
+    _simt("fa1", EVERY, 256, 32, 4, 16, 2),
+    _simt("fa1", EVERY, 512, 16, 4, 16, 1),
+    _simt("fa1", EVERY, 512, 8, 2, 8, 1),
+    Tile("fa2", "numpy", EVERY, 1 << 30, 512, 0, block_q=2048),
+    Tile("fa1", "numpy", EVERY, 1 << 30, 512, 0, block_q=2048),
+)
+
+
+@functools.lru_cache(maxsize=1024)
+def make_plan(problem: Problem, device: Device, algo=None, engine=None) -> Plan:
+    """The first row of the table that serves `problem` on `device`.
+
+    Parameters
+    ----------
+    problem : Problem
+    device : Device
+    algo : {"fa1", "fa2"}, optional
+        By default fa2, which is never slower.
+    engine : {"numpy", "simt", "mma"}, optional
+        By default the fastest that serves.
+
+    Raises
+    ------
+    ValueError
+        If `algo` or `engine` is unknown.
+    NotImplementedError
+        If no row serves; the message lists each row's reason.
+    """
+    if algo not in (None, *ALGOS):
+        raise ValueError(f"algo={algo!r}: choose one of {', '.join(map(repr, ALGOS))}, or None")
+    if engine not in (None, *ENGINES):
+        raise ValueError(f"engine={engine!r}: choose one of {', '.join(map(repr, ENGINES))}, or None")
+    rejected = []
+    for row in TILES:
+        if row.algo != (algo or "fa2") or engine not in (None, row.engine):
+            continue
+        reason = row.reject(problem, device)
+        if not reason:
+            return Plan(problem, device, row, tuple(rejected))
+        rejected.append((row, reason))
+    asked = ", ".join(f"{n}={v!r}" for n, v in (("algo", algo), ("engine", engine)) if v)
+    reasons = "\n".join(f"  {row}: {reason}" for row, reason in rejected)
+    raise NotImplementedError(
+        f"no kernel serves {problem} on {device}{' with ' + asked if asked else ''}:\n{reasons}"
+    )

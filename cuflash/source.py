@@ -1,0 +1,112 @@
+"""Plan -> one CUDA C string: a generated prelude, then the kernel's file with its headers."""
+
+from __future__ import annotations
+
+import functools
+import re
+from importlib.resources import files
+
+from .params import fields, params_dtype
+from .plan import Plan
+
+C_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double"}
+C_INTEGERS = {"": "int", "int32": "int", "int64": "long long"}
+_INCLUDE = re.compile(r'#include "([\w.]+)"\s*')
+
+def _params_struct(plan: Plan) -> str:
+    lines = [
+        f"    {c_type} {name}{f'[{count}]' if count > 1 else ''};"
+        for name, _, count, c_type in fields(plan)
+    ]
+    size = params_dtype(plan).itemsize
+    check = f'static_assert(sizeof(Params) == {size}, "Params as Python packs it");'
+    return "\n".join(["struct Params {", *lines, "};", check])
+
+
+def _constants(plan: Plan) -> dict[str, int | bool]:
+    tile = plan.tile
+    return {
+        "ENGINE_IS_MMA": tile.engine == "mma",
+        "THREADS": plan.threads,
+        "WARPS": tile.warps,
+        "MIN_BLOCKS": tile.min_blocks,
+        "BLOCK_K": tile.block_k,
+        "STEP_K": tile.step_k,
+        "STAGES": tile.stages,
+        "WARP_SLABS": tile.slabs,
+        "QUERIES_IN_REGISTERS": tile.queries_in_registers,
+        "ROW_LANES": tile.row_lanes,
+        "LANE_ROWS": tile.lane_rows,
+        "HEAD_DIM": plan.problem.head_dim,
+        "HEAD_DIM_V": plan.problem.value_dim,
+        "ALIGNED": plan.problem.aligned,
+        "SHARED_BYTES": plan.shared_bytes,
+        "SCORE_IS_MODIFIED": bool(plan.problem.score),
+    }
+
+
+def _score_function(plan: Plan) -> str:
+    captures = "".join(f"    const T {name} = T(p.{name});\n" for name in plan.problem.captures)
+    return f"""\
+template <typename T>
+__device__ __forceinline__ T modify(T score, int batch, int head, int q, int k, const Params& p) {{
+{captures}#line 1 "score expression"
+    return {plan.problem.score or "score"};
+}}"""
+
+
+def prelude(plan: Plan) -> str:
+    """What only this plan's kernel needs: types, constants, Params and the score expression."""
+    problem = plan.problem
+    constants = [
+        f"constexpr {'bool' if isinstance(value, bool) else 'int'} {name} = {str(value).lower()};"
+        for name, value in _constants(plan).items()
+    ]
+    return "\n".join(
+        [
+            f"// {problem.dtype}, {plan.tile}",
+            "#include <cuda_bf16.h>",
+            "#include <cuda_fp16.h>",
+            f"using Element = {C_TYPES[problem.dtype]};",
+            f"using Accumulator = {C_TYPES[problem.accumulator]};",
+            f"using Length = {C_INTEGERS[problem.q_lengths or problem.kv_lengths]};",
+            *constants,
+            _params_struct(plan),
+            _score_function(plan),
+            "",
+        ]
+    )
+
+
+@functools.cache
+def expand(name: str) -> str:
+    """A kernel's file with each header pasted once, where it is first included.
+
+    `#line` directives keep compiler messages and profilers on the true file and line. The text is
+    one string because CuPy's disk cache keys on it: headers found through `-I` would go stale.
+    """
+    folder, seen = files("cuflash") / "kernels", set()
+
+    def paste(name):
+        seen.add(name)
+        lines = [f'#line 1 "cuflash/kernels/{name}"']
+        for number, line in enumerate((folder / name).read_text().splitlines(), 1):
+            included = _INCLUDE.fullmatch(line)
+            if included is None:
+                lines.append("" if line == "#pragma once" else line)
+            elif included[1] not in seen:
+                lines += paste(included[1])
+                lines.append(f'#line {number + 1} "cuflash/kernels/{name}"')
+            else:
+                lines.append("")
+        return lines
+
+    return "\n".join(paste(name)) + "\n"
+
+
+@functools.lru_cache(maxsize=256)
+def kernel_source(plan: Plan) -> str:
+    """The whole string that is compiled for `plan`."""
+    if plan.engine == "numpy":
+        raise ValueError("the numpy engine compiles nothing")
+    return prelude(plan) + expand(f"{plan.kernel}.cu")

@@ -1,0 +1,612 @@
+"""Bugs planted in small kernels, one of each kind, which the emulator must catch.
+
+Each case is a kernel with a statement ``GOOD`` that is replaced by a wrong one. The wrong twin must
+be reported with the expected words, the right one must pass with every schedule and give the
+expected result.
+"""
+
+import numpy as np
+import pytest
+from emulator import EmulatorError, Memory, Module, TensorMap, available
+
+pytestmark = pytest.mark.skipif(available() is not None, reason=str(available()))
+
+SEEDS = (0, 1, 2, 3)
+
+# The wrappers that kernels use, one instruction each.
+PRELUDE = r"""
+#line 1 "wrappers.cuh"
+typedef unsigned int u32;
+typedef unsigned long long u64;
+struct alignas(64) Map { u64 words[16]; };
+#define INLINE __device__ __forceinline__
+INLINE u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+INLINE void cp_async(u32 to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" :: "r"(to), "l"(from) : "memory");
+}
+INLINE void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N> INLINE void cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory");
+}
+INLINE void barrier_sync(int id, int n) {
+    asm volatile("bar.sync %0, %1;" :: "r"(id), "r"(n) : "memory");
+}
+INLINE void barrier_arrive(int id, int n) {
+    asm volatile("bar.arrive %0, %1;" :: "r"(id), "r"(n) : "memory");
+}
+INLINE void mbarrier_init(u32 a, u32 n) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(a), "r"(n) : "memory");
+}
+INLINE void fence_init() {
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+INLINE void mbarrier_expect(u32 a, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                 :: "r"(a), "r"(bytes) : "memory");
+}
+INLINE void mbarrier_arrive(u32 a) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" :: "r"(a) : "memory");
+}
+INLINE void mbarrier_wait(u32 a, u32 parity) {
+    asm volatile("{\n.reg .pred done;\nAGAIN:\n"
+                 "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+                 "@!done bra AGAIN;\n}" :: "r"(a), "r"(parity) : "memory");
+}
+INLINE void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                 " [%0], [%1], %2, [%3];"
+                 :: "r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+INLINE void bulk_store(void* to, u32 from, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+                 :: "l"(to), "r"(from), "r"(bytes) : "memory");
+}
+INLINE void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+INLINE void bulk_wait() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+INLINE void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+INLINE void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+INLINE void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+INLINE void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+INLINE void wgmma_wait() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+INLINE void wgmma_n8(float (&d)[4], u64 a, u64 b) {
+    asm volatile("wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16"
+                 " {%0, %1, %2, %3}, %4, %5, 1, 1, 1, 0, 0;"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "l"(a), "l"(b));
+}
+INLINE void mma(float (&d)[4], const u32 (&a)[4], const u32 (&b)[2]) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+                 " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+INLINE u32 load_acquire(const u32* p) {
+    u32 v;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+INLINE u32 load_relaxed(const u32* p) {
+    u32 v;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+    return v;
+}
+INLINE void add_release(u32* p, u32 v) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" :: "l"(p), "r"(v) : "memory");
+}
+INLINE void store_release(u32* p, u32 v) {
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" :: "l"(p), "r"(v) : "memory");
+}
+#line 1 "planted.cu"
+"""
+
+
+def run(body, arrays, grid=1, threads=64, shared_bytes=1024, seed=0, mode="check", maps=()):
+    """Launch kernel ``k(in, out, flags, ...maps)``; returns the output array."""
+    source = PRELUDE + body
+    inputs, output = arrays
+    out, flags = np.zeros_like(output), np.zeros(64, np.uint32)
+    memory = Memory()
+    args = [memory.place(inputs), memory.place(out), memory.place(flags)]
+    args += [TensorMap({"in": inputs, "out": out}[name], *rest) for name, *rest in maps]
+    Module(source, mode=mode).launch("k", grid, threads, args, shared_bytes, seed, memory)
+    memory.fetch()
+    return out
+
+
+def catches(body, wrong, message, arrays, **launch):
+    """The wrong twin is reported with ``message``; the right one passes with all seeds."""
+    assert "GOOD" in body or wrong[0] in body
+    good, bad = wrong
+    right = body.replace("GOOD", good)
+    broken = body.replace("GOOD", bad)
+    assert right != broken
+    with pytest.raises((EmulatorError, NotImplementedError), match=message) as caught:
+        run(broken, arrays, **launch)
+    assert "planted.cu:" in str(caught.value) or "block" in str(caught.value)
+    for seed in SEEDS:
+        np.testing.assert_array_equal(run(right, arrays, seed=seed, **launch), arrays[1])
+    for seed in SEEDS[:2]:
+        fast = run(right, arrays, seed=seed, mode="fast", **launch)
+        np.testing.assert_array_equal(fast, arrays[1])
+
+
+X = np.arange(64, dtype=np.float32)
+HEAD = """
+extern "C" __global__ void __launch_bounds__(128)
+k(const float* in, float* out, u32* flags) {
+    extern __shared__ __align__(128) unsigned char smem[];
+    float* s = (float*)smem;
+    const int t = threadIdx.x, lane = t % 32, warp = t / 32;
+"""
+
+
+def test_missing_syncthreads():
+    """A race between warps."""
+    body = HEAD + "s[t] = in[t]; GOOD out[t] = s[t ^ 32]; }"
+    catches(body, ("__syncthreads();", ""), "RACE|UNINITIALISED", (X, X[np.arange(64) ^ 32]))
+
+
+def test_missing_syncthreads_before_overwriting():
+    """A write that another warp's read may not have preceded."""
+    body = HEAD + "s[t] = in[t]; __syncthreads(); float v = s[t ^ 32]; GOOD s[t] = 2 * v;"
+    body += "__syncthreads(); out[t] = s[t ^ 32]; }"
+    catches(body, ("__syncthreads();", ""), "RACE: .* of shared", (X, 2 * X))
+
+
+def test_missing_syncwarp():
+    """Lanes of one warp are not in lockstep."""
+    body = HEAD + "s[t] = in[t]; GOOD out[t] = s[t ^ 1]; }"
+    catches(body, ("__syncwarp();", ""), "RACE|UNINITIALISED", (X, X[np.arange(64) ^ 1]))
+
+
+def test_shuffle_is_no_barrier():
+    """A shuffle between store and load does not order memory."""
+    body = HEAD + "s[t] = in[t]; GOOD out[t] = s[t ^ 1]; }"
+    good = "__shfl_sync(~0u, lane, 0); __syncwarp();"
+    bad = "__shfl_sync(~0u, lane, 0);"
+    catches(body, (good, bad), "RACE", (X, X[np.arange(64) ^ 1]))
+
+
+def test_race_between_blocks():
+    """Blocks add to one location."""
+    body = HEAD + "if (t == 0) { GOOD } }"
+    good, bad = "atomicAdd(out, in[blockIdx.x]);", "out[0] += in[blockIdx.x];"
+    catches(body, (good, bad), "RACE: .*of block 0", (X, np.float32([6.0])), grid=4)
+
+
+@pytest.mark.parametrize("access", ["out[t] = in[t GOOD];", "out[t GOOD] = in[t];"])
+def test_out_of_bounds_global(access):
+    body = HEAD + access + "}"
+    with pytest.raises(EmulatorError, match="OUT OF BOUNDS: .* offset 256 of a global buffer"):
+        run(body.replace("GOOD", "+ 1"), (X, X))
+    # Also without the checker, by the guard page.
+    with pytest.raises(EmulatorError, match="OUT OF BOUNDS"):
+        run(body.replace("GOOD", "+ 1"), (X, X), mode="fast")
+    for seed in SEEDS:
+        np.testing.assert_array_equal(run(body.replace("GOOD", ""), (X, X), seed=seed), X)
+
+
+@pytest.mark.parametrize("access", ["s[t GOOD] = in[t]; out[t] = s[t];", "out[t] = s[t GOOD];"])
+def test_out_of_bounds_shared(access):
+    body = HEAD + "s[t] = in[t]; __syncthreads();" + access + "}"
+    catches(body, ("", "+ 250"), "OUT OF BOUNDS: .* at shared", (X, X), shared_bytes=1000)
+
+
+def test_uninitialised_shared():
+    body = HEAD + "if (t < GOOD) s[t] = in[t]; __syncthreads(); out[t] = s[t]; }"
+    catches(body, ("64", "63"), "UNINITIALISED: .*shared memory at shared.252", (X, X))
+
+
+def test_uninitialised_global():
+    """An output that is read before it is written."""
+    source = PRELUDE + HEAD + "out[t] += in[t]; }"
+    memory, out = Memory(), np.zeros_like(X)
+    args = [memory.place(X), memory.place(out, initialised=False), 0]
+    with pytest.raises(EmulatorError, match="UNINITIALISED: .*global"):
+        Module(source, mode="check").launch("k", 1, 64, args, 256, 0, memory)
+
+
+def test_misaligned_vector():
+    body = HEAD + "if (t < 8) ((float4*)out)[t] = *(const float4*)(in + 4 * t GOOD); }"
+    catches(body, ("", "+ 1"), "MISALIGNED", (X, X[:32]))
+
+
+def test_divergent_barrier():
+    body = HEAD + "if (t < GOOD) {\n__syncthreads();\n} else {\n__syncwarp();\n}\nout[t] = in[t];"
+    body += "\n__syncthreads(); }"
+    catches(body, ("64", "32"), "DIVERGENT BARRIER", (X, X))
+
+
+def test_deadlock_by_named_barrier_count():
+    body = (
+        HEAD
+        + """
+    s[t] = in[t];
+    if (warp == 0) barrier_arrive(1, GOOD); else barrier_sync(1, GOOD);
+    if (warp == 1) out[lane] = s[lane];
+}"""
+    )
+    launch = {"threads": 96, "shared_bytes": 1024}
+    body = body.replace("if (warp == 0)", "if (warp == 2) return; if (warp == 0)")
+    x = np.arange(96, dtype=np.float32)
+    catches(
+        body,
+        ("64", "96"),
+        "DEADLOCK: .*named barrier at wrappers.cuh:.*called at planted.cu:9",
+        (x, x[:32]),
+        **launch,
+    )
+
+
+def test_warp_divergence_at_mma():
+    body = (
+        HEAD
+        + """
+    float d[4] = {};
+    u32 a[4] = {0x3f803f80, 0x3f803f80, 0x3f803f80, 0x3f803f80}, b[2] = {0x3f803f80, 0x3f803f80};
+    if (lane < GOOD) mma(d, a, b);
+    for (int i = 0; i < 4; i++) out[4 * t + i] = d[i];
+}"""
+    )
+    expected = np.full(128, 16, np.float32)
+    catches(body, ("32", "31"), "WARP DIVERGENCE", (X, expected), threads=32)
+
+
+def test_lane_missing_from_shuffle():
+    body = (
+        HEAD
+        + """
+    float v = in[t];
+    if (lane < GOOD) v = __shfl_xor_sync(~0u, v, 1);
+    __syncwarp();
+    out[t] = v;
+}"""
+    )
+    catches(body, ("32", "30"), "WARP DIVERGENCE", (X, X[np.arange(64) ^ 1]))
+
+
+def test_shuffle_from_an_exited_lane():
+    body = HEAD + "if (lane >= GOOD) return; out[t] = __shfl_xor_sync(~0u, in[t], 1); }"
+    catches(body, ("32", "31"), "lane 30 reads lane 31", (X, X[np.arange(64) ^ 1]))
+
+
+CP_ASYNC = (
+    HEAD
+    + """
+    if (t < 16) { cp_async(shared_address(s + 4 * t), in + 4 * t); cp_async_commit(); }
+    GOOD
+    __syncthreads();
+    out[t] = s[t];
+}"""
+)
+
+
+def test_cp_async_read_before_wait():
+    catches(CP_ASYNC, ("cp_async_wait<0>();", ""), "RACE: .*asynchronous copy", (X, X))
+
+
+def test_cp_async_wait_for_too_few():
+    catches(CP_ASYNC, ("cp_async_wait<0>();", "cp_async_wait<1>();"), "RACE: .*copy", (X, X))
+
+
+def test_cp_async_read_by_other_warps_before_barrier():
+    body = CP_ASYNC.replace("GOOD", "cp_async_wait<0>();").replace("__syncthreads();", "GOOD")
+    catches(body, ("__syncthreads();", ""), "RACE: .*asynchronous copy", (X, X))
+
+
+STORE = (
+    HEAD
+    + """
+    s[t] = in[t];
+    FENCE
+    __syncthreads();
+    if (t == 0) { bulk_store(out, shared_address(s), 256); bulk_commit(); WAIT }
+    AFTER
+}"""
+)
+
+
+def test_missing_proxy_fence():
+    body = STORE.replace("FENCE", "GOOD").replace("WAIT", "bulk_wait();").replace("AFTER", "")
+    catches(body, ("fence_async();", ""), "missing fence.proxy.async", (X, X))
+
+
+def test_bulk_store_not_waited_for():
+    body = STORE.replace("FENCE", "fence_async();").replace("WAIT", "GOOD").replace("AFTER", "")
+    catches(body, ("bulk_wait_read();", ""), "exits with the bulk store", (X, X))
+
+
+def test_overwriting_what_a_bulk_store_reads():
+    body = STORE.replace("FENCE", "fence_async();").replace("WAIT", "GOOD bulk_wait();")
+    body = body.replace("AFTER", "").replace("bulk_wait(); }", "s[1] = 0; bulk_wait(); }")
+    catches(body, ("bulk_wait_read();", ""), "RACE: write .*after a read by an async", (X, X))
+
+
+LOAD = (
+    HEAD
+    + """
+    const u32 bar = shared_address(smem + 512);
+    if (t == 0) { mbarrier_init(bar, 1); INIT }
+    __syncthreads();
+    if (t == 0) { mbarrier_expect(bar, EXPECT); bulk_load(shared_address(s), in, 256, bar); }
+    mbarrier_wait(bar, PARITY);
+    out[t] = s[t];
+}"""
+)
+
+
+def load(init="fence_init();", expect="256", parity="0"):
+    return LOAD.replace("INIT", init).replace("EXPECT", expect).replace("PARITY", parity)
+
+
+def test_mbarrier_parity():
+    catches(load(parity="GOOD"), ("0", "1"), "RACE: .*asynchronous copy|UNINITIALISED", (X, X))
+
+
+def test_expecting_too_few_bytes():
+    catches(
+        load(expect="GOOD"), ("256", "128"), "expecting -128|DEADLOCK: .*mbarrier wait|RACE", (X, X)
+    )
+
+
+def test_expecting_too_many_bytes():
+    message = "DEADLOCK: .*mbarrier wait at wrappers.cuh:.*called at planted.cu:12"
+    catches(load(expect="GOOD"), ("256", "272"), message, (X, X))
+
+
+def test_mbarrier_init_not_fenced():
+    catches(load(init="GOOD"), ("fence_init();", ""), "missing fence.proxy.async", (X, X))
+
+
+def test_mbarrier_used_before_init_is_ordered():
+    body = load().replace("__syncthreads();", "GOOD")
+    catches(body, ("__syncthreads();", ""), "mbarrier at .*(never init|without a barrier)", (X, X))
+
+
+def test_overwriting_a_tile_still_being_read():
+    """A producer that does not wait for the consumers of the previous tile."""
+    body = (
+        HEAD
+        + """
+    const u32 full = shared_address(smem + 512), empty = full + 8;
+    if (t == 0) { mbarrier_init(full, 1); mbarrier_init(empty, 32); fence_init(); }
+    __syncthreads();
+    for (int i = 0; i < 2; i++) {
+        if (t == 0) {
+            if (i) { GOOD }
+            mbarrier_expect(full, 128);
+            bulk_load(shared_address(s), in + 32 * i, 128, full);
+        }
+        if (warp == 1) {
+            mbarrier_wait(full, i);
+            out[32 * i + lane] = s[lane];
+            mbarrier_arrive(empty);
+        }
+    }
+}"""
+    )
+    message = "more arrivals than its count|RACE: write .*not ordered after"
+    catches(body, ("mbarrier_wait(empty, 0);", ""), message, (X, X))
+
+
+WGMMA = (
+    HEAD
+    + """
+    // A is 64x16 of ones, B 8x16 of twos, both in 8x8 core matrices without swizzle.
+    unsigned short* h = (unsigned short*)smem;
+    for (int i = t; i < 1024; i += 128) h[i] = 0x3f80;
+    h[1024 + t] = 0x4000;
+    FENCE_ASYNC
+    __syncthreads();
+    const u64 a = shared_address(smem) >> 4 | (u64)8 << 16 | (u64)16 << 32;
+    const u64 b = shared_address(smem + 2048) >> 4 | (u64)8 << 16 | (u64)16 << 32;
+    float d[4] = {1, 1, 1, 1};
+    FENCE
+    wgmma_n8(d, a, b);
+    wgmma_commit();
+    WAIT
+    for (int i = 0; i < 4; i++) out[4 * t + i] = d[i];
+    LATE
+}"""
+)
+
+
+def wgmma(fence_async="fence_async();", fence="wgmma_fence();", wait="wgmma_wait();", late=""):
+    body = WGMMA.replace("FENCE_ASYNC", fence_async).replace("FENCE", fence)
+    return body.replace("WAIT", wait).replace("LATE", late)
+
+
+WGMMA_RUN = {
+    "arrays": (X, np.full(512, 33, np.float32)),
+    "threads": 128,
+    "shared_bytes": 4096,
+}
+
+
+def test_wgmma_without_fence():
+    body = wgmma(fence="GOOD")
+    catches(body, ("wgmma_fence();", ""), "wgmma without a wgmma.fence", **WGMMA_RUN)
+
+
+def test_wgmma_without_wait():
+    body = wgmma(wait="GOOD", late="wgmma_wait();")
+    catches(body, ("wgmma_wait();", ""), "register of an unfinished wgmma", **WGMMA_RUN)
+
+
+def test_wgmma_without_proxy_fence():
+    body = wgmma(fence_async="GOOD")
+    catches(body, ("fence_async();", ""), "missing fence.proxy.async", **WGMMA_RUN)
+
+
+def test_overwriting_what_wgmma_reads():
+    body = wgmma(wait="GOOD h[t] = 0; wgmma_wait();")
+    body = body.replace("GOOD h[t] = 0;", "GOOD if (t == 0) h[0] = 0;").replace(
+        "GOOD if", "GOOD\nif"
+    )
+    right = "wgmma_wait(); __syncthreads();"
+    catches(body, (right, ""), "RACE: write .*wgmma of warp 0", **WGMMA_RUN)
+
+
+def test_wrong_operand_order():
+    """Operands are taken by their place in the PTX text."""
+    body = (
+        HEAD
+        + """
+    float d[4] = {};
+    u32 a[4], b[2] = {0x3f803f80, 0};
+    for (int i = 0; i < 4; i++) a[i] = i < 2 ? 0x3f803f80 : 0x40004000;
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+                 " {%0, %1, %2, %3}, {%4, %5, %6, %7}, GOOD, {%0, %1, %2, %3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+    for (int i = 0; i < 4; i++) out[4 * t + i] = d[i];
+}"""
+    )
+    arrays = X, np.full(128, 8, np.float32)
+    right = run(body.replace("GOOD", "{%8, %9}"), arrays, threads=32)
+    swapped = run(body.replace("GOOD", "{%9, %8}"), arrays, threads=32)
+    np.testing.assert_array_equal(right, arrays[1])
+    np.testing.assert_array_equal(swapped, 2 * arrays[1])
+
+
+# Blocks add to out[] one after another, in the order of their numbers.
+ORDERED = (
+    HEAD
+    + """
+    if (t == 0) while (ACQUIRE(flags) != blockIdx.x) {}
+    __syncthreads();
+    out[t] = 2 * out[t] + in[t] + blockIdx.x;
+    BEFORE
+    if (t == 0) RELEASE
+}"""
+)
+
+
+def ordered(acquire="load_acquire", before="__syncthreads();", release="add_release(flags, 1);"):
+    return ORDERED.replace("ACQUIRE", acquire).replace("BEFORE", before).replace("RELEASE", release)
+
+
+def ordered_sum(blocks):
+    total = np.zeros_like(X)
+    for block in range(blocks):
+        total = 2 * total + X + block
+    return total
+
+
+def test_ordered_accumulation_without_release():
+    bad = 'asm volatile("red.relaxed.gpu.global.add.u32 [%0], 1;" :: "l"(flags) : "memory");'
+    arrays = X, ordered_sum(6)
+    catches(ordered(release="GOOD"), ("add_release(flags, 1);", bad), "RACE", arrays, grid=6)
+
+
+def test_ordered_accumulation_without_acquire():
+    body = ordered(acquire="GOOD")
+    catches(body, ("load_acquire", "load_relaxed"), "RACE", (X, ordered_sum(6)), grid=6)
+
+
+def test_ordered_accumulation_without_barrier():
+    """Thread 0 releases before the other threads have written."""
+    body = ordered(before="GOOD")
+    catches(body, ("__syncthreads();", ""), "RACE", (X, ordered_sum(6)), grid=6)
+
+
+def test_ordered_accumulation_with_thread_fences():
+    body = ordered(
+        release="{ __threadfence(); atomicAdd(flags, 1u); }",
+    ).replace("while (load_acquire(flags)", "while (atomicAdd(flags, 0u)")
+    body = body.replace("!= blockIdx.x) {}", "!= blockIdx.x) {}\n    GOOD")
+    catches(body, ("__threadfence();", ""), "RACE", (X, ordered_sum(4)), grid=4)
+
+
+def test_blocks_that_wait_for_later_blocks():
+    """Waiting blocks stay resident while later ones run; a flag nobody sets is a deadlock."""
+    body = ordered(release="store_release(flags, blockIdx.x - GOOD);")
+    body = body.replace("!= blockIdx.x)", "!= gridDim.x - 1 - blockIdx.x)")
+    body = body.replace("blockIdx.x - GOOD", "gridDim.x - blockIdx.x + GOOD")
+    total = np.zeros_like(X)
+    for block in reversed(range(5)):
+        total = 2 * total + X + block
+    catches(body, ("0", "7"), "DEADLOCK: .*polling memory", (X, total), grid=5)
+
+
+def test_tensor_map_reaching_outside():
+    source = (
+        PRELUDE
+        + HEAD.replace("u32* flags", "u32* flags, const __grid_constant__ Map map")
+        + """
+    const u32 bar = shared_address(smem + 512), x = 0, y = 0;
+    if (t == 0) {
+        mbarrier_init(bar, 1);
+        fence_init();
+        mbarrier_expect(bar, 256);
+        asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile"
+                     ".mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];"
+                     :: "r"(shared_address(s)), "l"(&map), "r"(bar), "r"(x), "r"(y) : "memory");
+    }
+    __syncthreads();
+    mbarrier_wait(bar, 0);
+    out[t] = s[t];
+}"""
+    )
+    module = Module(source, mode="check")
+    for rows, good in ((8, True), (9, False)):
+        memory, out = Memory(), np.zeros_like(X)
+        tensor_map = TensorMap(X, (8, rows), (32,), (8, 8), 0)
+        if not good:
+            tensor_map = TensorMap(X[8:], (8, rows), (32,), (8, 8), 0)
+        args = [memory.place(X), memory.place(out), 0, tensor_map]
+        for seed in SEEDS:
+            if good:
+                module.launch("k", 1, 64, args, 1024, seed, memory)
+                memory.fetch()
+                np.testing.assert_array_equal(out, X)
+            else:
+                with pytest.raises(EmulatorError, match="OUT OF BOUNDS: a bulk copy"):
+                    module.launch("k", 1, 64, args, 1024, seed, memory)
+
+
+def test_unknown_ptx():
+    body = HEAD + '\nasm volatile("tcgen05.fence::before_thread_sync;" ::: "memory"); }'
+    with pytest.raises(NotImplementedError, match=r"planted.cu:8: no CPU model for PTX: tcgen05"):
+        run(body, (X, X))
+
+
+@pytest.mark.parametrize(
+    ("asm", "message"),
+    [
+        ('asm("bar.sync 0;");', "must be volatile"),
+        ('asm volatile("cp.async.commit_group;");', 'clobber "memory"'),
+        ('float f; asm volatile("ex2.approx.f32 %0, %1;" : "=f"(f) : "r"(1));', 'takes "f"'),
+        ('asm volatile("cp.async.wait_group %0;" :: "r"(0) : "memory");', "immediate"),
+    ],
+)
+def test_asm_that_the_device_compiler_would_mishandle(asm, message):
+    with pytest.raises(NotImplementedError, match=message):
+        run(HEAD + asm + "}", (X, X))
+
+
+def test_operand_of_the_wrong_type():
+    asm = 'float f; asm volatile("ex2.approx.f32 %0, %1;" : "=f"(f) : "f"(1.0)); out[t] = f;'
+    with pytest.raises(EmulatorError, match=r"planted.cu:\d+.*deleted function"):
+        run(HEAD + asm + "}", (X, X))
+
+
+def test_stack_overflow_and_endless_recursion():
+    body = (
+        HEAD + "volatile float big[100000]; big[t] = in[t]; big[99999 - t] = 1; out[t] = big[t]; }"
+    )
+    with pytest.raises(EmulatorError, match="stack overflow|OUT OF BOUNDS|local memory"):
+        run(body, (X, X))
+
+
+def test_too_many_threads_and_too_much_shared_memory():
+    body = HEAD + "out[t] = in[t]; }"
+    with pytest.raises(EmulatorError, match="256 threads, its launch bound is 128"):
+        run(body, (X, X), threads=256)
+    with pytest.raises(EmulatorError, match="240000 bytes of shared memory"):
+        run(body, (X, X), shared_bytes=240000)
+
+
+def test_arguments_of_the_wrong_size():
+    memory = Memory()
+    with pytest.raises(EmulatorError, match=r"\[8, 8, 4\] bytes given, its parameters have"):
+        Module(PRELUDE + HEAD + "}").launch("k", 1, 32, [0, 0, np.int32(1)], memory=memory)

@@ -1,0 +1,406 @@
+"""The NumPy engine against the reference, and its memory and work."""
+
+import dataclasses
+import math
+import tracemalloc
+
+import ml_dtypes
+import numpy as np
+import pytest
+import tolerance
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cuflash import host, scores
+from cuflash.masks import Band
+from cuflash.plan import CPU, Plan, Problem, make_plan
+
+DTYPES = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+}
+CAUSAL = [False, True, "top_left"]
+BLOCKS = 8, 12
+LENGTHS = [1, 7, 8, 9, 11, 12, 13, 37]  # a tile's edges, and a prime
+
+algos = pytest.mark.parametrize("algo", ["fa1", "fa2"])
+dtypes = pytest.mark.parametrize("dtype", DTYPES)
+causals = pytest.mark.parametrize("causal", CAUSAL)
+
+
+def normal(*shape, dtype="float32", seed=0):
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(DTYPES[dtype])
+
+
+def inputs(leading=(), n=21, m=29, d=5, e=6, dtype="float32"):
+    shapes = ((*leading, n, d), (*leading, m, d), (*leading, m, e))
+    return [normal(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes)]
+
+
+def plan_for(algo, q, k, v, band, blocks=BLOCKS) -> Plan:
+    problem = Problem(
+        dtype=q.dtype.name,
+        leading=q.shape[:-2],
+        query_length=q.shape[-2],
+        key_length=k.shape[-2],
+        head_dim=q.shape[-1],
+        value_dim=v.shape[-1],
+        heads=math.prod(q.shape[1:-2]),
+        band=band,
+    )
+    plan = make_plan(problem, CPU, algo)
+    if blocks is None:
+        return plan
+    block_q, block_k = blocks
+    tile = dataclasses.replace(plan.tile, block_q=block_q, block_k=block_k)
+    return dataclasses.replace(plan, tile=tile)
+
+
+def run(
+    algo,
+    q,
+    k,
+    v,
+    *,
+    causal=False,
+    window=None,
+    softcap=None,
+    scale=None,
+    q_lengths=None,
+    kv_lengths=None,
+    blocks=BLOCKS,
+    score=None,
+    out=None,
+    lse=None,
+):
+    """Broadcast the arrays and call the engine on results full of garbage."""
+    leading = np.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+    q, k, v = (np.broadcast_to(x, leading + x.shape[-2:]) for x in (q, k, v))
+    plan = plan_for(algo, q, k, v, Band.from_options(causal, window), blocks)
+    out = np.full((*q.shape[:-1], v.shape[-1]), 77, q.dtype) if out is None else out
+    kept = np.float64 if q.dtype == np.float64 else np.float32
+    lse = np.full(q.shape[:-1], 77, kept) if lse is None else lse
+    lengths = {}
+    for name, length in (("q_lengths", q_lengths), ("kv_lengths", kv_lengths)):
+        if length is not None:
+            length = np.asarray(length)
+            lengths[name] = np.broadcast_to(length[..., None] if leading else length, leading)
+    # A caller may have asked NumPy to raise: masks must not set that off.
+    with np.errstate(all="raise"):
+        host.forward(
+            plan,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
+            score=scores.softcap(softcap) if softcap else score,
+            **lengths,
+        )
+    return plan, out, lse
+
+
+def check(algo, q, k, v, **options):
+    plan, out, lse = run(algo, q, k, v, **options)
+    options.pop("blocks", None)
+    return tolerance.assert_forward_close(out, lse, q, k, v, plan=plan, **options)
+
+
+@algos
+@dtypes
+@causals
+def test_lengths_at_the_edges_of_tiles(algo, dtype, causal):
+    for n in LENGTHS:
+        for m in LENGTHS:
+            assert check(algo, *inputs((), n, m, dtype=dtype), causal=causal) < 0.6
+
+
+@algos
+@dtypes
+@causals
+@pytest.mark.parametrize("window", [0, 3, 30, (2, None), (None, 4), (2**70, 2**63 - 1)])
+def test_windows(algo, dtype, causal, window):
+    for n, m in ((37, 37), (13, 37), (37, 13)):
+        check(algo, *inputs((), n, m, dtype=dtype), causal=causal, window=window)
+
+
+@algos
+@dtypes
+@pytest.mark.parametrize("softcap", [0.5, 20.0])
+@pytest.mark.parametrize("scale", [None, 0.0, 0.7, 3.0])
+def test_scores(algo, dtype, softcap, scale):
+    arrays = inputs((), dtype=dtype)
+    check(algo, *arrays, softcap=softcap, scale=scale, causal=True)
+    check(algo, *arrays, scale=scale)
+
+
+@algos
+@causals
+@pytest.mark.parametrize("window", [None, (5, 2)])
+@pytest.mark.parametrize("named", [("q_lengths",), ("kv_lengths",), ("q_lengths", "kv_lengths")])
+def test_lengths_of_batch_entries(algo, causal, window, named):
+    lengths = np.array([-3, 0, 1, 8, 13, 21, 1000])
+    given = {name: np.roll(lengths, 3 * i) for i, name in enumerate(named)}
+    check(algo, *inputs((7, 2)), causal=causal, window=window, **given)
+
+
+@algos
+@dtypes
+def test_leading_axes_broadcast_without_copies(algo, dtype):
+    q, k, v = (
+        normal(2, 1, 3, 21, 5, dtype=dtype),
+        normal(4, 1, 29, 5, dtype=dtype),
+        normal(29, 6, dtype=dtype),
+    )
+    check(algo, q, k, v, causal=True)
+
+
+@algos
+@dtypes
+def test_grouped_heads(algo, dtype):
+    q, k, v = normal(2, 6, 21, 5, dtype=dtype), *inputs((2, 3), dtype=dtype)[1:]
+    grouped = q.reshape(2, 3, 2, 21, 5)
+    plan, out, lse = run(algo, grouped, k[:, :, None], v[:, :, None], causal=True)
+    out, lse = out.reshape(2, 6, 21, 6), lse.reshape(2, 6, 21)
+    tolerance.assert_forward_close(out, lse, q, k, v, plan=plan, causal=True, enable_gqa=True)
+
+
+@algos
+@dtypes
+@pytest.mark.parametrize(("d", "e"), [(1, 1), (1, 9), (64, 3), (96, 128), (300, 1), (3, 300)])
+def test_head_dims(algo, dtype, d, e):
+    check(algo, *inputs((), d=d, e=e, dtype=dtype), causal=True)
+
+
+@algos
+@dtypes
+def test_strides(algo, dtype):
+    base = inputs((2,), 21, 21, 4, 4, dtype=dtype)
+    expected = run(algo, *base)
+    views = {
+        "heads behind tokens": lambda x: x.swapaxes(0, 1).copy().swapaxes(0, 1),
+        "columns outside": lambda x: x.swapaxes(1, 2).copy().swapaxes(1, 2),
+        "every other element": lambda x: np.repeat(np.repeat(x, 2, 1), 2, 2)[:, ::2, ::2],
+        "backwards": lambda x: x[::-1, ::-1, ::-1].copy()[::-1, ::-1, ::-1],
+        "read only": lambda x: np.broadcast_to(x, x.shape),
+    }
+    for name, view in views.items():
+        arrays = [view(x) for x in base]
+        out = view(np.empty(expected[1].shape, expected[1].dtype))
+        out = np.empty_like(out) if not out.flags.writeable else out
+        lse = np.empty((21, 2), expected[2].dtype).T
+        run(algo, *arrays, out=out, lse=lse)
+        # BLAS may sum strided rows in another order.
+        tolerance.assert_forward_close(out, lse, *arrays, plan=name)
+
+
+@algos
+def test_a_token_repeated_by_a_stride_of_zero(algo):
+    q, k, v = inputs()
+    k, v = np.broadcast_to(k[:1], (29, 5)), np.broadcast_to(v[:1], (29, 6))
+    check(algo, q, k, v)
+
+
+@algos
+@dtypes
+@causals
+@pytest.mark.parametrize("special", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("which", ["keys", "values"])
+def test_specials_are_seen_only_where_visible(algo, dtype, causal, special, which):
+    options = {"causal": causal, "window": (9, 9), "kv_lengths": [29, 20], "q_lengths": [21, 13]}
+    for key in (0, 7, 12, 19, 20, 28):
+        q, k, v = inputs((2, 1), dtype=dtype)
+        (k if which == "keys" else v)[..., key, 2:4] = special
+        # Infinite keys give scores of either sign, whose rows hold NaN or nothing of them.
+        check(algo, q, k, v, **options)
+        check(algo, q, k, v)
+
+
+@algos
+def test_specials_in_queries_stay_in_their_rows(algo):
+    q, k, v = inputs()
+    q[3], q[9, 0], q[20, 0] = math.nan, math.inf, -math.inf
+    check(algo, q, k, v, causal=True)
+
+
+@algos
+def test_values_of_both_infinities(algo):
+    q, k, v = inputs()
+    v[2, :3], v[5, 1:4], v[28, 3] = math.inf, -math.inf, math.nan
+    check(algo, q, k, v)
+    check(algo, q, k, v, causal=True)
+
+
+@algos
+@dtypes
+@pytest.mark.parametrize("shape", [(0, 5, 5), (2, 0, 5), (2, 5, 0)])
+def test_empty_axes(algo, dtype, shape):
+    batch, n, m = shape
+    check(algo, *inputs((batch,), n, m, dtype=dtype))
+    check(algo, *inputs((batch,), n, m, dtype=dtype), causal=True, window=2)
+
+
+@algos
+def test_a_band_that_hides_everything(algo):
+    q, k, v = inputs()
+    plan = plan_for(algo, q, k, v, Band(left=-3, right=-3))
+    out, lse = np.full((21, 6), np.nan, np.float32), np.zeros(21, np.float32)
+    host.forward(plan, q, k, v, out, lse, scale=1.0)
+    assert (out == 0).all()
+    assert (lse == -np.inf).all()
+
+
+@algos
+@dtypes
+def test_lse_counts_the_visible_keys_of_zero_queries(algo, dtype):
+    q, k, v = inputs(n=37, m=41, dtype=dtype)
+    _, out, lse = run(algo, np.zeros_like(q), k, np.ones_like(v), causal=True, window=(17, 0))
+    count = Band(17, 0).to_dense(37, 41).sum(1)
+    np.testing.assert_allclose(lse, np.log(count), rtol=1e-6)
+    np.testing.assert_allclose(out.astype(np.float64), 1, rtol=1e-6)
+
+
+@algos
+def test_lse_is_optional(algo):
+    q, k, v = inputs()
+    plan, expected, _ = run(algo, q, k, v)
+    out = np.empty_like(expected)
+    host.forward(plan, q, k, v, out, None, scale=1 / math.sqrt(5))
+    np.testing.assert_array_equal(out, expected)
+
+
+@algos
+def test_a_score_of_minus_infinity_has_no_weight(algo):
+    q, k, v = np.ones((21, 1), np.float32), normal(29, 1), normal(29, 6)
+    k[:15] = -math.inf
+    check(algo, q, k, v)
+    check(algo, q, k, v, causal=True)
+
+
+@algos
+def test_large_scores_do_not_overflow(algo):
+    q, k, v = inputs()
+    check(algo, 100 * q, 100 * k, v, causal=True)
+
+
+@algos
+@dtypes
+def test_default_blocks(algo, dtype):
+    n = 2100 if dtype != "float64" else 70
+    q, k, v = inputs((), n, n + 3, 16, 8, dtype=dtype)
+    blocks = host.default_blocks(algo, 16, 8)
+    assert check(algo, q, k, v, causal=True, blocks=blocks) < 0.6
+    assert check(algo, q, k, v, blocks=None) < 0.6
+
+
+@algos
+def test_a_score_knows_its_place(algo):
+    class Places:
+        def __init__(self):
+            self.seen = {}
+
+        def evaluate(self, score, batch, head, q, k):
+            queries, keys = np.broadcast_arrays(q, k)
+            assert queries.shape == score.shape
+            pairs = self.seen.setdefault((batch, head), set())
+            pairs |= set(zip(queries.ravel().tolist(), keys.ravel().tolist()))
+            return score
+
+    places = Places()
+    q, k, v = inputs((2, 3))
+    run(algo, q, k, v, score=places)
+    everything = {(i, j) for i in range(21) for j in range(29)}
+    assert places.seen == {(b, h): everything for b in range(2) for h in range(3)}
+
+
+class Counting:
+    """A score that counts the pairs it is asked for."""
+
+    def __init__(self):
+        self.pairs = 0
+
+    def evaluate(self, score, *place):
+        self.pairs += score.size
+        return score
+
+
+def count_pairs(algo, length, blocks=(32, 64), **options):
+    counting = Counting()
+    run(algo, *inputs((), length, length), score=counting, blocks=blocks, **options)
+    return counting.pairs
+
+
+@algos
+@causals
+def test_work_is_proportional_to_the_window(algo, causal):
+    for length in (512, 1024):
+        work = count_pairs(algo, length, causal=causal, window=(40, 0))
+        assert work <= length * (40 + 1 + 32 + 64)
+    twice = count_pairs(algo, 1024, causal=causal, window=(40, 0))
+    assert twice <= 2.1 * count_pairs(algo, 512, causal=causal, window=(40, 0))
+
+
+@algos
+@pytest.mark.parametrize("blocks", [(32, 64), (32, 512), (512, 32)])
+def test_work_of_a_causal_mask_is_half(algo, blocks):
+    assert count_pairs(algo, 1024, blocks) == 1024**2
+    assert count_pairs(algo, 1024, blocks, causal=True) <= 0.55 * 1024**2
+
+
+@algos
+def test_work_follows_the_lengths(algo):
+    assert count_pairs(algo, 512, kv_lengths=100, q_lengths=50) == 100 * 50
+
+
+def peak_bytes(algo, length, dtype, causal):
+    arrays = inputs((3,), length, length, 16, 16, dtype)
+    out, lse = np.empty_like(arrays[0]), np.empty(arrays[0].shape[:-1], np.float32)
+    tracemalloc.start()
+    run(algo, *arrays, out=out, lse=lse, causal=causal, blocks=(256, 128))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return peak
+
+
+@algos
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_memory_is_linear(algo, dtype, causal):
+    peaks = [peak_bytes(algo, length, dtype, causal) for length in (1024, 2048, 4096)]
+    # Beyond the tiles: one head's q, k, v and O in float32, a few numbers per row.
+    per_row = 4 * (4 * 16 + 12)
+    for length, peak in zip((1024, 2048, 4096), peaks):
+        assert peak <= per_row * length + 4 * 4 * 256 * 128
+    assert peaks[2] < 4096**2 * 4 / 20
+
+
+@st.composite
+def problems(draw):
+    length = st.integers(0, 40)
+    width = st.none() | st.integers(0, 20)
+    batch, heads = draw(st.integers(1, 3)), draw(st.integers(1, 2))
+    lengths = st.none() | st.lists(st.integers(-2, 45), min_size=batch, max_size=batch)
+    return {
+        "shape": ((batch, heads), draw(length), draw(length)),
+        "dims": (draw(st.integers(1, 20)), draw(st.integers(1, 20))),
+        "blocks": (draw(st.integers(1, 20)), draw(st.integers(1, 20))),
+        "dtype": draw(st.sampled_from(sorted(DTYPES))),
+        "options": {
+            "causal": draw(st.sampled_from([*CAUSAL, "bottom_right"])),
+            "window": draw(st.none() | st.tuples(width, width)),
+            "softcap": draw(st.none() | st.floats(0.5, 50)),
+            "q_lengths": draw(lengths),
+            "kv_lengths": draw(lengths),
+        },
+    }
+
+
+@algos
+@settings(deadline=None)
+@given(problem=problems())
+def test_any_problem(algo, problem):
+    arrays = inputs(*problem["shape"], *problem["dims"], problem["dtype"])
+    check(algo, *arrays, blocks=problem["blocks"], **problem["options"])
