@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 import sys
@@ -11,70 +12,82 @@ import numpy as np
 from . import host
 from .masks import Band
 from .operands import (
-    Layout, Spec, check_out, check_shapes, make_layout, make_problem, overlap, result_dtype,
-)  # fmt: skip
-from .plan import CHUNK_BYTES, CPU, ITEM_BYTES, Device, Plan, make_plan
-from .scores import ScoreMod, softcap as softcap_score
+    Spec,
+    check_out,
+    check_shapes,
+    conformed,
+    make_layout,
+    make_problem,
+    overlap,
+    result_dtype,
+)
+from .plan import CHUNK_BYTES, CPU, Device, Plan, make_plan
+from .scores import softcap as softcap_score
 
 _MAX_CALLS = 1024  # kinds of call that are remembered
+_DLPACK_CPU = 1  # kDLCPU
 _calls: dict[tuple, _Call] = {}
 
 
 class _Call:
     """All that repeats from call to call of one kind: layout, plan and, on a GPU, the launch."""
 
-    __slots__ = ("layout", "launch", "lse_dtype", "lse_spec", "out_dtype", "out_spec", "plan", "scale", "score", "specs")  # fmt: skip
+    __slots__ = (
+        "given", "launch", "layout", "lse_dtype", "lse_spec", "out_dtype", "out_spec", "plan",
+        "scale", "score", "specs",
+    )  # fmt: skip
 
-    def __init__(self, specs, lengths, device_id, out, lse, options):
-        q, k, v = specs
+    def __init__(self, given, device_id, options):
         algo, engine, causal, window, cap, scale, enable_gqa, aligned, device = options
+        q, k, v = self.given = tuple(given[name] for name in "qkv")
+        check_shapes(q, k, v)
+        self.out_dtype = result_dtype(q.dtype, k.dtype, v.dtype)
+        self.lse_dtype = np.dtype("float64" if self.out_dtype == np.float64 else "float32")
         band = Band.from_options(causal, window)
         self.score = None if cap is None else softcap_score(cap)
         self.scale = _checked_scale(scale, q.shape[-1])
-        self.specs = specs
-        self.out_dtype = result_dtype(q.dtype, k.dtype, v.dtype)
-        self.lse_dtype = np.dtype("float64" if self.out_dtype == np.float64 else "float32")
-        written = out
-        if out is not None and not (device_id is None and device is None):
-            written = _conformed(out, self.out_dtype)  # a kernel's rows are contiguous
-        self.layout = make_layout(q, k, v, written, lse, **lengths, enable_gqa=enable_gqa)
+        lengths = {name: given.get(name) for name in ("q_lengths", "kv_lengths")}
+        self.specs = tuple(conformed(spec, self.out_dtype) for spec in self.given)
+        options = {**lengths, "enable_gqa": enable_gqa}
+        self.layout = make_layout(*self.specs, **options)
+        written = out = given.get("out")
         if out is not None:
             check_out("out", out, self.layout.out_shape, self.out_dtype)
+            if not (device_id is None and device is None):
+                written = conformed(out, self.out_dtype)  # a kernel's rows are contiguous
+        lse = given.get("lse")
         if lse is not None:
             check_out("lse (the second of out)", lse, self.layout.lse_shape, self.lse_dtype)
+        if not (out is None and lse is None):
+            self.layout = make_layout(*self.specs, written, lse, **options)
         self.out_spec = out or Spec.contiguous(self.layout.out_shape, self.out_dtype)
         self.lse_spec = lse or Spec.contiguous(self.layout.lse_shape, self.lse_dtype)
-        aligned = aligned and all(s.rows_are_aligned() for s in (*specs, written or self.out_spec))
-        names = {name: spec.dtype.name for name, spec in lengths.items() if spec is not None}
+        rows = (*self.specs, written or self.out_spec)
         problem = make_problem(
-            self.layout, q, k, v, band=band, score=self.score, lengths=names, aligned=aligned
+            self.layout,
+            *self.specs,
+            band=band,
+            score=self.score,
+            lengths={name: spec.dtype.name for name, spec in lengths.items() if spec is not None},
+            aligned=aligned and all(spec.rows_are_aligned() for spec in rows),
         )
-        if device is None:
-            device = _device_facts(device_id)
-        self.plan = make_plan(problem, device, algo, engine)
-        self.launch = None
+        self.plan = make_plan(problem, device or _device_facts(device_id), algo, engine)
+        self.launch = None  # of a GPU's kernel, once it is compiled
 
     @property
     def is_empty(self) -> bool:
         """Whether there is no key to see or nothing to write."""
         return 0 in self.layout.out_shape or self.plan.problem.key_length == 0
 
-    def prepare_launch(self, device_id):
-        """Compile and pack, once."""
-        from .launch import Launch
-        from .params import pack
 
-        captured = self.score.values if self.score else ()
-        template = pack(self.plan, self.layout, self.scale, captured)
-        self.launch = Launch(self.plan, template, device_id)
+def _launch_module():
+    from . import launch  # imports CuPy, which a CPU does without
+
+    return launch
 
 
 def _device_facts(device_id: int | None) -> Device:
-    if device_id is None:
-        return CPU
-    from .launch import device_facts
-
-    return device_facts(device_id)
+    return CPU if device_id is None else _launch_module().device_facts(device_id)
 
 
 def _checked_scale(scale, head_dim: int) -> float:
@@ -96,17 +109,14 @@ def _as_array(name: str, x):
     """`x` itself if NumPy or CuPy made it; else what DLPack or the CUDA interface shows of it."""
     if isinstance(x, np.ndarray) or _is_cupy(x):
         return x
-    if hasattr(x, "__dlpack_device__"):
-        on_host = int(x.__dlpack_device__()[0]) == 1
-        if on_host:
+    if hasattr(x, "__dlpack_device__") and int(x.__dlpack_device__()[0]) == _DLPACK_CPU:
+        try:
             return np.from_dlpack(x)
-        import cupy
-
-        return cupy.from_dlpack(x)
-    if hasattr(x, "__cuda_array_interface__"):
-        import cupy
-
-        return cupy.asarray(x)
+        except (BufferError, RuntimeError, TypeError) as error:
+            given = f"{name} is a {type(x).__name__} that NumPy cannot take by DLPack"
+            raise TypeError(f"{given} ({error}): give a NumPy array") from error
+    if hasattr(x, "__dlpack_device__") or hasattr(x, "__cuda_array_interface__"):
+        return _launch_module().as_array(x)
     raise TypeError(
         f"{name} is a {type(x).__name__}: give a NumPy or CuPy array, or one that speaks DLPack"
     )
@@ -120,9 +130,11 @@ def _device_of(arrays: dict[str, object]) -> int | None:
     ValueError
         If they are not all in one place; the message says which is where.
     """
-    places = {name: x.device.id if _is_cupy(x) else None for name, x in arrays.items()}
+    # The device of a CuPy array has a number, that of a NumPy array is the word "cpu".
+    places = {name: getattr(x.device, "id", None) for name, x in arrays.items()}
     if len(set(places.values())) > 1:
-        listing = ", ".join(f"{n} {'on the CPU' if p is None else f'on GPU {p}'}" for n, p in places.items())
+        words = {n: "on the CPU" if p is None else f"on GPU {p}" for n, p in places.items()}
+        listing = ", ".join(f"{name} {place}" for name, place in words.items())
         raise ValueError(f"arrays are in different places: {listing}; move them to one device")
     return next(iter(places.values()))
 
@@ -132,32 +144,32 @@ def _address(x) -> int:
 
 
 def _as_lengths(name: str, lengths, like):
-    """Lengths as an int32 or int64 array where `like` is; None stays None."""
+    """Lengths as an array of int32 or int64 where `like` is; None stays None."""
     if lengths is None:
         return None
     if isinstance(lengths, (int, np.integer, list, tuple)):
         lengths = np.asarray(lengths)
-        if _is_cupy(like):
-            import cupy
-
-            lengths = cupy.asarray(lengths)
+        lengths = _launch_module().as_array(lengths) if _is_cupy(like) else lengths
     lengths = _as_array(name, lengths)
     if lengths.dtype.kind not in "iu":
         raise TypeError(f"{name} has dtype {lengths.dtype}: lengths are integers")
-    return lengths if lengths.dtype.name in ("int32", "int64") else lengths.astype(np.int64)
+    whole = all(s % lengths.itemsize == 0 for s in lengths.strides)
+    if whole and lengths.dtype.name in ("int32", "int64"):
+        return lengths
+    return lengths.astype(np.int64, order="C")
+
+
+def _both_lengths(q_lengths, kv_lengths, like) -> dict[str, object]:
+    """Both lengths by name, in the one type that a kernel reads them as."""
+    q_lengths = _as_lengths("q_lengths", q_lengths, like)
+    kv_lengths = _as_lengths("kv_lengths", kv_lengths, like)
+    if q_lengths is not None and kv_lengths is not None and q_lengths.dtype != kv_lengths.dtype:
+        q_lengths, kv_lengths = (x.astype(np.int64) for x in (q_lengths, kv_lengths))
+    return {"q_lengths": q_lengths, "kv_lengths": kv_lengths}
 
 
 def _spec(x) -> Spec:
     return Spec(x.shape, x.strides, x.dtype)
-
-
-def _conform(x, dtype):
-    """`x` in that type with a contiguous last axis; itself where it is so already."""
-    if x.dtype != dtype:
-        x = x.astype(dtype)
-    if x.shape[-1] > 1 and x.strides[-1] != x.dtype.itemsize:
-        x = x.copy(order="C")
-    return x
 
 
 def attention(
@@ -254,28 +266,28 @@ def attention(
     (2, 8, 1, 64)
     """
     arrays = {"q": _as_array("q", q), "k": _as_array("k", k), "v": _as_array("v", v)}
-    lengths = {
-        "q_lengths": _as_lengths("q_lengths", q_lengths, arrays["q"]),
-        "kv_lengths": _as_lengths("kv_lengths", kv_lengths, arrays["q"]),
-    }
-    given_out, given_lse = _split_out(out, return_lse)
+    lengths = _both_lengths(q_lengths, kv_lengths, arrays["q"])
+    given = _split_out(out, return_lse)
+    results = [None if x is None else _as_array(n, x) for n, x in zip(("out", "lse"), given)]
     call, device_id = _find_call(
-        arrays, lengths, given_out, given_lse, algo, engine, causal, window, softcap, scale, enable_gqa
-    )  # fmt: skip
-    operands = [_conform(x, call.out_dtype) for x in arrays.values()]
-    _refuse_overlap(call, operands, given_out, given_lse)
-
-    if device_id is None:
-        out, lse = _results(call, given_out, given_lse, return_lse, np.empty)
-        _run_host(call, operands, out, lse, lengths)
+        arrays, lengths, *results, algo, engine, causal, window, softcap, scale, enable_gqa
+    )
+    _refuse_overlap(call, arrays, *results)
+    on_host = device_id is None
+    empty = np.empty if on_host else functools.partial(_launch_module().empty, device_id)
+    operands = [
+        x if spec is wanted else _conform(x, call.out_dtype, empty)
+        for x, spec, wanted in zip(arrays.values(), call.given, call.specs)
+    ]
+    if results[0] is None:
+        results[0] = empty(call.layout.out_shape, call.out_dtype)
+    if results[1] is None and return_lse:
+        results[1] = empty(call.layout.lse_shape, call.lse_dtype)
+    if on_host:
+        _run_host(call, operands, *results, lengths)
     else:
-        from . import launch
-
-        def take(shape, dtype):
-            return launch.empty(shape, dtype, device_id)
-
-        out, lse = _results(call, given_out, given_lse, return_lse, take)
-        _run_device(call, operands, out, lse, lengths, workspace, device_id, take)
+        _launch_module().run(call, device_id, operands, *results, lengths, workspace)
+    out, lse = (x if mine is None else mine for x, mine in zip(results, given))
     return (out, lse) if return_lse else out
 
 
@@ -307,15 +319,15 @@ def plan(
     >>> p.kernel, p.engine, p.grid == 8 * -(-512 // p.block_q)
     ('fa2_forward', 'mma', True)
     """
+    if not (device is None or isinstance(device, Device)):
+        raise TypeError(f"device={device!r}: give a cuflash.Device, or None for the arrays' own")
     arrays = {"q": _as_array("q", q), "k": _as_array("k", k), "v": _as_array("v", v)}
-    lengths = {
-        "q_lengths": _as_lengths("q_lengths", q_lengths, arrays["q"]),
-        "kv_lengths": _as_lengths("kv_lengths", kv_lengths, arrays["q"]),
-    }
-    given_out, given_lse = _split_out(out, isinstance(out, tuple))
+    lengths = _both_lengths(q_lengths, kv_lengths, arrays["q"])
+    given = _split_out(out, isinstance(out, tuple))
+    results = [None if x is None else _as_array(n, x) for n, x in zip(("out", "lse"), given)]
     call, _ = _find_call(
-        arrays, lengths, given_out, given_lse, algo, engine, causal, window, softcap, scale, enable_gqa, device
-    )  # fmt: skip
+        arrays, lengths, *results, algo, engine, causal, window, softcap, scale, enable_gqa, device
+    )
     return call.plan
 
 
@@ -325,68 +337,74 @@ def _split_out(out, return_lse):
         return None, None
     if return_lse:
         if not isinstance(out, tuple) or len(out) != 2:
-            raise TypeError("with return_lse=True, out is a pair (out, lse)")
+            raise TypeError(f"out is {_kind(out)}: with return_lse=True give a pair (out, lse)")
         return out
     if isinstance(out, tuple):
-        raise TypeError("out is a pair only with return_lse=True")
+        raise TypeError(
+            f"out is {_kind(out)}: a pair goes with return_lse=True, else give an array"
+        )
     return out, None
 
 
-def _find_call(arrays, lengths, out, lse, algo, engine, causal, window, cap, scale, enable_gqa, device=None):
+def _kind(x) -> str:
+    return f"a tuple of {len(x)}" if isinstance(x, tuple) else f"a {type(x).__name__}"
+
+
+def _find_call(
+    arrays, lengths, out, lse, algo, engine, causal, window, cap, scale, enable_gqa, device=None
+):
     """The remembered call of this kind, or a new one; and the arrays' device."""
     present = {**arrays, **{n: x for n, x in lengths.items() if x is not None}}
+    addresses = 0
     for name, x in (("out", out), ("lse", lse)):
         if x is not None:
-            present[name] = _as_array(name, x)
-    if isinstance(window, list):
-        window = tuple(window)
-    addresses = 0
+            present[name] = x
+            if isinstance(x, np.ndarray) and not x.flags.writeable:
+                raise ValueError(f"{name} is read-only: give an array that can be written to")
     for name in ("q", "k", "v", "out"):
         if name in present:
             addresses |= _address(present[name])
-    aligned = addresses % CHUNK_BYTES == 0
+    if isinstance(window, list):
+        window = tuple(window)
     device_id = _device_of(present)
+    aligned = addresses % CHUNK_BYTES == 0
     options = (algo, engine, causal, window, cap, scale, bool(enable_gqa), aligned, device)
-    key = (device_id, tuple((n, *_spec(x)) for n, x in present.items()), options, type(causal))
-    call = _calls.get(key)
+    # 2 == 2.0 and 1 == True, but not all of these are right.
+    types = (type(causal), type(cap), type(scale))
+    types += tuple(map(type, window)) if type(window) is tuple else (type(window),)
+    key = (device_id, tuple((n, *_spec(x)) for n, x in present.items()), options, types)
+    try:
+        call = _calls.get(key)
+    except TypeError:  # an option that cannot be hashed is wrong: _Call says how
+        call = None
     if call is None:
-        specs = {name: _spec(x) for name, x in present.items()}
-        given = [specs[name] for name in "qkv"]
-        check_shapes(*given)
-        dtype = result_dtype(*(spec.dtype for spec in given))
-        given = [_conformed(spec, dtype) for spec in given]
-        call = _Call(
-            given, {n: specs.get(n) for n in lengths}, device_id, specs.get("out"), specs.get("lse"), options
-        )  # fmt: skip
+        call = _Call({name: _spec(x) for name, x in present.items()}, device_id, options)
         if len(_calls) >= _MAX_CALLS:
             _calls.clear()
         _calls[key] = call
     return call, device_id
 
 
-def _conformed(spec: Spec, dtype) -> Spec:
-    """The spec of what :func:`_conform` makes of an array."""
-    if spec.dtype == dtype and (spec.shape[-1] == 1 or spec.strides[-1] == dtype.itemsize):
-        return spec
-    return Spec.contiguous(spec.shape, dtype)
-
-
-def _refuse_overlap(call: _Call, operands, out, lse) -> None:
-    for name, given, spec in (("out", out, call.out_spec), ("lse", lse, call.lse_spec)):
-        if given is None:
+def _refuse_overlap(call: _Call, arrays, out, lse) -> None:
+    inputs = [(name, x, spec) for (name, x), spec in zip(arrays.items(), call.given)]
+    for name, x, spec in (("out", out, call.out_spec), ("lse", lse, call.lse_spec)):
+        if x is None:
             continue
-        for other, x, x_spec in zip("qkv", operands, call.specs):
-            if overlap(spec, _address(given), x_spec, _address(x)):
-                raise ValueError(f"{name} overlaps {other}: give memory of its own")
+        for other, y, other_spec in inputs:
+            if overlap(spec, _address(x), other_spec, _address(y)):
+                raise ValueError(f"{name} overlaps {other} in memory: give it memory of its own")
+        inputs.append((name, x, spec))
 
 
-def _results(call: _Call, out, lse, return_lse, empty):
-    """The arrays to write: the caller's, or new ones."""
-    if out is None:
-        out = empty(call.layout.out_shape, call.out_dtype)
-    if lse is None and return_lse:
-        lse = empty(call.layout.lse_shape, call.lse_dtype)
-    return out, lse
+def _conform(x, dtype, empty=np.empty):
+    """`x` as an engine reads it in that type: itself, or a copy (:func:`operands.conformed`)."""
+    spec = _spec(x)
+    wanted = conformed(spec, dtype)
+    if wanted is spec:
+        return x
+    copy = empty(wanted.shape, wanted.dtype)
+    copy[...] = x
+    return copy
 
 
 def _spread_view(x, call: _Call, name: str, trailing: int):
@@ -410,42 +428,3 @@ def _run_host(call: _Call, operands, out, lse, lengths) -> None:
         score=call.score,
         **spread,
     )
-
-
-def _run_device(call: _Call, operands, out, lse, lengths, workspace, device_id, empty) -> None:
-    if call.is_empty:
-        out.fill(0)
-        if lse is not None:
-            lse.fill(-np.inf)
-        return
-    if call.launch is None:
-        call.prepare_launch(device_id)
-    target = out
-    if out.shape[-1] > 1 and out.strides[-1] != out.dtype.itemsize:
-        target = empty(out.shape, out.dtype)
-    state = _workspace(call.plan, workspace, empty)
-    call.launch(
-        *(x.data.ptr for x in operands),
-        target.data.ptr,
-        0 if lse is None else lse.data.ptr,
-        0 if state is None else state.data.ptr,
-        *(0 if x is None else x.data.ptr for x in lengths.values()),
-    )
-    if target is not out:
-        out[...] = target
-
-
-def _workspace(plan: Plan, given, empty):
-    """Memory for the kernel's state: the caller's, new, or None where it needs none."""
-    needed = plan.workspace_bytes
-    if not needed:
-        return None
-    if given is None:
-        return empty((needed,), np.uint8)
-    if not _is_cupy(given) or not given.flags.c_contiguous:
-        raise ValueError("workspace must be a contiguous CuPy array")
-    if given.nbytes < needed or given.data.ptr % CHUNK_BYTES:
-        raise ValueError(
-            f"workspace has {given.nbytes} bytes: {needed} are needed, from a multiple of 16 on"
-        )
-    return given

@@ -8,8 +8,8 @@ import struct
 import cupy
 import numpy as np
 
-from .params import POINTERS
-from .plan import Device, Plan
+from .params import POINTERS, pack
+from .plan import CHUNK_BYTES, Device, Plan
 
 _POINTER_FORMAT = f"{len(POINTERS)}Q"
 
@@ -84,17 +84,65 @@ class Launch:
                 self.function(self.grid, self.block, (params,), self.shared_bytes)
 
 
-def is_capturing() -> bool:
-    """Whether the current stream records into a CUDA graph."""
-    return cupy.cuda.get_current_stream().is_capturing()
+def as_array(x) -> cupy.ndarray:
+    """A view of what DLPack or the CUDA array interface shows; a copy of a NumPy array."""
+    by_dlpack = hasattr(x, "__dlpack_device__") and not isinstance(x, np.ndarray)
+    return cupy.from_dlpack(x) if by_dlpack else cupy.asarray(x)
 
 
-def empty(shape, dtype, device_id: int) -> cupy.ndarray:
+def empty(device_id: int, shape, dtype) -> cupy.ndarray:
     """An uninitialised array on that device, from CuPy's current allocator."""
-    if is_capturing():
+    if cupy.cuda.get_current_stream().is_capturing():
         raise RuntimeError(
             "while a CUDA graph is captured, pass out= and, where the plan's workspace_bytes is "
             "not 0, workspace=: memory taken now would be reused when the graph runs"
         )
     with cupy.cuda.Device(device_id):
         return cupy.empty(shape, dtype)
+
+
+def workspace(plan: Plan, given, device_id: int):
+    """Memory for the kernel's state: the caller's, new, or None where it needs none."""
+    needed = plan.workspace_bytes
+    if not needed:
+        return None
+    if given is None:
+        return empty(device_id, (needed,), np.uint8)
+    if not isinstance(given, cupy.ndarray) or not given.flags.c_contiguous:
+        raise ValueError(f"workspace is a {type(given).__name__}: give a contiguous CuPy array")
+    if given.device.id != device_id:
+        raise ValueError(f"workspace is on GPU {given.device.id}: give one on GPU {device_id}")
+    if given.nbytes < needed or given.data.ptr % CHUNK_BYTES:
+        raise ValueError(
+            f"workspace has {given.nbytes} bytes: {needed} are needed, from a multiple of "
+            f"{CHUNK_BYTES} on"
+        )
+    return given
+
+
+def prepare(call, device_id: int) -> Launch:
+    """Compile a call's kernel and pack its arguments, once."""
+    captured = call.score.values if call.score else ()
+    template = pack(call.plan, call.layout, call.scale, captured)
+    return Launch(call.plan, template, device_id)
+
+
+def run(call, device_id: int, operands, out, lse, lengths, given_workspace) -> None:
+    """Run a call's kernel on CuPy arrays, on the current stream."""
+    if call.is_empty:
+        out.fill(0)
+        if lse is not None:
+            lse.fill(-np.inf)
+        return
+    state = workspace(call.plan, given_workspace, device_id)
+    if call.launch is None:
+        call.launch = prepare(call, device_id)
+    rows_are_contiguous = out.shape[-1] == 1 or out.strides[-1] == out.dtype.itemsize
+    target = out if rows_are_contiguous else empty(device_id, out.shape, out.dtype)
+    call.launch(
+        *(x.data.ptr for x in operands),
+        target.data.ptr,
+        *(0 if x is None else x.data.ptr for x in (lse, state, *lengths.values())),
+    )
+    if target is not out:
+        out[...] = target

@@ -48,7 +48,9 @@ class Band:
         TypeError
             For a width that is not an integer.
         """
-        if causal not in (False, True, *ALIGNMENTS):
+        if not isinstance(causal, (bool, np.bool_)) and (
+            not isinstance(causal, str) or causal not in ALIGNMENTS
+        ):
             raise ValueError(f"causal={causal!r}: give False, True, 'bottom_right' or 'top_left'")
         alignment = causal if isinstance(causal, str) else "bottom_right"
         left, right = cls._window_sides(window)
@@ -89,7 +91,9 @@ class Band:
         end = key_length if self.right is None else min(key_length, q_end + shift + self.right)
         return (begin, end) if begin < end else (0, 0)
 
-    def query_range(self, k_begin: int, k_end: int, shift: int, query_length: int) -> tuple[int, int]:
+    def query_range(
+        self, k_begin: int, k_end: int, shift: int, query_length: int
+    ) -> tuple[int, int]:
         """Half-open range of queries that may see some key of `[k_begin, k_end)`."""
         begin = 0 if self.right is None else max(0, k_begin - shift - self.right)
         end = query_length if self.left is None else min(query_length, k_end - shift + self.left)
@@ -115,10 +119,11 @@ class Band:
 
     def count(self, query_length: int, key_length: int) -> int:
         """Number of visible (query, key) pairs of one head, without building the mask."""
-        shift = self.shift(query_length, key_length)
-        q = np.arange(query_length, dtype=np.int64) + shift
-        first = np.zeros_like(q) if self.left is None else np.clip(q - self.left, 0, key_length)
-        last = np.full_like(q, key_length) if self.right is None else np.clip(q + self.right + 1, 0, key_length)
+        diagonal = np.arange(query_length, dtype=np.int64) + self.shift(query_length, key_length)
+        widest = query_length + key_length  # hides nothing, and sums stay an int64
+        left, right = (widest if x is None else min(x, widest) for x in (self.left, self.right))
+        first = np.clip(diagonal - left, 0, key_length)
+        last = np.clip(diagonal + right + 1, 0, key_length)
         return int(np.maximum(last - first, 0).sum())
 
     def draw(self, query_length: int, key_length: int) -> str:

@@ -37,9 +37,12 @@ class Spec(NamedTuple):
     def element_strides(self) -> tuple[int, ...]:
         """Strides in elements; 0 where the axis has but one."""
         itemsize = self.dtype.itemsize
-        return tuple(
-            0 if n <= 1 else s // itemsize for n, s in zip(self.shape, self.strides)
-        )
+        return tuple(0 if n <= 1 else s // itemsize for n, s in zip(self.shape, self.strides))
+
+    def strides_are_whole(self) -> bool:
+        """Whether elements lie whole elements apart; the fields of a record may not."""
+        itemsize = self.dtype.itemsize
+        return all(s % itemsize == 0 for n, s in zip(self.shape, self.strides) if n > 1)
 
     def extent(self) -> tuple[int, int]:
         """Bytes that the array spans, from the address of its first element."""
@@ -89,11 +92,25 @@ def result_dtype(q: np.dtype, k: np.dtype, v: np.dtype) -> np.dtype:
         raise TypeError(message) from error
 
 
+def conformed(spec: Spec, dtype: np.dtype) -> Spec:
+    """The spec that an engine reads: `spec` itself, or that of a copy in C order.
+
+    A copy is due for another type, a last axis that is not contiguous, and strides that are not
+    multiples of the item's size.
+    """
+    contiguous = spec.shape[-1] == 1 or spec.strides[-1] == dtype.itemsize
+    if spec.dtype == dtype and contiguous and spec.strides_are_whole():
+        return spec
+    return Spec.contiguous(spec.shape, dtype)
+
+
 def check_shapes(q: Spec, k: Spec, v: Spec) -> None:
     """Raise a ValueError where the last two axes of q, k and v do not fit together."""
     for name, spec in zip("qkv", (q, k, v)):
         if len(spec.shape) < 2:
-            raise ValueError(f"{name} has shape {spec.shape}: it needs axes (..., length, head dim)")
+            raise ValueError(
+                f"{name} has shape {spec.shape}: it needs axes (..., length, head dim)"
+            )
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(
             f"q and k have head dims {q.shape[-1]} and {k.shape[-1]} (shapes {q.shape}, "
@@ -110,21 +127,21 @@ def check_shapes(q: Spec, k: Spec, v: Spec) -> None:
         raise ValueError(f"lengths up to {MAX_LENGTH} are supported: {q.shape}, {k.shape}")
 
 
-def _broadcast(shapes: dict[str, tuple[int, ...]], given: str) -> tuple[int, ...]:
-    try:
-        return np.broadcast_shapes(*shapes.values())
-    except ValueError:
-        raise ValueError(f"leading axes do not broadcast: {given}") from None
-
-
 def _group(q: Spec, k: Spec, v: Spec, enable_gqa: bool, given: str) -> int:
     """How many query heads share a key head; 1 where heads broadcast as in NumPy."""
     heads = [spec.shape[-3] if len(spec.shape) > 2 else 1 for spec in (q, k, v)]
     key_heads = max(heads[1:])
-    if heads[0] == key_heads or 1 in (heads[0], key_heads):
+    if heads[0] == key_heads or 1 in (heads[0], key_heads) or 0 in heads:
         return 1
+    if min(heads[1:]) not in (1, key_heads):
+        raise ValueError(
+            f"k and v have {heads[1]} and {heads[2]} heads: they must be equal ({given})"
+        )
     if heads[0] % key_heads:
-        raise ValueError(f"{heads[0]} query heads do not divide into {key_heads} key heads: {given}")
+        raise ValueError(
+            f"q has {heads[0]} heads and k, v have {key_heads} ({given}): give as many, one, or "
+            "with enable_gqa=True a number that divides those of q"
+        )
     if not enable_gqa:
         raise ValueError(
             f"q has {heads[0]} heads and k, v have {key_heads} ({given}): "
@@ -137,6 +154,20 @@ def _spread(spec: Spec, leading: tuple[int, ...], trailing: int) -> tuple[int, .
     """Element strides along `leading` of an array with `trailing` axes behind them."""
     own = spec.element_strides()[: len(spec.shape) - trailing]
     return (0,) * (len(leading) - len(own)) + own
+
+
+def _length_steps(name: str, spec: Spec, batch: tuple[int, ...], given: str) -> tuple[int, ...]:
+    """Element strides of lengths along the batch axes."""
+    try:
+        fits = np.broadcast_shapes(batch, spec.shape) == batch
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(
+            f"{name} has shape {spec.shape} ({given}): it must broadcast to {batch}, the leading "
+            "axes but the heads"
+        )
+    return _spread(spec, batch, 0)
 
 
 def _fold(leading, strides: dict[str, tuple[int, ...]]):
@@ -185,8 +216,11 @@ def make_layout(q, k, v, out=None, lse=None, *, q_lengths=None, kv_lengths=None,
     group = _group(q, k, v, enable_gqa, given)
     shapes = {name: spec.shape[:-2] for name, spec in (("q", q), ("k", k), ("v", v))}
     if group > 1:  # the heads of q count; those of k and v are a fraction of them
-        shapes["k"], shapes["v"] = shapes["k"][:-1] + (1,), shapes["v"][:-1] + (1,)
-    whole = _broadcast(shapes, given)
+        shapes["k"], shapes["v"] = (*shapes["k"][:-1], 1), (*shapes["v"][:-1], 1)
+    try:
+        whole = np.broadcast_shapes(*shapes.values())
+    except ValueError:
+        raise ValueError(f"leading axes do not broadcast: {given}") from None
     batch, heads = whole[:-1], whole[-1:]
     out_shape = (*whole, q.shape[-2], v.shape[-1])
     lse_shape = out_shape[:-1]
@@ -195,33 +229,32 @@ def make_layout(q, k, v, out=None, lse=None, *, q_lengths=None, kv_lengths=None,
     lse = lse or Spec.contiguous(lse_shape, np.float32)
 
     strides = {}
-    for name, spec, trailing in (("q", q, 2), ("k", k, 2), ("v", v, 2), ("out", out, 2), ("lse", lse, 1)):
+    matrices = {"q": q, "k": k, "v": v, "out": out}
+    for name, spec in (*matrices.items(), ("lse", lse)):
+        trailing = 1 if name == "lse" else 2
         steps = _spread(spec, whole, trailing)
         if group > 1:
-            last = (0, 0) if spec.shape[-trailing - 1] == 1 else (steps[-1], 0)
+            last = (steps[-1], 0)  # a key head for the whole group
             if name in ("q", "out", "lse"):
                 last = (steps[-1] * group, steps[-1])
             steps = (*steps[:-1], *last)
         strides[name] = steps
     for name, spec in (("q_lengths", q_lengths), ("kv_lengths", kv_lengths)):
-        steps = (0,) * len(batch)
-        if spec is not None:
-            if _broadcast({"batch": batch, name: spec.shape}, f"{name} {spec.shape}, {given}") != batch:
-                raise ValueError(f"{name} has shape {spec.shape}: it must broadcast to {batch}, "
-                                 "the leading axes but the heads")
-            steps = _spread(spec, batch, 0)
+        steps = (0,) * len(batch) if spec is None else _length_steps(name, spec, batch, given)
         strides[name] = steps + (0,) * (len(heads) + (group > 1))
     if group > 1:
         heads = (heads[0] // group, group)
     leading = (*batch, *heads)
     axes, axis_strides = _fold(leading, strides)
-    rows = {name: spec.element_strides()[-2] for name, spec in (("q", q), ("k", k), ("v", v), ("out", out))}
+    rows = {name: spec.element_strides()[-2] for name, spec in matrices.items()}
     rows["lse"] = lse.element_strides()[-1]
     return Layout(out_shape, lse_shape, leading, strides, rows, axes, axis_strides)
 
 
-def make_problem(layout: Layout, q: Spec, k: Spec, v: Spec, *, band: Band,
-                 score: ScoreMod | None, lengths: dict[str, str], aligned: bool) -> Problem:
+def make_problem(
+    layout: Layout, q: Spec, k: Spec, v: Spec, *, band: Band, score: ScoreMod | None,
+    lengths: dict[str, str], aligned: bool,
+) -> Problem:  # fmt: skip
     """The problem that a layout and the options pose."""
     return Problem(
         dtype=result_dtype(q.dtype, k.dtype, v.dtype).name,
@@ -246,11 +279,20 @@ def check_out(name: str, given: Spec, shape: tuple[int, ...], dtype) -> None:
         raise ValueError(f"{name} has shape {given.shape}: it must be {shape}")
     if given.dtype != dtype:
         raise TypeError(f"{name} has dtype {given.dtype}: it must be {np.dtype(dtype)}")
+    if 0 in given.shape:
+        return  # NumPy gives such arrays strides of 0
     if any(n > 1 and s == 0 for n, s in zip(given.shape, given.strides)):
         raise ValueError(f"{name} has strides {given.strides}: its elements share memory")
+    if not given.strides_are_whole():
+        raise ValueError(
+            f"{name} has strides {given.strides}: they must be multiples of its item's "
+            f"{given.dtype.itemsize} bytes"
+        )
 
 
 def overlap(a: Spec, a_address: int, b: Spec, b_address: int) -> bool:
     """Whether the byte ranges that two arrays span have any byte in common."""
+    if 0 in a.shape or 0 in b.shape:
+        return False
     (a_low, a_high), (b_low, b_high) = a.extent(), b.extent()
     return a_address + a_low < b_address + b_high and b_address + b_low < a_address + a_high

@@ -11,6 +11,8 @@ from .plan import Plan
 
 OPEN_WIDTH = (1 << 30) - 2  # a band's open side: beyond every position, and sums stay an int
 
+_OPERANDS = ("q", "k", "v", "out", "lse")
+
 # Fields of the kernel's one argument, as (names, NumPy type, C type). "Accumulator" as the NumPy
 # type stands for the plan's; pointers are 8 bytes.
 _FIELDS = (
@@ -18,8 +20,8 @@ _FIELDS = (
     (("out",), "u8", "Element*"),
     (("lse", "state"), "u8", "Accumulator*"),
     (("q_lengths", "kv_lengths"), "u8", "const Length*"),
-    (("q_row_stride", "k_row_stride", "v_row_stride", "out_row_stride", "lse_row_stride"), "i8", "long long"),
-    (("q_axis_stride", "k_axis_stride", "v_axis_stride", "out_axis_stride", "lse_axis_stride"), "i8 axes", "long long"),
+    (tuple(f"{x}_row_stride" for x in _OPERANDS), "i8", "long long"),
+    (tuple(f"{x}_axis_stride" for x in _OPERANDS), "i8 axes", "long long"),
     (("q_lengths_stride", "kv_lengths_stride"), "i8 axes", "long long"),
     (("axis_size",), "i4 axes", "int"),
     (("axes", "heads", "head_count", "query_length", "key_length"), "i4", "int"),
@@ -48,7 +50,6 @@ def params_dtype(plan: Plan) -> np.dtype:
     return np.dtype(columns, align=True)
 
 
-
 def pack(plan: Plan, layout: Layout, scale: float, captured: tuple[float, ...]) -> np.ndarray:
     """The argument with everything but its pointers, as an array of one structure.
 
@@ -57,7 +58,7 @@ def pack(plan: Plan, layout: Layout, scale: float, captured: tuple[float, ...]) 
     """
     problem, dtype = plan.problem, params_dtype(plan)
     params = np.zeros(1, dtype)
-    for name in ("q", "k", "v", "out", "lse"):
+    for name in _OPERANDS:
         params[f"{name}_row_stride"] = layout.rows[name]
         params[f"{name}_axis_stride"][0, : len(layout.axes)] = layout.axis_strides[name]
     for name in ("q_lengths", "kv_lengths"):

@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from .masks import Band
 
 HALF = ("float16", "bfloat16")
-ACCUMULATORS = {"float16": "float32", "bfloat16": "float32", "float32": "float32", "float64": "float64"}
+ACCUMULATORS = {
+    "float16": "float32", "bfloat16": "float32", "float32": "float32", "float64": "float64",
+}  # fmt: skip
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 ALGOS = ("fa1", "fa2")
 ENGINES = ("numpy", "simt", "mma")
@@ -147,7 +149,8 @@ class Tile:
     """One row of the table: sizes of a kernel, for head dims up to `max_dim`.
 
     `block_k` keys are in shared memory at a time and `step_k` of them are scored at once (all of
-    them in fa2). A warp owns `slabs` times 16 query rows (mma), or `32 / row_lanes * lane_rows`
+    them in fa2 rows that do not say otherwise); `stages` key tiles (fa2) or query slabs per warp
+    (fa1) are under way at a time. A warp owns `slabs` times 16 query rows (mma), or `32 / row_lanes * lane_rows`
     rows (simt: `row_lanes` lanes share a row, each lane holds `lane_rows` rows).
     """
 
@@ -204,7 +207,7 @@ class Tile:
         queries = self.block_q * head
         exchange = 0 if self.engine == "mma" else self.block_q * pitch(self.step_k)
         if self.algo == "fa1":
-            return (keys + 2 * queries + exchange) * itemsize
+            return (keys + self.stages * queries + exchange) * itemsize
         return (queries + self.stages * keys + exchange) * itemsize
 
     def blocks(self, problem: Problem) -> int:
@@ -320,8 +323,7 @@ class Plan:
 
     @property
     def section(self) -> int:
-        """Heads whose keys and values share the L2 cache: blocks work through one such section
-        after another."""
+        """Heads whose keys and values share the L2 cache; blocks do one section after another."""
         p = self.problem
         head_bytes = p.key_length * (p.head_dim + p.value_dim) * ITEM_BYTES[p.dtype]
         return max(1, min(p.head_count, self.device.cache_bytes // 2 // max(1, head_bytes)))
@@ -354,11 +356,13 @@ class Plan:
 
 
 def _simt(algo, dtypes, max_dim, block_k, warps, row_lanes, lane_rows, **more):
-    return Tile(algo, "simt", dtypes, max_dim, block_k, warps, row_lanes=row_lanes, lane_rows=lane_rows, **more)
+    sizes = {"stages": 2 if algo == "fa1" else 1, "row_lanes": row_lanes, "lane_rows": lane_rows}
+    return Tile(algo, "simt", dtypes, max_dim, block_k, warps, **{**sizes, **more})
 
 
 def _mma(algo, max_dim, block_k, warps, slabs, **more):
-    return Tile(algo, "mma", HALF, max_dim, block_k, warps, slabs=slabs, **more)
+    sizes = {"stages": 2 if algo == "fa1" else 1, "slabs": slabs}
+    return Tile(algo, "mma", HALF, max_dim, block_k, warps, **{**sizes, **more})
 
 
 SINGLE = (*HALF, "float32")
@@ -368,12 +372,13 @@ EVERY = (*SINGLE, *DOUBLE)
 # The first row that fits serves; so faster rows come first, and rows for smaller shared memories
 # and larger head dims follow.
 TILES = (
-    _mma("fa2", 64, 64, 4, 2, stages=2, queries_in_registers=True, min_blocks=2, fill=1.0),
-    _mma("fa2", 64, 64, 4, 1, stages=2, queries_in_registers=True),
-    _mma("fa2", 128, 64, 4, 2, stages=2, min_blocks=2, fill=1.0),
+    _mma("fa2", 64, 64, 4, 2, stages=1, queries_in_registers=True, min_blocks=2, fill=1.0),
+    _mma("fa2", 64, 64, 4, 1, stages=3, queries_in_registers=True),
+    _mma("fa2", 128, 48, 4, 2, stages=2, min_blocks=2, fill=1.0),
     _mma("fa2", 128, 64, 4, 1, stages=2, queries_in_registers=True),
+    _mma("fa2", 256, 64, 8, 1, stages=1, fill=1.0),
     _mma("fa2", 256, 32, 4, 1, stages=2),
-    _simt("fa2", SINGLE, 32, 64, 4, 8, 8, min_blocks=2, fill=1.0),
+    _simt("fa2", SINGLE, 16, 64, 4, 4, 4, fill=1.0),
     _simt("fa2", SINGLE, 64, 64, 4, 8, 8, min_blocks=2, fill=1.0),
     _simt("fa2", SINGLE, 128, 64, 8, 16, 8, fill=1.0),
     _simt("fa2", SINGLE, 128, 32, 4, 8, 4),
@@ -382,12 +387,12 @@ TILES = (
     _simt("fa2", EVERY, 512, 16, 4, 16, 2),
     _simt("fa2", EVERY, 512, 8, 2, 8, 1),
     _mma("fa1", 64, 512, 8, 2, step_k=64, queries_in_registers=True),
-    _mma("fa1", 128, 256, 8, 2, step_k=64),
+    _mma("fa1", 128, 256, 8, 1, step_k=64, queries_in_registers=True),
     _mma("fa1", 128, 128, 4, 1, step_k=64),
     _mma("fa1", 256, 128, 4, 1, step_k=32),
     _mma("fa1", 256, 32, 4, 1, step_k=32),
     _simt("fa1", SINGLE, 64, 128, 8, 8, 4, step_k=64),
-    _simt("fa1", SINGLE, 128, 64, 8, 16, 4, step_k=32),
+    _simt("fa1", SINGLE, 128, 64, 8, 16, 4),
     _simt("fa1", EVERY, 128, 32, 4, 16, 4),
     _simt("fa1", EVERY, 256, 32, 4, 16, 2),
     _simt("fa1", EVERY, 512, 16, 4, 16, 1),
@@ -397,7 +402,6 @@ TILES = (
 )
 
 
-@functools.lru_cache(maxsize=1024)
 def make_plan(problem: Problem, device: Device, algo=None, engine=None) -> Plan:
     """The first row of the table that serves `problem` on `device`.
 
@@ -420,7 +424,13 @@ def make_plan(problem: Problem, device: Device, algo=None, engine=None) -> Plan:
     if algo not in (None, *ALGOS):
         raise ValueError(f"algo={algo!r}: choose one of {', '.join(map(repr, ALGOS))}, or None")
     if engine not in (None, *ENGINES):
-        raise ValueError(f"engine={engine!r}: choose one of {', '.join(map(repr, ENGINES))}, or None")
+        known = ", ".join(map(repr, ENGINES))
+        raise ValueError(f"engine={engine!r}: choose one of {known}, or None")
+    return _first_that_serves(problem, device, algo, engine)
+
+
+@functools.lru_cache(maxsize=1024)
+def _first_that_serves(problem, device, algo, engine) -> Plan:
     rejected = []
     for row in TILES:
         if row.algo != (algo or "fa2") or engine not in (None, row.engine):

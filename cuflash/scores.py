@@ -60,7 +60,7 @@ def softcap(value: float) -> ScoreMod:
     ValueError
         If `value` is not positive and finite.
     """
-    if not isinstance(value, numbers.Real):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"softcap={value!r}: give a positive number")
     if not (math.isfinite(value) and value > 0):
         raise ValueError(f"softcap={value!r}: give a positive, finite number")

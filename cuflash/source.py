@@ -9,9 +9,12 @@ from importlib.resources import files
 from .params import fields, params_dtype
 from .plan import Plan
 
-C_TYPES = {"float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double"}
+C_TYPES = {
+    "float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double",
+}  # fmt: skip
 C_INTEGERS = {"": "int", "int32": "int", "int64": "long long"}
 _INCLUDE = re.compile(r'#include "([\w.]+)"\s*')
+
 
 def _params_struct(plan: Plan) -> str:
     lines = [

@@ -1,3 +1,37 @@
+import functools
 import os
+import warnings
 
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before NumPy is imported: tests run side by side
+os.environ.setdefault(
+    "OPENBLAS_NUM_THREADS", "1"
+)  # before NumPy is imported: tests run side by side
+
+import emulator
+import pytest
+
+
+@functools.cache
+def missing_gpu():
+    """Why tests marked `gpu` cannot run here, or an empty string."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            import cupy
+
+        count = cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:  # no CuPy, no driver, a driver too old: all said by the message
+        return f"no CUDA device: {type(error).__name__}: {error}"
+    return "" if count else "no CUDA device: CuPy counts 0"
+
+
+def pytest_configure(config):
+    """Where a machine is said to have a GPU or a compiler, its absence is no reason to skip."""
+    if os.environ.get("CUFLASH_REQUIRE_GPU") == "1" and missing_gpu():
+        raise pytest.UsageError(f"CUFLASH_REQUIRE_GPU=1, but {missing_gpu()}")
+    if os.environ.get("CUFLASH_REQUIRE_EMULATOR") == "1" and emulator.available():
+        raise pytest.UsageError(f"CUFLASH_REQUIRE_EMULATOR=1, but {emulator.available()}")
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and missing_gpu():
+        pytest.skip(missing_gpu())

@@ -1,55 +1,91 @@
 """`cuflash.attention` with its kernels executed by the emulator, on NumPy arrays."""
 
-import dataclasses
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
 
 import numpy as np
+from cases import H200, on_row
 from emulator import Memory, Module
 
-from cuflash import attention as _  # noqa: F401  (the package imports its modules)
-from cuflash.attention import _find_call, _split_out
+import cuflash
+from cuflash.operands import Spec, conformed, make_layout
 from cuflash.params import pack
-from cuflash.plan import Device
+from cuflash.plan import Plan
+from cuflash.scores import softcap as softcap_score
 
-H200 = Device(90, "NVIDIA H200", multiprocessors=132)
+
+class Result(NamedTuple):
+    """What a kernel wrote, what it was, and the emulator's counts."""
+
+    out: np.ndarray
+    lse: np.ndarray | None
+    plan: Plan
+    stats: dict
 
 
-def make_call(q, k, v, *, out=None, return_lse=True, tile=None, device=H200, **options):
-    """The call that attention() would make on `device`, with another row of the table if given."""
-    names = ("algo", "engine", "causal", "window", "softcap", "scale", "enable_gqa")
-    algo, engine, causal, window, cap, scale, gqa = (options.get(name) for name in names)
-    lengths = {
-        name: None if options.get(name) is None else np.asarray(options[name])
-        for name in ("q_lengths", "kv_lengths")
-    }
-    out, lse = _split_out(out, return_lse)
-    call, _ = _find_call(
-        {"q": q, "k": k, "v": v}, lengths, out, lse,
-        algo, engine, causal or False, window, cap, scale, bool(gqa), device,
+def attention(
+    q, k, v, *, out=None, return_lse=True, scale=None, softcap=None, enable_gqa=False,
+    q_lengths=None, kv_lengths=None, mode="check", seed=0, row=None, device=H200, **options,
+):  # fmt: skip
+    """attention() as `device` would run it; `row` forces a row of the table, `mode` and `seed`
+    are the emulator's.
+
+    New results are never-written memory to the kernel; `out=` counts as written, gaps included.
+    """
+    lengths = {"q_lengths": q_lengths, "kv_lengths": kv_lengths}
+    plan = cuflash.plan(
+        q, k, v, out=out, scale=scale, softcap=softcap, enable_gqa=enable_gqa, device=device,
+        **lengths, **options,
     )  # fmt: skip
-    plan = call.plan if tile is None else dataclasses.replace(call.plan, tile=tile)
-    return call, plan, lengths
+    if row is not None:
+        plan = on_row(plan, row)
+    dtype = np.dtype(plan.problem.dtype) if plan.problem.dtype != "bfloat16" else v.dtype
+    q, k, v = (_conform(x, dtype) for x in (q, k, v))
+    for name, x in lengths.items():
+        if x is not None:
+            lengths[name] = np.asarray(x, getattr(plan.problem, name))
+    specs = {name: None if x is None else _spec(x) for name, x in lengths.items()}
+    result, lse = out if return_lse and out is not None else (out, None)
+    shapes = make_layout(_spec(q), _spec(k), _spec(v), enable_gqa=enable_gqa, **specs)
+    fresh, fresh_lse = result is None, lse is None
+    if fresh:
+        result = np.empty(shapes.out_shape, dtype)
+    if fresh_lse and return_lse:
+        lse = np.empty(shapes.lse_shape, plan.problem.accumulator)
+    target = _conform(result, dtype)
+    layout = make_layout(
+        _spec(q), _spec(k), _spec(v), _spec(target), None if lse is None else _spec(lse),
+        enable_gqa=enable_gqa, **specs,
+    )  # fmt: skip
 
-
-def attention(q, k, v, *, mode="check", seed=0, out=None, lse=None, **options):
-    """(out, lse, plan) as the kernel writes them; `mode` and `seed` are the emulator's."""
-    call, plan, lengths = make_call(q, k, v, **options)
-    if out is None:
-        out = np.empty(call.layout.out_shape, call.out_dtype)
-        lse = np.empty(call.layout.lse_shape, call.lse_dtype)
     memory = Memory()
-    params = pack(plan, call.layout, call.scale, call.score.values if call.score else ())
+    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    params = pack(plan, layout, scale, softcap_score(softcap).values if softcap else ())
     for name, x in {"q": q, "k": k, "v": v, **lengths}.items():
         params[name] = 0 if x is None else memory.place(x)
-    params["out"] = memory.place(out, initialised=False)
-    params["lse"] = memory.place(lse, initialised=False)
+    params["out"] = memory.place(target, initialised=not fresh and target is result)
+    params["lse"] = 0 if lse is None else memory.place(lse, initialised=not fresh_lse)
     if plan.workspace_bytes:
         state = np.empty(plan.workspace_bytes, np.uint8)
         params["state"] = memory.place(state, initialised=False)
     module = Module(plan.source(), mode=mode, arch=plan.device.arch * 10)
-    grid, block = (plan.grid, 1, 1), (plan.threads, 1, 1)
     module.launch(
-        plan.kernel, grid, block, [params],
+        plan.kernel, plan.grid, plan.threads, [params],
         shared_bytes=plan.shared_bytes, seed=seed, memory=memory,
     )  # fmt: skip
     memory.fetch()
-    return out, lse, plan
+    memory.close()
+    if target is not result:
+        result[...] = target
+    return Result(result, lse, plan, module.stats)
+
+
+def _spec(x):
+    return Spec(x.shape, x.strides, x.dtype)
+
+
+def _conform(x, dtype):
+    spec = _spec(x)
+    return x if conformed(spec, dtype) is spec else np.array(x, dtype, order="C")

@@ -332,7 +332,7 @@ def test_an_error_of_six_units_is_caught_in_half_types(dtype):
     # Without cancellation the bound is four units of O and little more.
     v = np.abs(v)
     out, lse = tiled(q, k, v, dtype=dtype)
-    moved = out.astype(np.float64) * (1 + 6 * tolerance.UNIT_ROUNDOFF[dtype])
+    moved = out.astype(np.float64) * (1 + 6 * reference.UNIT_ROUNDOFF[dtype])
     with pytest.raises(AssertionError, match="out: "):
         tolerance.assert_forward_close(moved.astype(out.dtype), lse, q, k, v)
 

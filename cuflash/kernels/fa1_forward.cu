@@ -23,10 +23,11 @@
 #include "output.cuh"
 #include "engine.cuh"
 
-constexpr int STEPS = BLOCK_K / STEP_K, Q_STAGES = 2;
+constexpr int STEPS = BLOCK_K / STEP_K;
 constexpr int K_TILE = BLOCK_K * Tile::PITCH, V_TILE = BLOCK_K * Tile::VALUE_PITCH;
 constexpr int Q_SLAB = Tile::WARP_ROWS * Tile::PITCH;
-static_assert((K_TILE + V_TILE + WARPS * (Q_STAGES * Q_SLAB + Tile::EXCHANGE)) *
+static_assert(STAGES == 2, "one slab of queries is used while the next one arrives");
+static_assert((K_TILE + V_TILE + WARPS * (STAGES * Q_SLAB + Tile::EXCHANGE)) *
                       sizeof(Tile::Shared) == SHARED_BYTES,
               "the plan and the kernel lay out shared memory alike");
 
@@ -54,7 +55,7 @@ struct State {
         for (int i = 0; i < Tile::ROWS; ++i) {
             const int q = q_begin + tile.row(i);
             if (q >= rows) continue;
-            softmax.maximum[i] = maximum[q];
+            softmax.origin[i] = maximum[q];
             if (tile.lane % Tile::ROW_THREADS == 0) softmax.sum[i] = sum[q];
 #pragma unroll
             for (int j = 0; j < Tile::VALUE_COLUMNS; j += GROUP) {
@@ -73,7 +74,7 @@ struct State {
             const int q = q_begin + tile.row(i);
             const Accumulator total = softmax.total(i);
             if (q >= rows) continue;
-            if (tile.lane % Tile::ROW_THREADS == 0) maximum[q] = softmax.maximum[i], sum[q] = total;
+            if (tile.lane % Tile::ROW_THREADS == 0) maximum[q] = softmax.origin[i], sum[q] = total;
 #pragma unroll
             for (int j = 0; j < Tile::VALUE_COLUMNS; j += GROUP) {
                 if (tile.value_column(j) >= HEAD_DIM_V) continue;
@@ -107,9 +108,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     Tile::Shared* const K_smem = reinterpret_cast<Tile::Shared*>(smem);
     Tile::Shared* const V_smem = K_smem + K_TILE;
-    Tile::Shared* const Q_smem = V_smem + V_TILE + warp * Q_STAGES * Q_SLAB;
+    Tile::Shared* const Q_smem = V_smem + V_TILE + warp * STAGES * Q_SLAB;
     Tile::Shared* const exchange =
-        V_smem + V_TILE + WARPS * Q_STAGES * Q_SLAB + warp * Tile::EXCHANGE;
+        V_smem + V_TILE + WARPS * STAGES * Q_SLAB + warp * Tile::EXCHANGE;
 
     const Head head = locate_head(p, blockIdx.x);
     const State state(p, head);
@@ -163,12 +164,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 modify_scores(S_regs, tile, p, head, slab.q_begin, k_begin);
                 if (slab.steps.is_cut(step))
                     mask_scores(S_regs, tile, p, head, slab.q_begin, k_begin);
-                softmax.update(S_regs, multiplier, rescale);  // S_regs hold P from here on
+                if (softmax.update(S_regs, multiplier, rescale)) scale_rows(O_regs, rescale);
+                // S_regs hold P from here on
                 drop_probabilities(S_regs, tile, p, head, slab.q_begin, k_begin);
-#pragma unroll
-                for (int r = 0; r < Tile::ROWS; ++r)
-#pragma unroll
-                    for (int c = 0; c < Tile::VALUE_COLUMNS; ++c) O_regs[r][c] *= rescale[r];
                 tile.accumulate(O_regs, S_regs, V_smem + offset * Tile::VALUE_PITCH);
             }
             if (nonfinite)

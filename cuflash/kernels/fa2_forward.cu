@@ -8,7 +8,7 @@
 //     V_smem  [STAGES][BLOCK_K][DV]
 //
 // Each warp owns WARP_ROWS rows and needs the others only for loading tiles. O is normalised once,
-// at the end. With STAGES > 1 tile i + STAGES - 1 is under way during tile i, one barrier per tile;
+// at the end. A tile is scored STEP_K keys at a time. With STAGES > 1 tile i + STAGES - 1 is under way during tile i, one barrier per tile;
 // with STAGES == 1 V_i arrives during Q K_i^T and K_i+1 during P V_i, two barriers per tile.
 #include "numeric.cuh"
 #include "tile.cuh"
@@ -24,6 +24,7 @@
 constexpr int BLOCK_Q = WARPS * Tile::WARP_ROWS;
 constexpr int K_TILE = BLOCK_K * Tile::PITCH, V_TILE = BLOCK_K * Tile::VALUE_PITCH;
 constexpr int Q_TILE = BLOCK_Q * Tile::PITCH;
+static_assert(STAGES > 1 || BLOCK_K == STEP_K, "with one stage, a tile is one step");
 static_assert((Q_TILE + STAGES * (K_TILE + V_TILE) + WARPS * Tile::EXCHANGE) *
                       sizeof(Tile::Shared) == SHARED_BYTES,
               "the plan and the kernel lay out shared memory alike");
@@ -78,10 +79,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
         for (int j = 0; j < Tile::VALUE_COLUMNS; ++j) O_regs[i][j] = Accumulator(0);
 
-    if (tiles.count > 0)
-        load_tile<BLOCK_Q, HEAD_DIM, Tile::PADDED_D, THREADS, ALIGNED>(
-            Q_smem, head.q + i64(q_block) * p.q_row_stride, p.q_row_stride,
-            head.query_length - q_block, threadIdx.x);
+    load_tile<BLOCK_Q, HEAD_DIM, Tile::PADDED_D, THREADS, ALIGNED>(
+        Q_smem, head.q + i64(q_block) * p.q_row_stride, p.q_row_stride,
+        head.query_length - q_block, threadIdx.x);
 #pragma unroll
     for (int stage = 0; stage < max(1, STAGES - 1); ++stage) {
         if (stage < tiles.count) {
@@ -91,11 +91,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         commit_copies();
     }
 
+    constexpr int PENDING = STAGES == 1 ? 0 : STAGES - 2;
+    bool nonfinite = false;  // values of cut tiles that the products must not see
+    wait_copies<PENDING>();
+    __syncthreads();  // Q and the first tile have arrived for all
+    tile.take_queries(Q_smem + warp * Tile::WARP_ROWS * Tile::PITCH);
     for (int i = 0; i < tiles.count; ++i) {
         const int key_tile = tiles[i], k_begin = key_tile * BLOCK_K, stage = i % STAGES;
         const bool cut = tiles.is_cut(key_tile);
-        wait_copies<STAGES == 1 ? 0 : STAGES - 2>();
-        __syncthreads();  // K_i (and V_i) have arrived for all; nobody reads tile i - 1 any more
         if constexpr (STAGES == 1) {
             load_values(V_smem, p, head, key_tile);
         } else if (i + STAGES - 1 < tiles.count) {
@@ -104,30 +107,34 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             load_values(V_smem + ahead * V_TILE, p, head, tiles[i + STAGES - 1]);
         }
         commit_copies();
-        if (i == 0) tile.take_queries(Q_smem + warp * Tile::WARP_ROWS * Tile::PITCH);
+        if (cut && STAGES > 1)
+            nonfinite |= clear_nonfinite<BLOCK_K, Tile::PADDED_DV, THREADS>(V_smem + stage * V_TILE);
 
-        Accumulator S_regs[Tile::ROWS][Tile::COLUMNS], rescale[Tile::ROWS];
-        tile.score(S_regs, K_smem + stage * K_TILE);
-        modify_scores(S_regs, tile, p, head, q_begin, k_begin);
-        if (cut) mask_scores(S_regs, tile, p, head, q_begin, k_begin);
-        softmax.update(S_regs, multiplier, rescale);  // S_regs hold P from here on
-        drop_probabilities(S_regs, tile, p, head, q_begin, k_begin);
-#pragma unroll
-        for (int r = 0; r < Tile::ROWS; ++r)
-#pragma unroll
-            for (int j = 0; j < Tile::VALUE_COLUMNS; ++j) O_regs[r][j] *= rescale[r];
-
-        if constexpr (STAGES == 1) {
-            wait_copies<0>();
-            __syncthreads();  // V_i has arrived for all; nobody reads K_i any more
-            if (i + 1 < tiles.count) load_keys(K_smem, p, head, tiles[i + 1]);
-            commit_copies();
+#pragma unroll 1
+        for (int step = 0; step < BLOCK_K; step += STEP_K) {
+            Accumulator S_regs[Tile::ROWS][Tile::COLUMNS], rescale[Tile::ROWS];
+            tile.score(S_regs, K_smem + stage * K_TILE + step * Tile::PITCH);
+            modify_scores(S_regs, tile, p, head, q_begin, k_begin + step);
+            if (cut) mask_scores(S_regs, tile, p, head, q_begin, k_begin + step);
+            if (softmax.update(S_regs, multiplier, rescale)) scale_rows(O_regs, rescale);
+            // S_regs hold P from here on
+            drop_probabilities(S_regs, tile, p, head, q_begin, k_begin + step);
+            if constexpr (STAGES == 1) {
+                wait_copies<0>();
+                __syncthreads();  // V_i has arrived for all; nobody reads K_i any more
+                if (i + 1 < tiles.count) load_keys(K_smem, p, head, tiles[i + 1]);
+                commit_copies();
+                if (cut) nonfinite |= clear_nonfinite<BLOCK_K, Tile::PADDED_DV, THREADS>(V_smem);
+            }
+            tile.accumulate(O_regs, S_regs, V_smem + stage * V_TILE + step * Tile::VALUE_PITCH);
         }
-        // O = diag(rescale) O + P V
-        if (cut && clear_nonfinite<BLOCK_K, Tile::PADDED_DV, THREADS>(V_smem + stage * V_TILE))
-            add_nonfinite_values(O_regs, tile, p, head, q_begin, k_begin, k_begin + BLOCK_K);
-        tile.accumulate(O_regs, S_regs, V_smem + stage * V_TILE);
+        wait_copies<PENDING>();
+        __syncthreads();  // tile i + 1 has arrived for all; nobody reads tile i any more
     }
     wait_copies<0>();
+    if (nonfinite) {
+        const KeyRange keys(p, head, q_block, q_block + BLOCK_Q);
+        add_nonfinite_values(O_regs, tile, p, head, q_begin, keys.begin, keys.end);
+    }
     store_rows(O_regs, softmax, tile, p, head, q_begin);
 }

@@ -92,8 +92,9 @@ struct MmaTile {
 #pragma unroll
             for (int j = 0; j < COLUMNS; ++j) S[i][j] = 0.0f;
         // Matrices of one load: keys 0-7 then 8-15, each with depths 0-7 and 8-15.
-        const u32 K_address =
-            shared_address(K_smem + (lane % 8 + lane / 16 * 8) * PITCH + lane / 8 % 2 * 8);
+        const int thread = threadIdx.x;  // not `lane`, which would hold one more register
+        const u32 K_address = shared_address(K_smem + (thread % 8 + thread / 16 % 2 * 8) * PITCH +
+                                             thread / 8 % 2 * 8);
 #pragma unroll
         for (int depth = 0; depth < DEPTHS; ++depth) {
             u32 a[SLABS][4];
@@ -121,7 +122,9 @@ struct MmaTile {
                                                const float (&P)[ROWS][COLUMNS],
                                                const T* V_smem) const {
         // Matrices of one load: keys 0-7 and 8-15, first of columns 0-7, then of 8-15.
-        const u32 V_address = shared_address(V_smem + lane % 16 * VALUE_PITCH + lane / 16 * 8);
+        const int thread = threadIdx.x;
+        const u32 V_address =
+            shared_address(V_smem + thread % 16 * VALUE_PITCH + thread / 16 % 2 * 8);
 #pragma unroll
         for (int keys = 0; keys < STEP_K / 16; ++keys) {
             u32 a[SLABS][4];

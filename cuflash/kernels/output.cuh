@@ -11,15 +11,16 @@ __device__ __forceinline__ void store_rows(const Accumulator (&O)[ROWS][COLUMNS]
                                            const Params& p, const Head& head, int q_begin) {
     constexpr int GROUP = Tile::COLUMN_GROUP;
     const Accumulator multiplier = score_multiplier(p);
+    const HeadOutput output = locate_output(p, head.index);
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         const int q = q_begin + tile.row(i);
         const Accumulator total = softmax.total(i) +
-                                  initial_sum(p, head, softmax.maximum[i] * multiplier);
+                                  initial_sum(p, head, softmax.origin[i] * multiplier);
         if (q >= p.query_length) continue;
         const bool empty = q >= head.query_length || total == Accumulator(0);
         const Accumulator inverse = Accumulator(1) / total;
-        Element* row = head.out + q * p.out_row_stride;
+        Element* row = output.out + q * p.out_row_stride;
 #pragma unroll
         for (int j = 0; j < COLUMNS; j += GROUP) {
             const int column = tile.value_column(j);
@@ -36,8 +37,8 @@ __device__ __forceinline__ void store_rows(const Accumulator (&O)[ROWS][COLUMNS]
                     if (column + c < HEAD_DIM_V) row[column + c] = values.at[c];
             }
         }
-        if (head.lse != nullptr && tile.lane % Tile::ROW_THREADS == 0)
-            head.lse[q * p.lse_row_stride] =
+        if (output.lse != nullptr && tile.lane % Tile::ROW_THREADS == 0)
+            output.lse[q * p.lse_row_stride] =
                 empty ? -infinity<Accumulator>() : softmax.log_sum_exp(i, total, multiplier);
     }
 }

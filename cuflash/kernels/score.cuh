@@ -66,8 +66,9 @@ __device__ __forceinline__ void store_dscore(const Params&, const Head&, int q, 
                                              Accumulator dscore) {}
 
 // O += the infinities and NaN among the values of keys [k_begin, k_end) that each row sees, read
-// from global memory. The products then run on a tile where they are zero: a product would bring
-// 0 * NaN into rows that do not see the key. Rare, hence slow and small.
+// from global memory. The products have run on tiles where they are zero, since a product would
+// bring 0 * NaN into rows that do not see the key. Values that a product did see come twice, which
+// changes no infinity and no NaN. Rare, hence slow and small.
 template <typename Tile, int ROWS, int COLUMNS>
 __device__ __forceinline__ void add_nonfinite_values(Accumulator (&O)[ROWS][COLUMNS],
                                                      const Tile& tile, const Params& p,

@@ -47,45 +47,62 @@ __device__ __forceinline__ void wait_copies() {
     if constexpr (ARCH >= 80) asm volatile("cp.async.wait_group %0;" : : "n"(PENDING) : "memory");
 }
 
-// Loads ROWS x COLUMNS elements into a shared tile PADDED columns wide, converting to its type.
-// Rows from valid_rows on and columns from COLUMNS on become zero: nothing behind them is read.
-// The copy is asynchronous where type, alignment and architecture allow; callers always commit
-// and wait. Thread `thread` of THREADS takes every THREADS-th chunk.
+// Copies one chunk of COLUMNS - column elements, at most CHUNK<S>, converting to the tile's type;
+// what is beyond them, or all of it where the row is not valid, becomes zero.
+template <int COLUMNS, int PADDED, bool ALIGNED, typename S, typename T>
+__device__ __forceinline__ void load_chunk(S* target, const T* source, int column, bool valid) {
+    constexpr bool ASYNC = ALIGNED && SAME<S, T> && ARCH >= 80;
+    const int columns = COLUMNS == PADDED ? CHUNK<S> : min(max(COLUMNS - column, 0), CHUNK<S>);
+    const int wanted = valid ? columns : 0;
+    if constexpr (ASYNC) {
+        copy_chunk_async(target, source, wanted * int(sizeof(T)));
+    } else {
+        Vector<T, CHUNK<S>> loaded;
+        if (ALIGNED && wanted == CHUNK<S>) {
+            loaded = *reinterpret_cast<const Vector<T, CHUNK<S>>*>(source);
+        } else {
+#pragma unroll
+            for (int e = 0; e < CHUNK<S>; ++e)
+                loaded.at[e] = e < wanted ? source[e] : narrow<T>(0.0f);
+        }
+        Vector<S> converted;
+#pragma unroll
+        for (int e = 0; e < CHUNK<S>; ++e) {
+            if constexpr (SAME<S, T>)
+                converted.at[e] = loaded.at[e];
+            else
+                converted.at[e] = widen(loaded.at[e]);
+        }
+        *reinterpret_cast<Vector<S>*>(target) = converted;
+    }
+}
+
+// Loads ROWS x COLUMNS elements into a shared tile PADDED columns wide. Rows from valid_rows on and
+// columns from COLUMNS on become zero: nothing behind them is read. The copy is asynchronous where
+// type, alignment and architecture allow; callers always commit and wait.
+//
+// Threads stand side by side along a row and take every ROW_STEP-th row, so that one pointer walks
+// down the source and all shared addresses are one plus a constant.
 template <int ROWS, int COLUMNS, int PADDED, int THREADS, bool ALIGNED, typename S, typename T>
 __device__ __forceinline__ void load_tile(S* tile, const T* rows, i64 row_stride, int valid_rows,
                                           int thread) {
-    constexpr int CHUNKS = PADDED / CHUNK<S>;
-    constexpr int STEPS = (ROWS * CHUNKS + THREADS - 1) / THREADS;
-    constexpr bool ASYNC = ALIGNED && SAME<S, T> && ARCH >= 80;
+    constexpr int CHUNKS = PADDED / CHUNK<S>, PITCH = pitch<S>(PADDED);
+    constexpr int ACROSS = CHUNKS < THREADS ? CHUNKS : THREADS, ROW_STEP = THREADS / ACROSS;
+    const int first_row = thread / ACROSS;
+    if (THREADS % ACROSS != 0 && first_row >= ROW_STEP) return;
 #pragma unroll
-    for (int step = 0; step < STEPS; ++step) {
-        const int chunk = step * THREADS + thread;
-        if (ROWS * CHUNKS % THREADS != 0 && chunk >= ROWS * CHUNKS) break;
-        const int row = chunk / CHUNKS, column = chunk % CHUNKS * CHUNK<S>;
-        const int columns = min(max(COLUMNS - column, 0), CHUNK<S>);
-        const int wanted = row < valid_rows ? columns : 0;
-        const T* source = rows + (wanted > 0 ? row * row_stride + column : 0);
-        S* target = tile + row * pitch<S>(PADDED) + column;
-        if constexpr (ASYNC) {
-            copy_chunk_async(target, source, wanted * int(sizeof(T)));
-        } else {
-            Vector<T, CHUNK<S>> loaded;
-            if (ALIGNED && wanted == CHUNK<S>) {
-                loaded = *reinterpret_cast<const Vector<T, CHUNK<S>>*>(source);
-            } else {
-#pragma unroll
-                for (int e = 0; e < CHUNK<S>; ++e)
-                    loaded.at[e] = e < wanted ? source[e] : narrow<T>(0.0f);
-            }
-            Vector<S> converted;
-#pragma unroll
-            for (int e = 0; e < CHUNK<S>; ++e) {
-                if constexpr (SAME<S, T>)
-                    converted.at[e] = loaded.at[e];
-                else
-                    converted.at[e] = widen(loaded.at[e]);
-            }
-            *reinterpret_cast<Vector<S>*>(target) = converted;
+    for (int group = 0; group < (CHUNKS + ACROSS - 1) / ACROSS; ++group) {
+        const int chunk = group * ACROSS + thread % ACROSS;
+        if (CHUNKS % ACROSS != 0 && chunk >= CHUNKS) break;
+        const int column = chunk * CHUNK<S>;
+        const T* source = rows + (first_row * row_stride + column);
+        S* target = tile + first_row * PITCH + column;
+#pragma unroll 2  // more would keep more addresses in registers through the kernel
+        for (int row = 0; row < ROWS; row += ROW_STEP) {
+            if (ROWS % ROW_STEP != 0 && first_row + row >= ROWS) break;
+            load_chunk<COLUMNS, PADDED, ALIGNED>(target + row * PITCH, source, column,
+                                                 first_row + row < valid_rows);
+            source += ROW_STEP * row_stride;
         }
     }
 }

@@ -233,7 +233,7 @@ static void arrive(int id, int count, bool wait, int predicate) {
         barrier.count = count;
         barrier.whole_block = whole_block;
         barrier.where = current->where;
-        block.reduction = 0;
+        if (predicate >= 0) block.reduction = 0;
     }
     if (barrier.count != count)
         fail("barrier %d used with counts %d and %d (the other at %s:%d)", id, count, barrier.count,
@@ -247,7 +247,7 @@ static void arrive(int id, int count, bool wait, int predicate) {
     barrier.arrived++;
     barrier.all.push_back(current->id);
     if (wait) barrier.waiting.push_back(current->id);
-    if (predicate) block.reduction++;
+    if (predicate > 0) block.reduction++;
     complete_barrier(block, barrier);
     if (wait && block.barriers[id].generation == generation)
         block_here(id ? "a named barrier" : "__syncthreads");
@@ -260,8 +260,8 @@ extern "C" int emu_barrier_reduce(int predicate, int kind, emu_where where) {
     ENTER(where);
     arrive(0, 0, true, predicate != 0);
     int count = current->block->reduction, all = current->block->fibers.size();
-    // Everyone must have read the result before the next barrier may reset it.
-    arrive(0, 0, true, 0);
+    // Everyone must have read the result before the next barrier resets it; this one does not.
+    arrive(0, 0, true, -1);
     return kind == 0 ? count : kind == 1 ? count > 0 : count == all;
 }
 

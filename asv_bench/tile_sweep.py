@@ -1,0 +1,406 @@
+"""Which row of `cuflash.plan.TILES` should serve? Candidates timed in turn on one GPU.
+
+    python asv_bench/tile_sweep.py --case half64 half128 [--json FILE]
+    python asv_bench/tile_sweep.py --list
+
+A case is a kind of call (algorithm, engine, type, head dim) with some shapes; its candidates are
+the rows of the table that serve it and those of `CANDIDATES`. Each candidate is compiled,
+checked against the reference contender (torch's kernel of the same kind where there is one; for
+fa1, and without torch, what cuflash chooses today) and timed in turn with it. Printed is
+reference time / candidate time: larger is faster. A `*` marks what the plan chooses today.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import importlib
+import json
+import os
+import statistics
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple, replace
+from typing import NamedTuple
+
+import cupy
+import gpu_bench as bench
+
+import cuflash
+from cuflash import launch
+from cuflash.plan import SINGLE, TILES, Plan, Tile, _mma, _simt
+
+front = importlib.import_module("cuflash.attention")  # the name in the package is the function
+
+
+class Case(NamedTuple):
+    """A kind of call; shapes are (B, H, N, D, causal)."""
+
+    algo: str
+    engine: str
+    dtype: str
+    layout: str
+    backend: str  # of torch, empty for none
+    shapes: tuple[tuple[int, int, int, int, bool], ...]
+
+
+def _tokens(width: int, *lengths: int):
+    """The field's grid: B * N = 16k tokens, H * D = 2048; not causal, then causal."""
+    return tuple((16384 // n, 2048 // width, n, width, c) for n in lengths for c in (False, True))
+
+
+def _square(width: int, *lengths: int):
+    return tuple((8, 8, n, width, False) for n in lengths)
+
+
+TOLERANCE = {"bf16": 2e-2, "fp16": 5e-3, "fp32": 1e-3}
+FLASH, EFFICIENT = "FLASH_ATTENTION", "EFFICIENT_ATTENTION"
+_SMALL = ((1, 8, 128, 64, True), (1, 8, 512, 64, True))
+CASES = {
+    "half64": Case("fa2", "mma", "bf16", "bnhd", FLASH, _tokens(64, 4096, 16384)),
+    "half128": Case("fa2", "mma", "bf16", "bnhd", FLASH, _tokens(128, 4096, 16384)),
+    "half256": Case("fa2", "mma", "bf16", "bnhd", FLASH, _tokens(256, 4096, 16384)),
+    "small64": Case("fa2", "mma", "bf16", "bhnd", FLASH, _SMALL),
+    "fp32_8": Case("fa2", "simt", "fp32", "bhnd", EFFICIENT, _square(8, 512, 1024, 4096)),
+    "fp32_16": Case("fa2", "simt", "fp32", "bhnd", EFFICIENT, _square(16, 512, 1024, 4096)),
+    "fp32_32": Case("fa2", "simt", "fp32", "bhnd", EFFICIENT,
+        ((4, 16, 4096, 32, False), (8, 8, 512, 32, False))),
+    "fp32_64": Case("fa2", "simt", "fp32", "bhnd", EFFICIENT,
+        ((4, 16, 4096, 64, False), (8, 8, 512, 64, False))),
+    "fp32_128": Case("fa2", "simt", "fp32", "bhnd", EFFICIENT,
+        ((4, 16, 4096, 128, False), (4, 16, 4096, 128, True))),
+    "fa1_64": Case("fa1", "mma", "bf16", "bnhd", "",
+        ((4, 33, 4096, 64, False), (4, 33, 4096, 64, True))),
+    "fa1_128": Case("fa1", "mma", "bf16", "bnhd", "",
+        ((4, 33, 4096, 128, False), (4, 33, 4096, 128, True))),
+    "fa1_256": Case("fa1", "mma", "bf16", "bnhd", "", ((4, 33, 2048, 256, False),)),
+    "fa1_fp32_64": Case("fa1", "simt", "fp32", "bhnd", "", ((4, 33, 2048, 64, False),)),
+    "fa1_fp32_128": Case("fa1", "simt", "fp32", "bhnd", "", ((4, 33, 2048, 128, False),)),
+}  # fmt: skip
+
+# Beyond the table's rows. _mma(algo, max_dim, block_k, warps, slabs, ...);
+# _simt(algo, dtypes, max_dim, block_k, warps, row_lanes, lane_rows, ...).
+CANDIDATES: dict[str, list[Tile]] = {
+    "half64": [
+        _mma("fa2", 64, 128, 4, 2, step_k=64, stages=2, queries_in_registers=True),
+        _mma("fa2", 64, 128, 8, 2, step_k=64, stages=2, queries_in_registers=True),
+        _mma("fa2", 64, 128, 8, 2, step_k=64, stages=3, queries_in_registers=True),
+        _mma("fa2", 64, 256, 8, 2, step_k=64, stages=2, queries_in_registers=True),
+        _mma("fa2", 64, 64, 4, 2, stages=1, queries_in_registers=True),
+        _mma("fa2", 64, 64, 4, 2, stages=3, queries_in_registers=True),
+        _mma("fa2", 64, 128, 4, 2, stages=1),
+        _mma("fa2", 64, 64, 8, 1, stages=2, queries_in_registers=True, min_blocks=2),
+        _mma("fa2", 64, 128, 8, 1, step_k=64, stages=2, queries_in_registers=True, min_blocks=2),
+        _mma("fa2", 64, 96, 4, 2, step_k=48, stages=2, queries_in_registers=True),
+        _mma("fa2", 64, 64, 4, 1, stages=2, queries_in_registers=True, min_blocks=4),
+        _mma("fa2", 64, 128, 4, 1, step_k=64, stages=2, queries_in_registers=True, min_blocks=3),
+    ],
+    "half128": [
+        _mma("fa2", 128, 64, 4, 2, stages=1),
+        _mma("fa2", 128, 64, 8, 2, stages=2),
+        _mma("fa2", 128, 64, 8, 2, stages=3),
+        _mma("fa2", 128, 128, 8, 2, step_k=64, stages=2),
+        _mma("fa2", 128, 96, 8, 2, step_k=48, stages=2),
+        _mma("fa2", 128, 48, 4, 2, stages=2),
+        _mma("fa2", 128, 32, 4, 2, stages=2),
+        _mma("fa2", 128, 64, 4, 2, step_k=32, stages=2),
+        _mma("fa2", 128, 64, 8, 1, stages=2, min_blocks=2),
+        _mma("fa2", 128, 64, 4, 1, stages=1, min_blocks=3),
+    ],
+    "half256": [
+        _mma("fa2", 256, 64, 8, 1, stages=1),
+        _mma("fa2", 256, 64, 8, 1, step_k=32, stages=2),
+        _mma("fa2", 256, 48, 8, 1, stages=2),
+    ],
+    "small64": [
+        _mma("fa2", 64, 128, 4, 1, step_k=64, stages=2, queries_in_registers=True),
+        _mma("fa2", 64, 64, 4, 1, stages=3, queries_in_registers=True),
+        _mma("fa2", 64, 64, 4, 1, stages=1, queries_in_registers=True),
+        _mma("fa2", 64, 64, 4, 1, stages=4, queries_in_registers=True),
+        _mma("fa2", 64, 128, 4, 1, stages=2, queries_in_registers=True),
+    ],
+    "fp32_8": [
+        _simt("fa2", SINGLE, 16, 32, 4, 2, 2),
+        _simt("fa2", SINGLE, 16, 64, 4, 4, 4),
+        _simt("fa2", SINGLE, 16, 64, 4, 4, 2),
+        _simt("fa2", SINGLE, 16, 64, 4, 2, 2, step_k=32, stages=2),
+    ],
+    "fp32_16": [
+        _simt("fa2", SINGLE, 16, 64, 4, 4, 8),
+        _simt("fa2", SINGLE, 16, 64, 4, 4, 4),
+        _simt("fa2", SINGLE, 16, 32, 4, 4, 8),
+    ],
+    "fp32_32": [
+        _simt("fa2", SINGLE, 32, 32, 4, 4, 4),
+        _simt("fa2", SINGLE, 32, 32, 4, 8, 8),
+        _simt("fa2", SINGLE, 32, 32, 4, 4, 8),
+    ],
+    "fp32_64": [
+        _simt("fa2", SINGLE, 64, 32, 4, 8, 8),
+        _simt("fa2", SINGLE, 64, 64, 4, 8, 8, step_k=32, stages=2),
+        _simt("fa2", SINGLE, 64, 64, 8, 8, 8),
+    ],
+    "fp32_128": [
+        _simt("fa2", SINGLE, 128, 64, 8, 16, 8),
+        _simt("fa2", SINGLE, 128, 64, 4, 8, 8),
+        _simt("fa2", SINGLE, 128, 32, 8, 8, 8),
+    ],
+    "fa1_64": [],
+    "fa1_128": [
+        _mma("fa1", 128, 256, 8, 1, step_k=64, queries_in_registers=True),
+        _mma("fa1", 128, 192, 8, 2, step_k=32),
+    ],
+    "fa1_256": [_mma("fa1", 256, 128, 4, 1, step_k=64)],
+    "fa1_fp32_64": [],
+    "fa1_fp32_128": [_simt("fa1", SINGLE, 128, 64, 8, 16, 4, step_k=64)],
+}
+
+
+def _same(a: Tile, b: Tile) -> bool:
+    """Whether two rows make the same kernel."""
+    plain = [replace(t, fill=0.0, max_dim=0, dtypes=(), origin="") for t in (a, b)]
+    return astuple(plain[0]) == astuple(plain[1])
+
+
+def candidates(name: str) -> list[Tile]:
+    """The table's rows for a case and its own, each kernel once."""
+    case, found = CASES[name], []
+    kind = (case.algo, case.engine)
+    dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[case.dtype]
+    rows = [t for t in TILES if (t.algo, t.engine) == kind and dtype in t.dtypes]
+    for row in (*rows, *CANDIDATES.get(name, ())):
+        if row.max_dim >= case.shapes[0][3] and not any(_same(row, t) for t in found):
+            found.append(row)
+    return found
+
+
+def describe(tile: Tile) -> str:
+    """A row in words that tell candidates apart."""
+    parts = [f"{tile.block_q}x{tile.block_k}", f"w{tile.warps}"]
+    if tile.step_k != tile.block_k:
+        parts.append(f"step{tile.step_k}")
+    if tile.engine == "mma":
+        parts += [f"slabs{tile.slabs}", "Qreg" if tile.queries_in_registers else "Qsmem"]
+    else:
+        parts.append(f"lanes{tile.row_lanes} rows{tile.lane_rows}")
+    return " ".join([*parts, f"st{tile.stages}", f"mb{tile.min_blocks}"])
+
+
+class Shape:
+    """One shape's operands, and calls of any tile on them."""
+
+    def __init__(self, case: Case, shape):
+        *sizes, self.causal = shape
+        self.q, self.k, self.v, self.out = (
+            bench.draw(sizes, case.dtype, case.layout) for _ in "qkvo"
+        )
+        self.case, self.sizes = case, sizes
+        self.lengths = {"q_lengths": None, "kv_lengths": None}
+        arrays = {"q": self.q.cupy, "k": self.k.cupy, "v": self.v.cupy}
+        self.call, self.device_id = front._find_call(
+            arrays, self.lengths, self.out.cupy, None, case.algo, case.engine,
+            self.causal, None, None, None, False,
+        )  # fmt: skip
+
+    @property
+    def label(self) -> str:
+        """Such as `(4,32,4096,64) causal`."""
+        return f"({','.join(map(str, self.sizes))})" + (" causal" if self.causal else "")
+
+    def plan(self, tile: Tile) -> Plan:
+        """The plan with that tile, whatever the table would choose."""
+        return Plan(self.call.plan.problem, self.call.plan.device, tile)
+
+    def runner(self, tile: Tile):
+        """A function without arguments that launches that tile."""
+        call = copy.copy(self.call)
+        call.plan = self.plan(tile)
+        call.launch = None
+        operands = [self.q.cupy, self.k.cupy, self.v.cupy]
+        work = call.plan.workspace_bytes
+        workspace = cupy.empty((work,), cupy.uint8) if work else None
+
+        def run():
+            launch.run(
+                call, self.device_id, operands, self.out.cupy, None, self.lengths, workspace
+            )
+
+        return run
+
+    def reference(self):
+        """The contender that all are held against, its name, and torch's context for it."""
+        if self.case.backend and bench.torch is not None:
+            kernel = bench.torch.nn.functional.scaled_dot_product_attention
+            backend = getattr(bench.torch.nn.attention.SDPBackend, self.case.backend)
+            q, k, v = self.q.torch, self.k.torch, self.v.torch
+            context = bench.torch.nn.attention.sdpa_kernel(backend)
+            return (
+                lambda: kernel(q, k, v, is_causal=self.causal),
+                f"torch {self.case.backend}",
+                context,
+            )
+        options = {"algo": self.case.algo, "engine": self.case.engine, "causal": self.causal}
+        arrays, into = (self.q.cupy, self.k.cupy, self.v.cupy), self.out.cupy
+        call = lambda: cuflash.attention(*arrays, out=into, **options)  # noqa: E731
+        return call, "cuflash today", contextlib.nullcontext()
+
+
+def compile_all(shape: Shape, tiles: list[Tile]) -> dict[int, str]:
+    """Compile in parallel; why each of those that cannot run cannot, by index."""
+
+    def attempt(tile):
+        plan = shape.plan(tile)
+        reason = replace(tile, fill=0.0).reject(plan.problem, plan.device)
+        if reason:
+            return reason
+        try:
+            launch.compiled(plan, shape.device_id)
+        except Exception as error:
+            return bench.in_words(error)
+        return ""
+
+    bind = cupy.cuda.Device(shape.device_id).use
+    with ThreadPoolExecutor(os.cpu_count(), initializer=bind) as pool:
+        reasons = list(pool.map(attempt, tiles))
+    return {i: reason for i, reason in enumerate(reasons) if reason}
+
+
+def resources(shape: Shape, tile: Tile) -> tuple[str, str]:
+    """Registers per thread and bytes of local memory (stack and spills)."""
+    try:
+        function, driver = launch.compiled(shape.plan(tile), shape.device_id), cupy.cuda.driver
+        return tuple(
+            str(driver.funcGetAttribute(getattr(driver, f"CU_FUNC_ATTRIBUTE_{name}"), function.ptr))
+            for name in ("NUM_REGS", "LOCAL_SIZE_BYTES")
+        )
+    except Exception:
+        return "?", "?"
+
+
+class Sweep:
+    """A case's candidates and what was found out about each."""
+
+    def __init__(self, name: str):
+        self.name, self.case, self.tiles = name, CASES[name], candidates(name)
+        self.skipped: dict[int, str] = {}  # why, by candidate
+        self.resources: dict[int, tuple[str, str]] = {}
+        self.chosen: set[tuple[int, str]] = set()  # by the plan: candidate and shape
+        self.against = ""
+        self.times: dict[
+            str, dict[int, list[float]]
+        ] = {}  # by shape; candidate -1 is the reference
+        self.flops: dict[str, int] = {}
+
+    def run(self, sizes, timer: bench.Timer, milliseconds: float) -> None:
+        """Compile, check and time the candidates on one shape."""
+        shape = Shape(self.case, sizes)
+        self.flops[shape.label] = shape.call.plan.flops
+        for i, reason in compile_all(shape, self.tiles).items():
+            self.skipped.setdefault(i, reason)
+        reference, self.against, context = shape.reference()
+        with context:
+            expected = bench.values(reference())
+            runners = {-1: reference}
+            for i, tile in enumerate(self.tiles):
+                if _same(tile, shape.call.plan.tile):
+                    self.chosen.add((i, shape.label))
+                if i in self.skipped:
+                    continue
+                try:
+                    runners[i] = self._checked_runner(shape, tile, expected)
+                    self.resources[i] = resources(shape, tile)
+                except Exception as error:
+                    self.skipped[i] = f"{shape.label}: {bench.in_words(error)}"
+            columns = timer.measure(list(runners.values()), milliseconds)
+        self.times[shape.label] = dict(zip(runners, columns))
+
+    def _checked_runner(self, shape: Shape, tile: Tile, expected):
+        bench.spoil(shape.out)
+        run = shape.runner(tile)
+        run()
+        cupy.cuda.Device().synchronize()
+        error = bench.difference(shape.out.cupy, expected)
+        if not error < TOLERANCE[self.case.dtype]:
+            raise ArithmeticError(f"wrong by {error:.2g}")
+        return run
+
+    def results(self) -> list[dict]:
+        """A dictionary per candidate."""
+        rows = []
+        for i, tile in enumerate(self.tiles):
+            registers, local = self.resources.get(i, ("?", "?"))
+            row = {"case": self.name, "tile": describe(tile), "row": repr(tile), "shapes": {}}
+            row.update(registers=registers, local=local, skipped=self.skipped.get(i, ""))
+            for label, times in self.times.items():
+                if i in times:
+                    median = statistics.median(times[i])
+                    row["shapes"][label] = {
+                        "us": median,
+                        "tflops": self.flops[label] / median / 1e6,
+                        "ratio": bench.paired_ratio(times[-1], times[i]),
+                        "reference": self.against,
+                        "reference_us": statistics.median(times[-1]),
+                        "chosen": (i, label) in self.chosen,
+                    }
+            rows.append(row)
+        return rows
+
+    def report(self) -> None:
+        """Print the ranking, best first, and why the others were skipped."""
+        table = []
+        for row in self.results():
+            if row["skipped"] or not row["shapes"]:
+                continue
+            found = [row["shapes"].get(label) for label in self.times]
+            mean = statistics.geometric_mean(x["ratio"] for x in found if x)
+            cells = [_cell(x) if x else "n/a" for x in found]
+            table.append([row["tile"], row["registers"], row["local"], mean, *cells])
+        table.sort(key=lambda cells: -cells[3])
+        reference = [f"{statistics.median(times[-1]):.1f}us" for times in self.times.values()]
+        table.append([self.against, "", "", 1.0, *reference])
+        header = ["tile", "regs", "local", "mean", *self.times]
+        bench.print_table(f"{self.name}: {self.against} time / candidate time", table, header)
+        for i, reason in self.skipped.items():
+            print(f"  skipped {describe(self.tiles[i])}: {reason}", flush=True)
+
+
+def _cell(x) -> str:
+    mark = "*" if x["chosen"] else " "
+    return f"{x['ratio']:.3f}{mark} {x['tflops']:4.0f}T {x['us']:8.1f}us"
+
+
+def main(arguments=None) -> None:
+    """Sweep the cases asked for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
+    parser.add_argument("--ms", type=float, default=40, help="GPU time per candidate and shape")
+    parser.add_argument("--json", metavar="FILE", help="also write the results there")
+    parser.add_argument("--list", action="store_true", help="print the candidates and stop")
+    options = parser.parse_args(arguments)
+    if options.list:
+        for name in options.case:
+            print(name, *map(describe, candidates(name)), sep="\n  ")
+        return
+    bench.prepare_peers()
+    facts, results = bench.machine(), []
+    print(", ".join(f"{key} {value}" for key, value in facts.items()))
+    timer = bench.Timer()
+    for name in options.case:
+        sweep = Sweep(name)
+        for sizes in sweep.case.shapes:
+            try:
+                sweep.run(sizes, timer, options.ms)
+            except Exception as error:
+                print(f"\n{name} {sizes} failed: {bench.in_words(error)}", flush=True)
+            bench.release()
+        sweep.report()
+        results += sweep.results()
+        if options.json:
+            with open(options.json, "w") as file:
+                json.dump({"machine": facts, "results": results}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,224 @@
+"""`python -m cuflash`: what is here, a checked run of all that works here, and its times."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from . import __version__, attention, plan, reference
+from .plan import ALGOS, ENGINES
+
+DTYPES = {
+    "float16": np.float16,
+    "bfloat16": ml_dtypes.bfloat16,
+    "float32": np.float32,
+    "float64": np.float64,
+}
+# Large enough that the time is not that of the call, and small enough for a float64 reference.
+CPU_SHAPE, GPU_SHAPE = (1, 4, 1000, 64), (8, 16, 1000, 64)
+CPU_DTYPES = ("float32", "float16")
+REPEATS = {"CPU": 3, "GPU": 11}
+HEADS_CHECKED = 4  # the first and last ones; the reference of all of a GPU's would take minutes
+
+
+class Row(NamedTuple):
+    """A line of the table: numbers as they are printed, and whether the check passed."""
+
+    cells: tuple[str, ...]
+    passed: bool
+
+
+def main() -> int:
+    """Print the report; return 0 if every check passed."""
+    print(f"cuflash {__version__}, Python {platform.python_version()}, NumPy {np.__version__}")
+    cupy, missing = find_cupy()
+    print(f"GPU      {missing}" if missing else describe(cupy))
+    engines, broken = usable_engines(cupy)
+    for engine, reason in engines.items():
+        print(f"engine   {engine}: {reason or 'usable'}")
+    print()
+    rows = [] if cupy is None else measure_gpu(cupy, [e for e, why in engines.items() if not why])
+    rows = measure_cpu() + rows
+    print(table(rows))
+    failed = sum(not row.passed for row in rows)
+    print()
+    if broken:
+        print(f"{broken} did not run on this GPU: the reason is above")
+    print(
+        f"{failed} of {len(rows)} checks FAILED"
+        if failed
+        else f"all {len(rows)} checks passed: "
+        "every result is within its bound of the float64 reference"
+    )
+    return 1 if failed or broken else 0
+
+
+def find_cupy():
+    """CuPy if it is here with a device; and in words why not, or an empty string."""
+    try:
+        import cupy
+    except ModuleNotFoundError as error:
+        if error.name == "cupy":
+            return None, "none in use: CuPy is not installed (pip install 'cuflash[cuda13x]')"
+        return None, f"none in use: CuPy cannot be imported ({first_line(error)})"
+    except Exception as error:  # a broken installation raises what it likes
+        return None, f"none in use: CuPy cannot be imported ({first_line(error)})"
+    here = f"none in use: CuPy {cupy.__version__} is here, but"
+    try:
+        count = cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:  # no driver, too old a driver
+        return None, f"{here} finds no device ({first_line(error)})"
+    return (cupy, "") if count else (None, f"{here} counts no device")
+
+
+def first_line(error: BaseException) -> str:
+    """What an error says, in one line."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def describe(cupy) -> str:
+    """The GPUs and what drives them."""
+    runtime, lines = cupy.cuda.runtime, []
+    for number in range(runtime.getDeviceCount()):
+        facts = runtime.getDeviceProperties(number)
+        lines.append(
+            f"GPU {number}    {facts['name'].decode()}, compute capability "
+            f"{facts['major']}.{facts['minor']}, {facts['totalGlobalMem'] / 2**30:.0f} GiB"
+        )
+    driver, version = runtime.driverGetVersion(), f"CuPy {cupy.__version__}"
+    try:
+        compiler = "NVRTC {}.{}".format(*cupy.cuda.nvrtc.getVersion())
+    except Exception as error:  # the library is missing or does not load
+        compiler = f"no NVRTC ({first_line(error)})"
+    return "\n".join([*lines, f"{version}, {compiler}, driver for CUDA {driver // 1000}"])
+
+
+def usable_engines(cupy) -> tuple[dict[str, str], str]:
+    """Why each engine cannot be used, empty if it can; and those that a GPU should have run."""
+    reasons, broken = {}, []
+    for engine in ENGINES:
+        if engine == "numpy":
+            reasons[engine] = ""
+        elif cupy is None:
+            reasons[engine] = "not usable: it needs a GPU"
+        else:
+            x = cupy.zeros((1, 16, 16), np.float16)
+            try:
+                plan(x, x, x, engine=engine)
+                attention(x, x, x, engine=engine)
+                cupy.cuda.runtime.deviceSynchronize()
+                reasons[engine] = ""
+            except NotImplementedError as error:
+                reasons[engine] = f"not usable: {str(error).splitlines()[-1].strip()}"
+            except Exception as error:  # headers, compiler or driver: the message says which
+                reasons[engine] = f"fails: {first_line(error)}"
+                broken.append(engine)
+    return reasons, " and ".join(broken)
+
+
+def measure_cpu() -> list[Row]:
+    """Check and time the NumPy engine."""
+    rows = []
+    for dtype in CPU_DTYPES:
+        q, k, v = operands(CPU_SHAPE, dtype)
+        for causal in (False, True):
+            bound = reference.forward_bound(q, k, v, dtype, causal=causal)
+            for algo in ALGOS:
+                options = {"algo": algo, "engine": "numpy", "causal": causal}
+                out, lse = attention(q, k, v, return_lse=True, **options)
+                seconds = cpu_seconds(lambda: attention(q, k, v, **options))  # noqa: B023
+                rows.append(row(plan(q, k, v, **options), CPU_SHAPE, seconds, bound, out, lse))
+    return rows
+
+
+def measure_gpu(cupy, engines) -> list[Row]:  # pragma: no cover - needs a GPU
+    """Check and time every algorithm, engine and type that this GPU serves."""
+    rows = []
+    batch, heads = GPU_SHAPE[:2]
+    some = np.linspace(0, batch * heads - 1, HEADS_CHECKED).astype(int)
+    for dtype in DTYPES:
+        host = operands(GPU_SHAPE, dtype)
+        q, k, v = (cupy.asarray(x) for x in host)
+        checked = [x.reshape(-1, *x.shape[2:])[some] for x in host]
+        for causal in (False, True):
+            bound = reference.forward_bound(*checked, dtype, causal=causal)
+            for engine in engines:
+                for algo in ALGOS:
+                    options = {"algo": algo, "engine": engine, "causal": causal}
+                    try:
+                        chosen = plan(q, k, v, **options)
+                    except NotImplementedError:  # not for this type
+                        continue
+                    out, lse = attention(q, k, v, return_lse=True, **options)
+                    results = (x.reshape(-1, *x.shape[2:])[some].get() for x in (out, lse))
+                    call = lambda: attention(q, k, v, out=out, **options)  # noqa: B023, E731
+                    rows.append(row(chosen, GPU_SHAPE, gpu_seconds(cupy, call), bound, *results))
+    return rows
+
+
+def operands(shape, dtype: str) -> list[np.ndarray]:
+    """Queries, keys and values from the standard normal distribution."""
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal(shape, np.float32).astype(DTYPES[dtype]) for _ in "qkv"]
+
+
+def cpu_seconds(call) -> float:
+    """The median time of a few calls."""
+    times = []
+    for _ in range(REPEATS["CPU"]):
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return statistics.median(times)
+
+
+def gpu_seconds(cupy, call) -> float:  # pragma: no cover - needs a GPU
+    """The median time of a few calls between events on the current stream, after a warm-up."""
+    call()
+    events = [[cupy.cuda.Event() for _ in range(2)] for _ in range(REPEATS["GPU"])]
+    for begin, end in events:
+        begin.record()
+        call()
+        end.record()
+    events[-1][1].synchronize()
+    return statistics.median(cupy.cuda.get_elapsed_time(*pair) for pair in events) / 1e3
+
+
+def row(chosen, shape, seconds, bound, out, lse) -> Row:
+    """One measurement as a line of the table."""
+    ratio = max(float(x.max()) for x in bound.ratios(out, lse))
+    causal = " causal" if chosen.problem.band.right == 0 else ""
+    passed = ratio <= 1
+    cells = (
+        f"{chosen.kernel} {chosen.engine}",
+        chosen.problem.dtype,
+        "x".join(map(str, shape)) + causal,
+        f"{seconds * 1e3:.3f}",
+        f"{chosen.flops / seconds / 1e12:.3f}",
+        f"{ratio:.2f}" if passed else f"{ratio:.2f} FAILED",
+    )
+    return Row(cells, passed)
+
+
+def table(rows: list[Row]) -> str:
+    """The rows in columns: words to the left, numbers to the right."""
+    heads = ("kernel", "type", "shape", "time ms", "TFLOP/s", "error / bound")
+    lines = [heads, *(row.cells for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    texts = [
+        "  ".join(
+            cell.ljust(width) if number < 3 else cell.rjust(width)
+            for number, (cell, width) in enumerate(zip(line, widths))
+        )
+        for line in lines
+    ]
+    return "\n".join(text.rstrip() for text in texts)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

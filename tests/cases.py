@@ -1,0 +1,453 @@
+"""What the kernels are tested on: one list, for the emulator and for a GPU.
+
+Lengths follow from the tiles that the plan chooses, so they stay at the edges when tiles change.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import zlib
+from dataclasses import dataclass, field
+
+import ml_dtypes
+import numpy as np
+
+from cuflash import reference
+from cuflash.plan import ALGOS, EVERY, HALF, Device, Problem, make_plan
+
+H200 = Device(90, "NVIDIA H200", multiprocessors=132)
+DTYPES = {"mma": HALF, "simt": EVERY}
+KERNELS = [(algo, engine) for engine in DTYPES for algo in ALGOS]
+DIMS = {"mma": 64, "simt": 32}  # where a case is not about head dims: few kernels to compile
+OPTIONS = "causal window softcap scale enable_gqa q_lengths kv_lengths".split()
+
+
+def numpy_dtype(name):
+    return np.dtype(getattr(ml_dtypes, name, name))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of attention().
+
+    Parameters
+    ----------
+    name : str
+        The family, then what is special.
+    q, k, v : tuple of int
+        Shapes.
+    options : dict
+        Of attention(); lengths as arrays.
+    layouts : dict
+        Where q, k, v and out are not contiguous: how they lie in memory, see :func:`place`.
+    poison : str
+        "hidden": NaN and infinity in all keys and values that no query sees, and in queries beyond
+        their length. "visible": in a few values and a key that some queries see.
+    """
+
+    name: str
+    algo: str
+    engine: str
+    dtype: str
+    q: tuple[int, ...]
+    k: tuple[int, ...]
+    v: tuple[int, ...]
+    options: dict = field(default_factory=dict)
+    layouts: dict = field(default_factory=dict)
+    poison: str = ""
+
+    def __str__(self):
+        return f"{self.algo}-{self.engine}-{self.dtype}-{self.name}"
+
+    @property
+    def family(self):
+        """The first word of the name."""
+        return self.name.split()[0]
+
+    def call(self):
+        """The keyword arguments of attention()."""
+        return dict(self.options, algo=self.algo, engine=self.engine)
+
+    def operands(self):
+        """q, k and v as NumPy views of memory laid out as the case says; the same each time."""
+        rng = np.random.default_rng(zlib.crc32(str(self).encode()))
+        dtype = numpy_dtype(self.dtype)
+        q, k, v = (rng.standard_normal(shape).astype(dtype) for shape in (self.q, self.k, self.v))
+        self._spoil(q, k, v)
+        return tuple(place(x, self.layouts.get(n, "dense")) for n, x in zip("qkv", (q, k, v)))
+
+    def _spoil(self, q, k, v):
+        if self.poison == "visible":
+            rows = k.shape[-2]
+            k[..., rows // 2, 0] = np.nan
+            v[..., rows // 3, 0], v[..., rows // 4, -1], v[..., rows - 1, 0] = (
+                np.inf,
+                -np.inf,
+                np.nan,
+            )
+        elif self.poison:
+            names = ("causal", "window", "q_lengths", "kv_lengths")
+            shape = (*q.shape[:-1], k.shape[-2])
+            seen = reference.visible_keys(
+                shape, **{n: self.options[n] for n in names if n in self.options}
+            )
+            k[~seen.any(-2)], v[~seen.any(-2)], q[~seen.any(-1)] = np.nan, np.inf, np.nan
+            v[~seen.any(-2), 0] = np.nan
+
+
+def place(values, layout):
+    """A view with these values, in memory of its own that holds NaN everywhere else.
+
+    Memory is aligned to 64 bytes and is the base of the view. Layouts: dense; bnhd (heads behind
+    positions); padded (rows 16 bytes longer, every leading axis longer by one); odd (rows longer
+    by one element); offset (from the second element on); reversed (rows from last to first);
+    sparse (every other element of a row); columns (rows are columns); repeated (leading axes of
+    stride 0; the values are those of the first).
+    """
+    shape, item = values.shape, values.dtype.itemsize
+    if layout == "repeated":
+        return np.broadcast_to(place(values[(0,) * (values.ndim - 2)], "dense"), shape)
+    rows, columns = shape[-2:]
+    order, inner = tuple(range(values.ndim)), slice(None)
+    size, start = shape, 0
+    if layout == "bnhd":
+        order = (*order[:-3], order[-2], order[-3], order[-1])
+    elif layout == "columns":
+        order = (*order[:-2], order[-1], order[-2])
+    elif layout == "padded":
+        step = 16 // math.gcd(16, item)
+        size = (*(n + 1 for n in shape[:-2]), rows, -(-columns // step) * step + step)
+    elif layout == "odd":
+        size = (*shape[:-1], columns + 1)
+    elif layout == "sparse":
+        size, inner = (*shape[:-1], 2 * columns), slice(None, None, 2)
+    elif layout == "offset":
+        start = 1
+    elif layout not in ("dense", "reversed"):
+        raise ValueError(layout)
+    memory = _memory(math.prod(size) + start, values.dtype)
+    view = memory[start:].reshape([size[axis] for axis in order]).transpose(np.argsort(order))
+    view = view[(*(slice(n) for n in shape[:-1]), inner)][..., :columns]
+    if layout == "reversed":
+        view = view[..., ::-1, :]
+    view[...] = values
+    return view
+
+
+def _memory(size, dtype, alignment=64):
+    raw = np.empty(size * dtype.itemsize + alignment, np.uint8)
+    begin = -raw.ctypes.data % alignment
+    memory = raw[begin : begin + size * dtype.itemsize].view(dtype)
+    memory[...] = np.nan
+    return memory
+
+
+def owner(view):
+    """The array whose buffer a view looks into."""
+    while isinstance(view.base, np.ndarray):
+        view = view.base
+    return view
+
+
+def tile_of(algo, engine, dtype, head_dim=None, value_dim=None):
+    """The table's row that serves small problems of these head dims."""
+    head_dim = head_dim or DIMS[engine]
+    problem = Problem(dtype, (1,), 64, 64, head_dim, value_dim or head_dim)
+    return make_plan(problem, H200, algo, engine).tile
+
+
+def _next_prime(n):
+    while any(n % i == 0 for i in range(2, math.isqrt(n) + 1)):
+        n += 1
+    return n
+
+
+def _edges(*sizes):
+    """Lengths around those sizes, 1, and a prime beyond all of them."""
+    around = {n + d for n in sizes for d in (-1, 0, 1)}
+    return sorted({1, *around, _next_prime(max(sizes) * 3 // 2)} - {0})
+
+
+class _Cases:
+    """Collects the cases of one kernel."""
+
+    def __init__(self, algo, engine):
+        self.algo, self.engine, self.list = algo, engine, []
+        self.dtypes = DTYPES[engine]
+
+    def tile(self, dtype, *dims):
+        return tile_of(self.algo, self.engine, dtype, *dims)
+
+    def add(self, name, dtype, q, k, v=None, layouts=None, poison="", **options):
+        case = Case(
+            name, self.algo, self.engine, dtype, tuple(q), tuple(k), tuple(v or k), options,
+            layouts or {}, poison,
+        )  # fmt: skip
+        self.list.append(case)
+
+    def turn(self):
+        """One dtype after the other, so that every family meets several."""
+        return self.dtypes[len(self.list) % len(self.dtypes)]
+
+    def sizes(self, dtype):
+        tile = self.tile(dtype)
+        return tile.block_q, tile.block_k, DIMS[self.engine]
+
+    # ------------------------------------------------------------------------ families
+    def edges(self):
+        for dtype in self.dtypes:
+            tile, dim = self.tile(dtype), DIMS[self.engine]
+            queries, keys = _edges(tile.block_q), _edges(tile.block_k)
+            if self.algo == "fa1":  # its warps walk over slabs, its tiles are scored in steps
+                queries = sorted({*queries, tile.warp_rows, tile.warp_rows + 1})
+                keys = sorted({*keys, tile.step_k, tile.step_k + 1})
+            for n in queries:
+                for m in keys:
+                    modes = (False, True) if dtype != self.dtypes[0] else (False, True, "top_left")
+                    for causal in modes:
+                        name = f"edges {n}x{m} causal {causal}"
+                        self.add(name, dtype, (1, n, dim), (1, m, dim), causal=causal)
+
+    def windows(self):
+        block_q, block_k, dim = self.sizes(self.dtypes[0])
+        windows = [
+            0, 3, (0, 5), (7, 0), (block_k // 2, None), (None, block_k // 3), (2, 10**6),
+            (10**9, 1), (block_k, block_q), (block_k - 1, 2), (10**12, 10**12),
+        ]  # fmt: skip
+        shapes = [(2 * block_q + 5, 2 * block_k + 3), (block_q + 9, 3), (5, 2 * block_k + 1)]
+        for i, window in enumerate(windows):
+            for n, m in shapes:
+                for causal in (False, True, "top_left")[: 3 if i % 2 else 2]:
+                    name = f"windows {n}x{m} {window} causal {causal}"
+                    self.add(
+                        name, self.turn(), (2, n, dim), (2, m, dim), window=window, causal=causal
+                    )
+
+    def softcaps(self):
+        for dtype in self.dtypes:
+            n, m, dim = self.sizes(dtype)
+            for cap in (0.5, 20.0):
+                options = {"softcap": cap, "causal": cap > 1, "window": (m // 2, None)}
+                self.add(f"softcap {cap}", dtype, (2, n + 3, dim), (2, m + 7, dim), **options)
+            # The same compiled kernel with another value and scale.
+            self.add(
+                "softcap and scale", dtype, (2, 3, dim), (2, m + 1, dim), softcap=1.5, scale=0.7
+            )
+
+    def lengths(self):
+        for kind in ("int32", "int64"):
+            for causal in (False, True, "top_left"):
+                for window in (None, (9, 4)):
+                    dtype = self.turn() if kind == "int32" else self.dtypes[0]
+                    n, m, dim = self.sizes(dtype)
+                    n, m = min(n, 64) + 7, min(m, 64) + 7
+                    q_lengths = np.array([0, 1, n - 8, n, n + 100, -3, n // 2], kind)
+                    kv_lengths = np.array([m, 0, m // 2, 1 << 30, m - 8, 5, 1], kind)
+                    shapes = (7, 1, n, dim), (7, 1, m, dim)
+                    name = f"lengths {kind} causal {causal} window {window}"
+                    more = {"causal": causal, "window": window}
+                    self.add(
+                        f"{name} both",
+                        dtype,
+                        *shapes,
+                        **more,
+                        q_lengths=q_lengths,
+                        kv_lengths=kv_lengths,
+                    )
+                    self.add(f"{name} keys", dtype, *shapes, **more, kv_lengths=kv_lengths)
+                    self.add(f"{name} queries", dtype, *shapes, **more, q_lengths=q_lengths)
+        n, m, dim = self.sizes(self.dtypes[0])
+        dtype, count = self.dtypes[0], np.arange(6, dtype=np.int32).reshape(2, 3) * 3
+        self.add("lengths of two batch axes", dtype, (2, 3, 2, 9, dim), (2, 3, 2, 17, dim),
+                 q_lengths=count[:, :1], kv_lengths=count, causal=True)  # fmt: skip
+        self.add("lengths with strides", dtype, (3, 2, 9, dim), (3, 2, 17, dim),
+                 q_lengths=count[:, ::-1].T[:, 0], kv_lengths=count[0, ::-1])  # fmt: skip
+        self.add("lengths of one for all", dtype, (3, 2, 9, dim), (3, 2, 17, dim),
+                 q_lengths=np.int32([7]), kv_lengths=np.int32([16]), causal=True)  # fmt: skip
+        self.add("lengths of two integer types", dtype, (3, 2, 9, dim), (3, 2, 17, dim),
+                 q_lengths=np.int32([7, 8, 9]), kv_lengths=np.int64([16, 1, 17]))  # fmt: skip
+        self.add("lengths of one head", dtype, (9, dim), (17, dim),
+                 q_lengths=np.array(5, np.int32), kv_lengths=np.array(3, np.int32))  # fmt: skip
+        self.add("lengths without keys", dtype, (2, 2, n + 1, dim), (2, 2, m + 1, dim),
+                 kv_lengths=np.int32([0, 0]))  # fmt: skip
+        self.add("lengths at the edges", dtype, (3, 2, n + 1, dim), (3, 2, m + 1, dim), causal=True,
+                 q_lengths=np.int32([n - 1, n, n + 1]),
+                 kv_lengths=np.int32([m, m + 1, m - 1]))  # fmt: skip
+
+    def heads(self):
+        n, m, dim = 9, 21, DIMS[self.engine]
+        shapes = {
+            "group 2": ((2, 4, n, dim), (2, 2, m, dim), (2, 2, m, dim)),
+            "group 3 of 5-D": ((2, 1, 6, n, dim), (1, 2, 2, m, dim), (2, 1, 2, m, dim)),
+            "group 4, one key head": ((2, 4, n, dim), (2, 1, m, dim), (2, 2, m, dim)),
+            "one key head": ((2, 4, n, dim), (2, 1, m, dim), (2, 1, m, dim)),
+            "one value head": ((2, 4, n, dim), (2, 4, m, dim), (2, 1, m, dim)),
+        }
+        for name, (q, k, v) in shapes.items():
+            for causal in (False, True):
+                self.add(f"heads {name} causal {causal}", self.turn(), q, k, v, causal=causal,
+                         enable_gqa=name.startswith("group"))  # fmt: skip
+        self.add("heads with lengths", self.turn(), *shapes["group 2"], enable_gqa=True,
+                 causal=True, q_lengths=np.int32([5, 9]), kv_lengths=np.int32([20, 8]))  # fmt: skip
+
+    def axes(self):
+        n, m, dim = 6, 19, DIMS[self.engine]
+        shapes = {
+            "none": ((n, dim), (m, dim), (m, dim)),
+            "one": ((3, n, dim), (3, m, dim), (3, m, dim)),
+            "keys to all": ((2, 3, n, dim), (m, dim), (m, dim)),
+            "crosswise": ((2, 1, 3, n, dim), (1, 2, 1, m, dim), (2, 2, 1, m, dim)),
+            "query to all": ((n, dim), (2, 3, m, dim), (3, m, dim)),
+        }
+        for name, (q, k, v) in shapes.items():
+            self.add(f"axes {name}", self.turn(), q, k, v, causal=True)
+        six = (2, 2, 1, 2, 2, 2, 2)
+        padded = dict.fromkeys(("q", "k", "v"), "padded")
+        self.add("axes six irregular", self.turn(), (*six, 3, dim), (*six, 5, dim), layouts=padded)
+
+    def strides(self):
+        """Layouts of q, k, v and out: alike, and each alone."""
+        n, m, dim = 19, 37, DIMS[self.engine]
+        q, k = (2, 3, n, dim), (2, 3, m, dim)
+        for layout in (
+            "bnhd",
+            "padded",
+            "odd",
+            "offset",
+            "reversed",
+            "sparse",
+            "columns",
+            "repeated",
+        ):
+            dtype = self.turn()
+            inputs = dict.fromkeys("qkv", layout)
+            self.add(f"strides {layout}", dtype, q, k, layouts=inputs, causal=True)
+            if layout != "repeated":
+                everything = dict(inputs, out=layout)
+                self.add(f"strides {layout} out", dtype, q, k, layouts=everything, causal=True)
+        for name in ("q", "k", "v", "out"):
+            self.add(f"strides odd {name} only", self.dtypes[0], q, k, layouts={name: "odd"})
+            self.add(f"strides padded {name} only", self.dtypes[0], q, k, layouts={name: "padded"})
+        self.add("strides dense out", self.dtypes[0], q, k, layouts={"out": "dense"})
+        for dtype in self.dtypes:
+            self.add(
+                "strides odd and window",
+                dtype,
+                q,
+                k,
+                layouts=dict.fromkeys("qkv", "odd"),
+                window=11,
+            )
+
+    def dims(self):
+        dims = {
+            "mma": [8, 17, 40, 80, 96, 128, 160, 256],
+            "simt": [1, 3, 8, 17, 40, 64, 80, 96, 128, 160, 256, 300, 512],
+        }[self.engine]
+        pairs = [(dim, dim) for dim in dims]
+        pairs += [(64, 32), (32, 64), (17, 40), (40, 3), (128, 1), (1, 128), (96, 160), (2, 6)]
+        for i, (dim, value_dim) in enumerate(pairs):
+            # All types at one small and one large dim, else one after the other.
+            chosen = (
+                self.dtypes
+                if (dim, value_dim) in ((17, 17), (128, 128))
+                else [self.dtypes[i % len(self.dtypes)]]
+            )
+            for dtype in chosen:
+                tile = self.tile(dtype, dim, value_dim)
+                n, m = tile.block_q + 1, tile.block_k + 3
+                for causal in (False, True):
+                    name = f"dims {dim} and {value_dim} causal {causal}"
+                    self.add(name, dtype, (n, dim), (m, dim), (m, value_dim), causal=causal)
+
+    def masked(self):
+        """Rows that see nothing, and NaN where nobody looks."""
+        for dtype in self.dtypes:
+            n, m, dim = self.sizes(dtype)
+            self.add(
+                "masked rows, more queries", dtype, (2, 2 * n + 5, dim), (2, 7, dim), causal=True
+            )
+            self.add("masked rows, right of all keys", dtype, (2, n + 5, dim), (2, 3, dim),
+                     causal="top_left", window=(2, 0))  # fmt: skip
+            q, k = (2, 2, n + 5, dim), (2, 2, m + 9, dim)
+            lengths = {"q_lengths": np.int32([n, 3]), "kv_lengths": np.int32([m // 2, m + 1])}
+            for poison in ("hidden", "visible"):
+                name = f"masked {poison} nonfinite"
+                self.add(f"{name}, causal", dtype, q, k, poison=poison, causal="top_left")
+                self.add(
+                    f"{name}, more keys", dtype, (2, 2, 4, dim), k, poison=poison, causal="top_left"
+                )
+                self.add(f"{name}, window", dtype, (2, 2, 5, dim), k, poison=poison, window=3)
+                self.add(f"{name}, lengths", dtype, q, k, poison=poison, **lengths)
+                self.add(
+                    f"{name}, all", dtype, q, k, poison=poison, causal=True, window=9, **lengths
+                )
+            self.add("masked nothing, visible nonfinite", dtype, q, k, poison="visible")
+
+    def scales(self):
+        for dtype in self.dtypes:
+            n, m, dim = self.sizes(dtype)
+            for scale in (0, 1e-3, 1.0, 3):
+                self.add(
+                    f"scale {scale}", dtype, (n + 1, dim), (m + 2, dim), scale=scale, causal=True
+                )
+
+
+def _all_cases():
+    cases = []
+    for kernel in KERNELS:
+        of_kernel = _Cases(*kernel)
+        families = [f for name, f in vars(_Cases).items() if name in FAMILIES]
+        for add_family in families:
+            add_family(of_kernel)
+        cases += of_kernel.list
+    assert len({str(case) for case in cases}) == len(cases)
+    return cases
+
+
+FAMILIES = "edges windows softcaps lengths heads axes strides dims masked scales".split()
+CASES = _all_cases()
+
+
+def row_problem(row, dtype, device=H200):
+    """A problem that puts a row of the table to work: its largest dims, across its tile's edges."""
+    dim = row.max_dim
+    while True:
+        problem = Problem(dtype, (1,), row.block_q + 1, row.block_k + 1, dim, dim)
+        if row.shared_bytes(problem) <= device.shared_bytes:
+            return problem
+        dim -= 8
+
+
+def on_row(plan, row):
+    """The plan with another row of the table."""
+    return dataclasses.replace(plan, tile=row)
+
+
+def groups(most=None):
+    """(name, cases): of one kernel, type and family, at most so many together."""
+    together = {}
+    for case in CASES:
+        together.setdefault(f"{case.algo}-{case.engine}-{case.dtype}-{case.family}", []).append(
+            case
+        )
+    for name, cases in together.items():
+        size = most or len(cases)
+        for begin in range(0, len(cases), size):
+            part = f"-{begin // size}" if len(cases) > size else ""
+            yield f"{name}{part}", cases[begin : begin + size]
+
+
+def check_all(cases, check):
+    """Call `check(case)` for each, and fail with what all of those that failed had to say."""
+    failures = []
+    for case in cases:
+        try:
+            check(case)
+        except Exception as error:
+            failures.append((case, error))
+    if failures:
+        text = "\n\n".join(f"{case}: {type(e).__name__}: {e}" for case, e in failures[:5])
+        message = f"{len(failures)} of {len(cases)} cases failed, the first ones:\n\n{text}"
+        raise AssertionError(message) from failures[0][1]

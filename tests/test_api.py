@@ -1,0 +1,740 @@
+"""`cuflash.attention` and `cuflash.plan`: arguments to the letter, errors, and the call cache."""
+
+import importlib
+import math
+import sys
+
+import ml_dtypes
+import numpy as np
+import pytest
+from tolerance import assert_forward_close
+
+import cuflash
+from cuflash import reference
+
+module = importlib.import_module("cuflash.attention")  # the function of that name hides it
+BF16 = np.dtype(ml_dtypes.bfloat16)
+H200 = cuflash.Device(90, "NVIDIA H200", multiprocessors=132)
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(monkeypatch):
+    monkeypatch.setattr(module, "_calls", {})
+
+
+def normal(*shape, dtype=np.float32, seed=0):
+    return np.random.default_rng([seed, *shape]).standard_normal(shape).astype(dtype)
+
+
+def inputs(leading=(2, 3), n=5, m=7, d=4, e=6, dtype=np.float32):
+    shapes = ((*leading, n, d), (*leading, m, d), (*leading, m, e))
+    return [normal(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes)]
+
+
+def check(q, k, v, **options):
+    out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+    assert_forward_close(out, lse, q, k, v, **options)
+    assert out.dtype == np.result_type(q.dtype, k.dtype, v.dtype)
+    assert lse.dtype == (np.float64 if out.dtype == np.float64 else np.float32)
+    np.testing.assert_array_equal(cuflash.attention(q, k, v, **options), out)
+    return out, lse
+
+
+# Errors. Each names the argument, what was given and what would work, and writes nothing.
+
+Q, K, V = inputs()
+ERRORS = {
+    "rank": (
+        (Q[0, 0, 0], K, V),
+        {},
+        ValueError,
+        r"q has shape \(4,\): it needs axes \(\.\.\., length, head dim\)",
+    ),
+    "rank 0": ((Q, K, np.ones((), np.float32)), {}, ValueError, r"v has shape \(\): it needs"),
+    "head dims": (
+        (Q, K[..., :3], V),
+        {},
+        ValueError,
+        r"q and k have head dims 4 and 3 .*must be equal",
+    ),
+    "no head dim": ((Q[..., :0], K[..., :0], V), {}, ValueError, "head dims must be at least 1"),
+    "no value dim": ((Q, K, V[..., :0]), {}, ValueError, "head dims must be at least 1"),
+    "key lengths": (
+        (Q, K, V[..., :6, :]),
+        {},
+        ValueError,
+        r"k and v have lengths 7 and 6 .*must be equal",
+    ),
+    "batch": ((Q, np.stack([K[0]] * 3), V), {}, ValueError, r"leading axes do not broadcast: q \("),
+    "heads": (
+        (np.repeat(Q, 2, 1), K, V),
+        {},
+        ValueError,
+        r"q has 6 heads and k, v have 3 .*pass enable_gqa=True",
+    ),
+    "heads that do not divide": (
+        (np.repeat(Q, 2, 1)[:, :5], K, V),
+        {"enable_gqa": True},
+        ValueError,
+        r"q has 5 heads and k, v have 3 .*divides",
+    ),
+    "fewer query heads": (
+        (Q[:, :2], K, V),
+        {"enable_gqa": True},
+        ValueError,
+        "q has 2 heads and k, v have 3",
+    ),
+    "key and value heads": (
+        (np.repeat(Q, 4, 1), K, np.repeat(V, 2, 1)),
+        {"enable_gqa": True},
+        ValueError,
+        "k and v have 3 and 6 heads: they must be equal",
+    ),
+    "no key heads": (
+        (Q, K[:, :0], V[:, :0]),
+        {"enable_gqa": True},
+        ValueError,
+        "leading axes do not broadcast",
+    ),
+    "ints": ((Q.astype(int), K, V), {}, TypeError, "q has dtype int64: attention takes float16, "),
+    "bools": ((Q, K > 0, V), {}, TypeError, "k has dtype bool: attention takes"),
+    "complex": ((Q, K, V * 1j), {}, TypeError, "v has dtype complex64: attention takes"),
+    "long double": (
+        (Q.astype(np.longdouble), K, V),
+        {},
+        TypeError,
+        "q has dtype .*attention takes",
+    ),
+    "fp16 and bf16": (
+        (Q.astype(np.float16), K.astype(BF16), V.astype(np.float16)),
+        {},
+        TypeError,
+        "q, k, v have dtypes float16, bfloat16, float16, which have no common type: cast",
+    ),
+    "a list": ((Q.tolist(), K, V), {}, TypeError, "q is a list: give a NumPy or CuPy array"),
+    "None": ((Q, None, V), {}, TypeError, "k is a NoneType: give a NumPy"),
+    "algo": ((Q, K, V), {"algo": "fa4"}, ValueError, "algo='fa4': choose one of 'fa1', 'fa2', or"),
+    "algo of a kind": ((Q, K, V), {"algo": ["fa2"]}, ValueError, r"algo=\['fa2'\]: choose one"),
+    "engine": (
+        (Q, K, V),
+        {"engine": "cuda"},
+        ValueError,
+        "engine='cuda': choose one of 'numpy', 'simt', 'mma', or None",
+    ),
+    "engine that cannot serve": (
+        (Q, K, V),
+        {"engine": "simt"},
+        NotImplementedError,
+        "no kernel serves .* on CPU with engine='simt':\n.*the simt engine works on CuPy arrays",
+    ),
+    "causal": ((Q, K, V), {"causal": "left"}, ValueError, "causal='left': give False, True, 'bot"),
+    "causal 1": ((Q, K, V), {"causal": 1}, ValueError, "causal=1: give False, True"),
+    "causal None": ((Q, K, V), {"causal": None}, ValueError, "causal=None: give False, True"),
+    "causal array": ((Q, K, V), {"causal": np.ones(2, bool)}, ValueError, "causal=array"),
+    "window": ((Q, K, V), {"window": -1}, ValueError, "window=-1: widths are not negative"),
+    "a window's side": ((Q, K, V), {"window": (None, -2)}, ValueError, "widths are not negative"),
+    "window of three": (
+        (Q, K, V),
+        {"window": (1, 2, 3)},
+        ValueError,
+        r"window=\(1, 2, 3\): give one width or a pair",
+    ),
+    "window of floats": (
+        (Q, K, V),
+        {"window": (1, 2.0)},
+        TypeError,
+        r"window=\(1, 2.0\): widths are integers or None",
+    ),
+    "float window": ((Q, K, V), {"window": 2.0}, TypeError, "window=2.0: widths are integers"),
+    "window array": ((Q, K, V), {"window": np.ones(2)}, TypeError, "window=array"),
+    "softcap": ((Q, K, V), {"softcap": 0.0}, ValueError, "softcap=0.0: give a positive, finite"),
+    "softcap NaN": ((Q, K, V), {"softcap": math.nan}, ValueError, "softcap=nan: give a positive"),
+    "softcap word": ((Q, K, V), {"softcap": "20"}, TypeError, "softcap='20': give a positive"),
+    "softcap True": ((Q, K, V), {"softcap": True}, TypeError, "softcap=True: give a positive"),
+    "softcap array": ((Q, K, V), {"softcap": np.ones(2)}, TypeError, "softcap=array"),
+    "scale": ((Q, K, V), {"scale": -1.0}, ValueError, "scale=-1.0: give a finite number"),
+    "scale NaN": ((Q, K, V), {"scale": math.nan}, ValueError, "scale=nan: give a finite number"),
+    "scale inf": ((Q, K, V), {"scale": math.inf}, ValueError, "scale=inf: give a finite number"),
+    "scale True": ((Q, K, V), {"scale": True}, TypeError, "scale=True: give a number"),
+    "scale array": ((Q, K, V), {"scale": np.ones(1)}, TypeError, "scale=array.*give a number"),
+    "lengths of heads": (
+        (Q, K, V),
+        {"kv_lengths": np.ones((2, 3), int)},
+        ValueError,
+        r"kv_lengths has shape \(2, 3\) .*must broadcast to \(2,\), the leading axes but the heads",
+    ),
+    "too many lengths": (
+        (Q, K, V),
+        {"q_lengths": np.ones(3, int)},
+        ValueError,
+        r"q_lengths has shape \(3,\) .*must broadcast to \(2,\)",
+    ),
+    "lengths for one head": (
+        (Q[0, 0], K[0, 0], V[0, 0]),
+        {"kv_lengths": [1]},
+        ValueError,
+        r"kv_lengths has shape \(1,\) .*must broadcast to \(\)",
+    ),
+    "float lengths": (
+        (Q, K, V),
+        {"q_lengths": [1.0, 2.0]},
+        TypeError,
+        "q_lengths has dtype float64: lengths are integers",
+    ),
+    "bool lengths": ((Q, K, V), {"kv_lengths": True}, TypeError, "kv_lengths has dtype bool"),
+    "lengths of another kind": ((Q, K, V), {"kv_lengths": "7"}, TypeError, "kv_lengths is a str"),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_name_the_argument_and_leave_out_alone(name):
+    arrays, options, kind, message = ERRORS[name]
+    out = np.full((2, 3, 5, 6), 77, np.float32)
+    for _ in range(2):  # an error is not remembered as a call
+        with pytest.raises(kind, match=f"(?s){message}"):
+            cuflash.attention(*arrays, out=out, **options)
+        with pytest.raises(kind, match=f"(?s){message}"):
+            cuflash.attention(*arrays, **options)
+        with pytest.raises(kind, match=f"(?s){message}"):
+            cuflash.plan(*arrays, **options)
+    assert (out == 77).all()
+
+
+def test_options_that_are_not_there_yet_are_unknown():
+    for name in ("mask", "bias", "dropout_p"):
+        with pytest.raises(TypeError, match=name):
+            cuflash.attention(Q, K, V, **{name: None})
+    with pytest.raises(TypeError):
+        cuflash.attention(Q, K, V, "fa2")
+
+
+class Foreign:
+    """An array of another library on a device: what `_as_array` looks at."""
+
+    __cuda_array_interface__ = None
+
+
+def test_gpu_arrays_without_cupy_say_that_cupy_is_missing(monkeypatch):
+    monkeypatch.delitem(sys.modules, "cuflash.launch", raising=False)
+    monkeypatch.delattr(cuflash, "launch", raising=False)
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(ImportError, match="cupy"):
+        cuflash.attention(Foreign(), K, V)
+
+
+class OnDevice:
+    """Stands for an array in the memory of GPU 1; only its place is asked for."""
+
+    class Device:
+        id = 1
+
+    device = Device
+
+
+def test_arrays_in_different_places():
+    with pytest.raises(ValueError, match="q on the CPU, k on GPU 1; move them to one device"):
+        module._device_of({"q": Q, "k": OnDevice})
+    assert module._device_of({"q": OnDevice, "k": OnDevice}) == 1
+
+
+def test_a_plan_for_something_that_is_no_device():
+    with pytest.raises(TypeError, match="device='H200': give a cuflash.Device, or None"):
+        cuflash.plan(Q, K, V, device="H200")
+
+
+# out=
+
+
+def result(*shape, dtype=np.float32):
+    return np.full(shape, 77, dtype)
+
+
+@pytest.mark.parametrize("algo", [None, "fa1", "fa2"])
+def test_out_is_written_and_returned_itself(algo):
+    expected, expected_lse = cuflash.attention(Q, K, V, algo=algo, return_lse=True)
+    out, lse = result(2, 3, 5, 6), result(2, 3, 5)
+    assert cuflash.attention(Q, K, V, algo=algo, out=out) is out
+    np.testing.assert_array_equal(out, expected)
+    out[...] = 77
+    got = cuflash.attention(Q, K, V, algo=algo, out=(out, lse), return_lse=True)
+    assert type(got) is tuple
+    assert got[0] is out
+    assert got[1] is lse
+    np.testing.assert_array_equal(out, expected)
+    np.testing.assert_array_equal(lse, expected_lse)
+    got = cuflash.attention(Q, K, V, algo=algo, out=(out, None), return_lse=True)
+    assert got[0] is out
+    np.testing.assert_array_equal(got[1], expected_lse)
+
+
+@pytest.mark.parametrize("enable_gqa", [False, True])
+def test_strided_out(enable_gqa):
+    k, v = (K[:, :1], V[:, :1]) if not enable_gqa else (K, V)
+    q = np.repeat(Q, 2, axis=1) if enable_gqa else Q
+    expected, expected_lse = cuflash.attention(q, k, v, enable_gqa=enable_gqa, return_lse=True)
+    out = result(*np.array(expected.shape)[[3, 2, 1, 0]] * 2)[::2, ::-2, ::2, ::-2].T
+    lse = result(5, 2, expected.shape[1], 3)[..., 1].transpose(1, 2, 0)
+    got = cuflash.attention(q, k, v, enable_gqa=enable_gqa, out=(out, lse), return_lse=True)
+    assert got[0] is out
+    np.testing.assert_array_equal(out, expected)
+    np.testing.assert_array_equal(lse, expected_lse)
+    base = out
+    while base.base is not None:
+        base = base.base
+    assert (base == 77).sum() == base.size - expected.size  # nothing beside it
+
+
+BUFFER = np.full(400, 77, np.float32)
+OUT_ERRORS = {
+    "shape": (
+        result(2, 3, 5, 4),
+        False,
+        ValueError,
+        r"out has shape \(2, 3, 5, 4\): it must be \(",
+    ),
+    "rank": (result(180), False, ValueError, r"out has shape \(180,\): it must be \(2, 3, 5, 6\)"),
+    "rank 0": (result(), False, ValueError, r"out has shape \(\): it must be"),
+    "higher rank": (result(1, 2, 3, 5, 6), False, ValueError, r"out has shape \(1, 2, 3, 5, 6\)"),
+    "dtype": (
+        result(2, 3, 5, 6, dtype=float),
+        False,
+        TypeError,
+        "out has dtype float64: it must be ",
+    ),
+    "byte order": (result(2, 3, 5, 6, dtype=">f4"), False, TypeError, "out has dtype >f4: it must"),
+    "lse shape": (
+        (result(2, 3, 5, 6), result(2, 3, 5, 1)),
+        True,
+        ValueError,
+        r"lse \(the second of out\) has shape \(2, 3, 5, 1\): it must be \(2, 3, 5\)",
+    ),
+    "lse dtype": (
+        (result(2, 3, 5, 6), result(2, 3, 5, dtype=float)),
+        True,
+        TypeError,
+        "lse .* has dtype float64: it must be float32",
+    ),
+    "stride 0": (
+        np.lib.stride_tricks.as_strided(BUFFER, (2, 3, 5, 6), (0, 120, 24, 4)),
+        False,
+        ValueError,
+        r"out has strides \(0, 120, 24, 4\): its elements share memory",
+    ),
+    "broken strides": (
+        np.zeros((2, 3, 5, 6), [("flag", "i1"), ("x", "f4")])["x"],
+        False,
+        ValueError,
+        "out has strides .*: they must be multiples of its item's 4 bytes",
+    ),
+    "not a pair": (result(2, 3, 5, 6), True, TypeError, "out is a ndarray: with return_lse=True"),
+    "three": ((Q, Q, Q), True, TypeError, r"out is a tuple of 3: with return_lse=True give a pair"),
+    "a pair": ((Q, Q), False, TypeError, "out is a tuple of 2: a pair goes with return_lse=True"),
+    "a list": ([1.0], False, TypeError, "out is a list: give a NumPy or CuPy array"),
+}
+
+
+@pytest.mark.parametrize("name", OUT_ERRORS)
+def test_what_out_cannot_be(name):
+    out, return_lse, kind, message = OUT_ERRORS[name]
+    before = [np.array(x) for x in (out if isinstance(out, tuple) else (out,))]
+    with pytest.raises(kind, match=message):
+        cuflash.attention(Q, K, V, out=out, return_lse=return_lse)
+    after = [np.array(x) for x in (out if isinstance(out, tuple) else (out,))]
+    for a, b in zip(after, before, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_read_only_out():
+    out = result(2, 3, 5, 6)
+    out.flags.writeable = False
+    with pytest.raises(ValueError, match="out is read-only: give an array that can be written"):
+        cuflash.attention(Q, K, V, out=out)
+
+
+@pytest.mark.parametrize("position", [0, 1, 2])
+def test_out_that_overlaps_an_input(position):
+    arrays = [normal(2, 8, 4, seed=i) for i in range(3)]
+    memory = np.zeros(200, np.float32)
+    memory[:64] = arrays[position].ravel()
+    arrays[position] = memory[:64].reshape(2, 8, 4)
+    kept = memory.copy()
+    for begin in (0, 1, 63):
+        out = memory[begin : begin + 64].reshape(2, 8, 4)
+        with pytest.raises(ValueError, match=f"out overlaps {'qkv'[position]} in memory"):
+            cuflash.attention(*arrays, out=out)
+        lse = memory[begin : begin + 16].reshape(2, 8)
+        with pytest.raises(ValueError, match=f"lse overlaps {'qkv'[position]} in memory"):
+            cuflash.attention(*arrays, out=(result(2, 8, 4), lse), return_lse=True)
+    np.testing.assert_array_equal(memory, kept)
+    out = memory[64:128].reshape(2, 8, 4)  # the neighbour is free
+    np.testing.assert_array_equal(cuflash.attention(*arrays, out=out), cuflash.attention(*arrays))
+
+
+def test_out_and_lse_that_overlap():
+    memory = result(200)
+    out, lse = memory[:180].reshape(2, 3, 5, 6), memory[160:190].reshape(2, 3, 5)
+    with pytest.raises(ValueError, match="lse overlaps out in memory"):
+        cuflash.attention(Q, K, V, out=(out, lse), return_lse=True)
+    assert (memory == 77).all()
+
+
+def test_out_that_overlaps_an_input_that_is_copied():
+    memory = np.zeros(64, np.float32)
+    q = memory.reshape(2, 4, 8).swapaxes(-1, -2)  # the last axis is not contiguous
+    with pytest.raises(ValueError, match="out overlaps q"):
+        cuflash.attention(q, *inputs((2,), 8, 8, 4, 4)[1:], out=memory.reshape(2, 8, 4))
+
+
+# Options
+
+
+@pytest.mark.parametrize("algo", ["fa1", "fa2"])
+@pytest.mark.parametrize("causal", [False, True, "bottom_right", "top_left", np.True_])
+@pytest.mark.parametrize(
+    "window", [None, 2, (2, None), (None, 1), (0, 0), [1, 3], np.int8(2), (None, None), 2**70]
+)
+def test_masks(algo, causal, window):
+    for n, m in ((5, 7), (7, 5), (6, 6)):
+        arrays = inputs((2,), n, m)
+        options = {"causal": causal, "window": window}
+        out, lse = cuflash.attention(*arrays, algo=algo, return_lse=True, **options)
+        assert_forward_close(out, lse, *arrays, **options)
+        flops = cuflash.plan(*arrays, algo=algo, **options).flops
+        visible = reference.visible_keys((2, n, m), **options)
+        assert flops == 2 * (4 + 6) * visible.sum()
+
+
+def test_causal_is_aligned_at_the_bottom_right():
+    q, k, v = inputs((), 3, 5)
+    assert (cuflash.attention(q, k, v, causal=True)[0] != v[0]).any()
+    np.testing.assert_allclose(cuflash.attention(q, k, v, causal="top_left")[0], v[0], rtol=1e-6)
+    q, k, v = inputs((), 5, 3)
+    out, lse = cuflash.attention(q, k, v, causal=True, return_lse=True)
+    assert (out[:2] == 0).all()
+    assert np.isneginf(lse[:2]).all()
+    np.testing.assert_allclose(out[2], v[0], rtol=1e-6)
+
+
+@pytest.mark.parametrize("algo", ["fa1", "fa2"])
+@pytest.mark.parametrize("scale", [None, 0, 0.0, 1, 0.3, np.float32(2)])
+@pytest.mark.parametrize("softcap", [None, 1, 0.5, np.float64(30)])
+def test_scores(algo, scale, softcap):
+    options = {"scale": scale, "softcap": softcap}
+    out, lse = cuflash.attention(Q, K, V, algo=algo, return_lse=True, **options)
+    assert_forward_close(out, lse, Q, K, V, **options)
+
+
+LENGTHS = [0, 4, -3, 100, [2, 9], (0, 3), np.array([5, 1], np.int32), np.uint8(3), [6]]
+
+
+@pytest.mark.parametrize("algo", ["fa1", "fa2"])
+@pytest.mark.parametrize("causal", [False, True, "top_left"])
+@pytest.mark.parametrize("lengths", LENGTHS, ids=str)
+def test_lengths(algo, causal, lengths):
+    for options in (
+        {"kv_lengths": lengths},
+        {"q_lengths": lengths},
+        {"q_lengths": np.int64(4), "kv_lengths": lengths},
+        {"q_lengths": lengths, "kv_lengths": np.array([5, 6], np.int32)},
+    ):
+        options["causal"] = causal
+        out, lse = cuflash.attention(Q, K, V, algo=algo, return_lse=True, **options)
+        assert_forward_close(out, lse, Q, K, V, **options)
+
+
+def test_lengths_by_rank():
+    for leading, shape in (
+        ((), ()),
+        ((3,), ()),
+        ((2, 3), (2,)),
+        ((4, 2, 3), (4, 2)),
+        ((4, 2, 3), (4, 1)),
+    ):
+        arrays = inputs(leading)
+        lengths = np.random.default_rng(0).integers(0, 8, shape)
+        check(*arrays, kv_lengths=lengths, q_lengths=lengths)
+    # A strided array of lengths, and the field of a record
+    lengths = np.array([[3, 0], [6, 0]])[:, 0]
+    check(Q, K, V, kv_lengths=lengths)
+    record = np.array([(3, 1), (6, 2)], [("n", "i4"), ("flag", "i1")])
+    check(Q, K, V, kv_lengths=record["n"])
+
+
+def test_lengths_of_two_types_are_read_as_one():
+    q_lengths, kv_lengths = np.array([5, 2], np.int32), np.array([7, 3], np.int64)
+    problem = cuflash.plan(Q, K, V, q_lengths=q_lengths, kv_lengths=kv_lengths).problem
+    assert problem.q_lengths == problem.kv_lengths == "int64"
+    problem = cuflash.plan(Q, K, V, q_lengths=q_lengths, kv_lengths=q_lengths).problem
+    assert problem.q_lengths == problem.kv_lengths == "int32"
+
+
+def test_padded_causal_batches_need_both_lengths_or_top_left():
+    """Why: with the keys' length alone, the last padded query is aligned with the last key."""
+    x = normal(1, 1, 6, 4)
+    alone = cuflash.attention(x[:, :, :4], x[:, :, :4], x[:, :, :4], causal=True)
+    for options in ({"causal": True, "q_lengths": 4}, {"causal": "top_left"}):
+        out = cuflash.attention(x, x, x, kv_lengths=4, **options)
+        np.testing.assert_allclose(out[:, :, :4], alone, rtol=1e-6)
+    out = cuflash.attention(x, x, x, kv_lengths=4, causal=True)
+    assert (out[:, :, :2] == 0).all()
+
+
+GQA = [
+    ((2, 6), (2, 3), (2, 3)),
+    ((2, 6), (2, 2), (1, 2)),
+    ((6,), (2,), (2,)),
+    ((2, 6), (3,), (3,)),
+    ((2, 6), (2, 3), (2, 1)),
+    ((2, 6), (2, 1), (2, 3)),
+    ((2, 6), (), (3,)),
+]
+
+
+@pytest.mark.parametrize("leading", GQA, ids=str)
+@pytest.mark.parametrize("algo", ["fa1", "fa2"])
+def test_grouped_heads(leading, algo):
+    q, k, v = (
+        normal(*lead, *size, seed=i)
+        for i, (lead, size) in enumerate(zip(leading, ((5, 4), (7, 4), (7, 6)), strict=True))
+    )
+    with pytest.raises(ValueError, match="enable_gqa=True"):
+        cuflash.attention(q, k, v)
+    out, lse = cuflash.attention(q, k, v, algo=algo, causal=True, enable_gqa=True, return_lse=True)
+    k, v = (np.repeat(x, q.shape[-3] // x.shape[-3], axis=-3) if x.ndim > 2 else x for x in (k, v))
+    assert_forward_close(out, lse, q, k, v, causal=True)
+
+
+def test_enable_gqa_where_there_is_nothing_to_group():
+    np.testing.assert_array_equal(
+        cuflash.attention(Q, K, V, enable_gqa=True), cuflash.attention(Q, K, V)
+    )
+    one = K[:, :1], V[:, :1]
+    np.testing.assert_array_equal(
+        cuflash.attention(Q, *one, enable_gqa=True), cuflash.attention(Q, *one)
+    )
+
+
+BROADCAST = [
+    ((), (), ()),
+    ((3,), (3,), ()),
+    ((), (3,), (1,)),
+    ((2, 1), (3,), (2, 3)),
+    ((1, 3), (2, 1), (1, 1)),
+    ((4, 1, 3), (2, 1), ()),
+    ((2, 1, 1, 2), (1, 3, 1, 1), (2, 1, 5, 2)),
+]
+
+
+@pytest.mark.parametrize("leading", BROADCAST, ids=str)
+def test_leading_axes_broadcast_as_in_matmul(leading):
+    q, k, v = (
+        normal(*lead, *size, seed=i)
+        for i, (lead, size) in enumerate(zip(leading, ((5, 4), (7, 4), (7, 6)), strict=True))
+    )
+    out, _ = check(q, k, v)
+    assert out.shape == ((q @ k.swapaxes(-1, -2)) @ v).shape
+
+
+@pytest.mark.parametrize("algo", ["fa1", "fa2"])
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        ((0, 3, 5, 4), (0, 3, 7, 4), (0, 3, 7, 6)),
+        ((2, 0, 5, 4), (2, 0, 7, 4), (2, 0, 7, 6)),
+        ((2, 3, 0, 4), (2, 3, 7, 4), (2, 3, 7, 6)),
+        ((2, 3, 5, 4), (2, 3, 0, 4), (2, 3, 0, 6)),
+        ((0, 4), (0, 4), (0, 4)),
+    ],
+    ids=str,
+)
+def test_empty(shapes, algo):
+    arrays = [normal(*shape) for shape in shapes]
+    out, lse = cuflash.attention(*arrays, algo=algo, causal=True, return_lse=True)
+    assert out.shape == (*shapes[0][:-1], shapes[2][-1])
+    assert lse.shape == shapes[0][:-1]
+    assert (out == 0).all()
+    assert np.isneginf(lse).all()
+    out = result(*out.shape)
+    assert cuflash.attention(*arrays, algo=algo, out=out) is out
+    assert (out == 0).all()
+    cuflash.plan(*arrays, algo=algo, device=H200)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, BF16, np.float32, np.float64], ids=str)
+@pytest.mark.parametrize("algo", ["fa1", "fa2"])
+def test_types(dtype, algo):
+    arrays = inputs(dtype=dtype)
+    out, lse = cuflash.attention(*arrays, algo=algo, return_lse=True)
+    assert out.dtype == dtype
+    assert lse.dtype == (np.float64 if dtype == np.float64 else np.float32)
+    assert_forward_close(out, lse, *arrays)
+
+
+@pytest.mark.parametrize(
+    "types",
+    [("f2", "f4", "f4"), ("f4", "f2", "f8"), ("f4", BF16, BF16), (BF16, "f8", "f4"), (">f4",) * 3],
+    ids=str,
+)
+def test_mixed_types_promote(types):
+    arrays = [x.astype(t) for x, t in zip(inputs(), types, strict=True)]
+    check(*arrays)
+    # In a layout whose order of axes is not C
+    check(*(np.ascontiguousarray(x.swapaxes(1, 2)).swapaxes(1, 2) for x in arrays))
+    check(*(np.asfortranarray(x) for x in arrays))
+
+
+def test_strides_that_are_not_multiples_of_an_item():
+    record = np.zeros((2, 3, 7, 4), [("flag", "i1"), ("x", "f4")])
+    record["x"] = K
+    check(Q, record["x"], V)
+    wide = np.zeros(
+        (2, 3, 7), [("flag", "i1"), ("x", "f4", (4,))]
+    )  # contiguous rows, 17 bytes apart
+    wide["x"] = K
+    check(Q, wide["x"], V)
+
+
+def test_subclasses_and_views():
+    class Mine(np.ndarray):
+        pass
+
+    check(Q.view(Mine), K, V)
+    check(Q[:, ::-1], K[:, ::-1, ::-1], V[..., ::-1])
+    check(np.broadcast_to(Q[0], Q.shape), K, V)
+
+
+class Dlpack:
+    """A CPU array of another library, as its DLPack methods show it."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self, **options):
+        return self.array.__dlpack__(**options)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+def test_dlpack():
+    expected = cuflash.attention(Q, K, V)
+    np.testing.assert_array_equal(cuflash.attention(Dlpack(Q), Dlpack(K), V), expected)
+    memory = result(2, 3, 5, 6)
+    out = Dlpack(memory)
+    assert cuflash.attention(Q, K, V, out=out) is out
+    np.testing.assert_array_equal(memory, expected)
+    lengths = np.array([3, 4])
+    np.testing.assert_array_equal(
+        cuflash.attention(Q, K, V, kv_lengths=Dlpack(lengths)),
+        cuflash.attention(Q, K, V, kv_lengths=lengths),
+    )
+
+
+def test_dlpack_of_a_type_that_numpy_does_not_take():
+    with pytest.raises(
+        TypeError, match="k is a Dlpack that NumPy cannot take by DLPack .*: give a"
+    ):
+        cuflash.attention(Q.astype(BF16), Dlpack(K.astype(BF16)), V.astype(BF16))
+
+
+def test_workspace_is_ignored_where_none_is_needed():
+    np.testing.assert_array_equal(
+        cuflash.attention(Q, K, V, algo="fa1", workspace=np.empty(0)),
+        cuflash.attention(Q, K, V, algo="fa1"),
+    )
+
+
+# The call cache
+
+
+def count_calls(monkeypatch):
+    made = []
+
+    class Counted(module._Call):
+        def __init__(self, *arguments):
+            made.append(arguments)
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(module, "_Call", Counted)
+    return made
+
+
+def test_calls_of_one_kind_are_made_once(monkeypatch):
+    made = count_calls(monkeypatch)
+    for seed in range(3):
+        cuflash.attention(Q + seed, K, V, causal=True, window=[2, 3], scale=0.5)
+    assert len(made) == 1
+    cuflash.attention(Q, K, V, causal=True, window=(2, 3), scale=0.25)
+    assert len(made) == 2
+
+
+def test_values_that_are_equal_but_not_both_right_are_told_apart():
+    for right, wrong, kind in (
+        ({"causal": True}, {"causal": 1}, ValueError),
+        ({"causal": False}, {"causal": 0.0}, ValueError),
+        ({"window": 2}, {"window": 2.0}, TypeError),
+        ({"window": (2, None)}, {"window": (2.0, None)}, TypeError),
+        ({"scale": 1.0}, {"scale": True}, TypeError),
+        ({"softcap": 1.0}, {"softcap": True}, TypeError),
+    ):
+        cuflash.attention(Q, K, V, **right)
+        with pytest.raises(kind):
+            cuflash.attention(Q, K, V, **wrong)
+
+
+def test_strides_and_types_are_told_apart():
+    swapped = np.ascontiguousarray(Q.swapaxes(1, 2)).swapaxes(1, 2)
+    expected = cuflash.attention(Q, K, V)
+    for same in (
+        swapped,
+        Q.astype(">f4"),
+        np.asfortranarray(Q),
+        np.repeat(Q, 2, axis=-1)[..., ::2],
+    ):
+        np.testing.assert_array_equal(cuflash.attention(same, K, V), expected)
+    out = np.empty((5, 2, 3, 6), np.float32).transpose(1, 2, 0, 3)
+    np.testing.assert_array_equal(cuflash.attention(Q, K, V, out=out), expected)
+    np.testing.assert_array_equal(cuflash.attention(Q, K, V, out=result(2, 3, 5, 6)), expected)
+
+
+def test_arguments_of_the_same_form_are_told_apart():
+    three = np.array([3, 3])
+    a = cuflash.attention(Q, K, V, q_lengths=three)
+    b = cuflash.attention(Q, K, V, kv_lengths=three)
+    assert (a[:, :, 3:] == 0).all()
+    assert (b[:, :, 3:] != 0).all()
+
+
+def test_alignment_is_told_apart():
+    memory = np.zeros(8 * 64 + 16, np.float16)
+    begin = -(memory.ctypes.data // 2) % 8  # elements to a multiple of 16 bytes
+    aligned, odd = (memory[begin + i :][: 8 * 64].reshape(8, 64) for i in (0, 1))
+    assert cuflash.plan(aligned, aligned, aligned, device=H200).problem.aligned
+    for arrays in ((odd, aligned, aligned), (aligned, odd, aligned), (aligned, aligned, odd)):
+        assert not cuflash.plan(*arrays, device=H200).problem.aligned
+    out = memory[begin + 1 :][: 8 * 64].reshape(8, 64)
+    assert not cuflash.plan(aligned, aligned, aligned, out=out, device=H200).problem.aligned
+    rows = memory[begin:][: 8 * 60].reshape(8, 60)  # rows of 120 bytes
+    assert not cuflash.plan(rows, rows, rows, device=H200).problem.aligned
+
+
+def test_the_cache_stays_small(monkeypatch):
+    monkeypatch.setattr(module, "_MAX_CALLS", 3)
+    for scale in range(1, 9):
+        cuflash.attention(Q, K, V, scale=scale)
+        assert len(module._calls) <= 3
+
+
+def test_plan_and_attention_share_their_decision():
+    q, k, v = inputs((2, 8), 100, 90, 64, 64, np.float16)
+    plan = cuflash.plan(q, k, v, causal=True, device=H200)
+    assert plan.engine == "mma"
+    assert plan.problem.leading == (2, 8)
+    assert cuflash.plan(q, k, v, causal=True).engine == "numpy"
+    pair = np.empty((2, 8, 100, 64), np.float16), np.empty((2, 8, 100), np.float32)
+    assert cuflash.plan(q, k, v, out=pair, device=H200) == cuflash.plan(
+        q, k, v, out=pair[0], device=H200
+    )
+    # A kernel writes rows whose last axis is contiguous: elsewhere a copy stands in.
+    turned = np.empty((2, 8, 64, 100), np.float16).swapaxes(-1, -2)
+    assert cuflash.plan(q, k, v, out=turned, device=H200).problem.aligned

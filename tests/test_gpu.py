@@ -1,0 +1,628 @@
+"""attention() on a GPU: the emulator's cases, larger ones, and what only a device shows."""
+
+import functools
+import threading
+import time
+import warnings
+
+import numpy as np
+import pytest
+from cases import DIMS, DTYPES, KERNELS, check_all, groups, numpy_dtype, owner, place
+from tolerance import assert_forward_close
+
+import cuflash
+
+pytestmark = pytest.mark.gpu
+
+EACH_KERNEL = pytest.mark.parametrize(("algo", "engine"), KERNELS)
+GROUPS = dict(groups())
+
+
+@pytest.fixture(scope="session")
+def cupy():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what it thinks of the machine is not our concern
+        return pytest.importorskip("cupy")
+
+
+@pytest.fixture(scope="session")
+def torch():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch = pytest.importorskip("torch")
+        if not torch.cuda.is_available():
+            pytest.skip("torch sees no CUDA device")
+        torch.zeros(1, device="cuda")
+    return torch
+
+
+@pytest.fixture(scope="session")
+def delay(cupy):
+    """delay(seconds): keeps the current stream busy that long, launched without waiting."""
+    source = r"""
+extern "C" __global__ void wait(long long nanoseconds) {
+    unsigned long long start, now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(start));
+    do {
+        asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    } while (now - start < (unsigned long long)nanoseconds);
+}"""
+    kernel = cupy.RawKernel(source, "wait")
+
+    def run(seconds):
+        kernel((1,), (1,), (np.int64(seconds * 1e9),))
+
+    run(0)  # compiled before anybody measures
+    cupy.cuda.Device().synchronize()
+    return run
+
+
+def to_device(cupy, view):
+    """The NumPy view with the same strides, in a copy of the memory behind it."""
+    memory = owner(view)
+    copied = cupy.asarray(memory.view(np.uint8).ravel())
+    offset = view.ctypes.data - memory.ctypes.data
+    return cupy.ndarray(view.shape, view.dtype, copied.data + offset, strides=view.strides)
+
+
+def memory_of(cupy, array, like):
+    """The bytes behind a device array that to_device() made of `like`, in an owner of their own."""
+    size = owner(like).nbytes
+    offset = like.ctypes.data - owner(like).ctypes.data
+    return cupy.ndarray((size,), np.uint8, array.data + (-offset)).get()
+
+
+def random(cupy, dtype, *shape, seed=0):
+    values = np.random.default_rng(seed).standard_normal(shape, np.float32)
+    return to_device(cupy, values.astype(numpy_dtype(dtype)))
+
+
+def options_on_device(cupy, options):
+    return {n: cupy.asarray(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
+
+
+def same_bits(a, b):
+    return a.get().tobytes() == b.get().tobytes()
+
+
+def wants(algo, engine, dtype=None):
+    """The kernel's keyword arguments and a shape for its operands."""
+    return {"algo": algo, "engine": engine}, dtype or DTYPES[engine][0], DIMS[engine]
+
+
+# ------------------------------------------------------------------------------ values
+def check(cupy, case):
+    host = case.operands()
+    q, k, v = (to_device(cupy, x) for x in host)
+    options = options_on_device(cupy, case.call())
+    out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+    plan = cuflash.plan(q, k, v, **options)
+    assert out.dtype == q.dtype
+    assert_forward_close(out, lse, *host, plan=plan, **case.options)
+
+    # Again into memory that holds NaN, and, where the case says so, in its layout.
+    layout = case.layouts.get("out", "dense")
+    blank = np.full(out.shape, np.nan, np.float32).astype(q.dtype)
+    like = place(blank, layout)
+    owner(like).view(like.dtype)[...] = np.nan
+    before = owner(like).view(np.uint8).copy()
+    given = to_device(cupy, like)
+    given_lse = cupy.full(lse.shape, np.nan, lse.dtype)
+    returned = cuflash.attention(q, k, v, return_lse=True, out=(given, given_lse), **options)
+    assert returned[0] is given
+    assert returned[1] is given_lse
+    after = memory_of(cupy, given, like)
+    owner(like).view(np.uint8)[...] = after
+    # Another layout may mean another kernel, with other roundings: within the bound again.
+    assert_forward_close(np.ascontiguousarray(like), given_lse, *host, plan=plan, **case.options)
+    like[...] = np.nan
+    assert (owner(like).view(np.uint8) == before).all(), "wrote beside the rows of out"
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_case(cupy, group):
+    check_all(GROUPS[group], functools.partial(check, cupy))
+
+
+LARGE = [
+    ((1, 1, 4096, 64), (1, 1, 4096, 64), {}),
+    ((1, 1, 4000, 128), (1, 1, 3001, 128), {"causal": True}),
+    ((4, 16, 1000, 64), (4, 16, 1024, 64), {"causal": True}),
+    ((8, 8, 513, 32), (8, 8, 1031, 32), {"window": (100, 20), "softcap": 15.0}),
+    ((2, 8, 1024, 128), (2, 2, 1024, 128), {"causal": "top_left", "enable_gqa": True}),
+    ((2, 4, 700, 256), (2, 4, 900, 256), {"window": (300, None)}),
+    ((16, 4, 1, 64), (16, 4, 2048, 64), {"kv_lengths": np.arange(16, dtype=np.int32) * 140}),
+]
+
+
+@pytest.mark.parametrize("large", range(len(LARGE)))
+@EACH_KERNEL
+def test_large(cupy, algo, engine, large):
+    q_shape, k_shape, options = LARGE[large]
+    for dtype in DTYPES[engine]:
+        q = random(cupy, dtype, *q_shape, seed=1)
+        k, v = random(cupy, dtype, 2, *k_shape, seed=2)
+        given = dict(options_on_device(cupy, options), algo=algo, engine=engine)
+        out, lse = cuflash.attention(q, k, v, return_lse=True, **given)
+        plan = cuflash.plan(q, k, v, **given)
+        q, k, v, out, lse = (x.get() for x in (q, k, v, out, lse))
+        # The float64 reference is dense: the first and the last batch entry, and of their heads.
+        step = q.shape[1] // k.shape[1]
+        for b in sorted({0, len(q) - 1}):
+            for h in sorted({0, k.shape[1] - 1}):
+                at, of_key = (
+                    (slice(b, b + 1), slice(h * step, (h + 1) * step)),
+                    np.s_[b : b + 1, h : h + 1],
+                )
+                mine = {n: x[b : b + 1] if "lengths" in n else x for n, x in options.items()}
+                parts = out[at], lse[at], q[at], k[of_key], v[of_key]
+                assert_forward_close(*parts, plan=plan, **mine)
+
+
+@EACH_KERNEL
+def test_twenty_runs_leave_the_same_bits(cupy, algo, engine):
+    for dtype in DTYPES[engine]:
+        kernel, _, dim = wants(algo, engine)
+        q, k, v = random(cupy, dtype, 3, 4, 8, 777, dim)
+        first = cuflash.attention(q, k, v, causal=True, return_lse=True, **kernel)
+        for _ in range(20):
+            again = cuflash.attention(q, k, v, causal=True, return_lse=True, **kernel)
+            assert same_bits(first[0], again[0])
+            assert same_bits(first[1], again[1])
+
+
+@EACH_KERNEL
+def test_no_keys_and_no_queries(cupy, algo, engine):
+    kernel, dtype, dim = wants(algo, engine)
+    q = random(cupy, dtype, 2, 3, 5, dim)
+    out, lse = cuflash.attention(q, q[:, :, :0], q[:, :, :0], return_lse=True, **kernel)
+    assert out.shape == q.shape
+    assert not out.get().astype(np.float32).any()
+    assert np.isneginf(lse.get()).all()
+    assert cuflash.attention(q[:, :, :0], q, q, **kernel).shape == (2, 3, 0, dim)
+    assert cuflash.attention(q[:0], q[:0], q[:0], **kernel).shape == (0, 3, 5, dim)
+
+
+def test_mixed_types_are_promoted(cupy):
+    q = random(cupy, "float16", 2, 33, 32)
+    k, v = random(cupy, "float32", 2, 2, 41, 32)
+    out, lse = cuflash.attention(q, k, v, return_lse=True)
+    assert out.dtype == np.float32
+    assert_forward_close(out, lse, q, k, v)
+
+
+# ------------------------------------------------------------------------------ streams, host
+@EACH_KERNEL
+def test_runs_on_the_current_stream(cupy, delay, algo, engine):
+    """What is queued before on that stream is waited for; nothing else, and not by the host."""
+    kernel, dtype, dim = wants(algo, engine)
+    q, k, v = random(cupy, dtype, 3, 2, 4, 300, dim)
+    late = cupy.zeros_like(v)
+    cuflash.attention(q, k, late, **kernel)
+    cupy.cuda.Device().synchronize()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        delay(0.3)
+        cupy.cuda.runtime.memcpyAsync(
+            late.data.ptr, v.data.ptr, v.nbytes, 3, stream.ptr
+        )  # on device
+        out, lse = cuflash.attention(q, k, late, return_lse=True, **kernel)
+        assert not stream.done
+    stream.synchronize()
+    assert_forward_close(out, lse, q, k, v)
+
+
+@EACH_KERNEL
+def test_the_host_does_not_wait(cupy, delay, algo, engine):
+    kernel, dtype, dim = wants(algo, engine)
+    q, k, v = random(cupy, dtype, 3, 3, 4, 300, dim)
+    odd = random(cupy, dtype, 3, 4, 300, dim + 1)[..., :dim]
+    lengths = cupy.asarray(np.int32([300, 7, 0]))
+    rows = random(cupy, dtype, 3, 4, dim, 300).swapaxes(-1, -2)  # to be copied
+    calls = (
+        functools.partial(cuflash.attention, q, k, v, return_lse=True, **kernel),
+        functools.partial(cuflash.attention, odd, k, v, causal=True, **kernel),
+        functools.partial(
+            cuflash.attention, rows, k, v, kv_lengths=lengths, q_lengths=lengths, **kernel
+        ),
+    )
+    for call in calls:
+        stream = cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            call()
+            stream.synchronize()
+            delay(1.0)
+            start = time.perf_counter()
+            call()
+            taken = time.perf_counter() - start
+            busy = not stream.done
+        stream.synchronize()
+        assert busy, f"the host waited {taken:.3f} s"
+        assert taken < 0.5
+
+
+def test_second_call_compiles_nothing(cupy):
+    from cuflash import launch
+
+    q, k, v = random(cupy, "float16", 3, 2, 4, 61, 24)
+    cuflash.attention(q, k, v, causal=True)
+    first = launch.compiled.cache_info()
+    cuflash.attention(q, k, v, causal=True)
+    cuflash.attention(k, q, v, causal=True)
+    # Other values of scale and softcap are arguments of the same kernel.
+    cuflash.attention(q, k, v, softcap=3.0)
+    capped = launch.compiled.cache_info()
+    assert capped.misses == first.misses + 1
+    cuflash.attention(q, k, v, softcap=3.0)
+    assert launch.compiled.cache_info().misses == capped.misses
+
+
+@EACH_KERNEL
+def test_threads_with_streams_of_their_own(cupy, algo, engine):
+    kernel, dtype, dim = wants(algo, engine)
+    inputs = [random(cupy, dtype, 3, 2, 3, 200 + 37 * i, dim, seed=i) for i in range(4)]
+    expected = [cuflash.attention(*x, causal=True, **kernel) for x in inputs]
+    cupy.cuda.Device().synchronize()
+    results, errors, start = [None] * 4, [], threading.Barrier(4)
+
+    def work(i):
+        try:
+            stream = cupy.cuda.Stream(non_blocking=True)
+            with stream:
+                start.wait()
+                for turn in range(10):
+                    # A length that no thread has met: plans and compiles side by side.
+                    mine = inputs[i][:, :, :, : 100 + 10 * turn + i]
+                    cuflash.attention(*mine, causal=True, window=turn, **kernel)
+                    results[i] = cuflash.attention(*inputs[i], causal=True, **kernel)
+            stream.synchronize()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors, errors
+    assert all(same_bits(a, b) for a, b in zip(results, expected, strict=True))
+
+
+# ------------------------------------------------------------------------------ CUDA graphs
+@EACH_KERNEL
+def test_graph_replays_with_changed_inputs(cupy, algo, engine):
+    kernel, dtype, dim = wants(algo, engine)
+    q, k, v = (random(cupy, dtype, 2, 4, 200, dim, seed=i) for i in range(3))
+    out, lse = cupy.empty_like(q), cupy.empty(q.shape[:-1], np.float32)
+    plan = cuflash.plan(q, k, v, causal=True, **kernel)
+    workspace = cupy.empty(plan.workspace_bytes, np.uint8) if plan.workspace_bytes else None
+
+    def call():
+        both = {"out": (out, lse), "return_lse": True, "workspace": workspace}
+        cuflash.attention(q, k, v, causal=True, **kernel, **both)
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        call()  # compiles
+        stream.synchronize()
+        stream.begin_capture()
+        try:
+            call()
+        finally:
+            graph = stream.end_capture()
+        for turn in range(3):
+            for i, x in enumerate((q, k, v)):
+                changed = random(cupy, dtype, *x.shape, seed=10 * turn + i)
+                cupy.cuda.runtime.memcpyAsync(x.data.ptr, changed.data.ptr, x.nbytes, 3, stream.ptr)
+                stream.synchronize()
+            graph.launch(stream)
+            stream.synchronize()
+            assert_forward_close(out, lse, q, k, v, causal=True)
+
+
+@EACH_KERNEL
+def test_capture_takes_no_memory(cupy, algo, engine):
+    """Memory taken while capturing would be given to others before the graph runs: an error."""
+    kernel, dtype, dim = wants(algo, engine)
+    q, k, v = random(cupy, dtype, 3, 2, 4, 100, dim)
+    rows = random(cupy, dtype, 2, 4, dim, 100).swapaxes(-1, -2)
+    out = cupy.empty_like(q)
+    workspace = cupy.empty(1 << 20, np.uint8)
+    calls = [
+        functools.partial(cuflash.attention, q, k, v, workspace=workspace, **kernel),
+        functools.partial(cuflash.attention, rows, k, v, out=out, workspace=workspace, **kernel),
+    ]
+    if algo == "fa1":
+        calls.append(functools.partial(cuflash.attention, q, k, v, out=out, **kernel))
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    for call in calls:
+        with stream:
+            call()  # compiles
+            stream.synchronize()
+            stream.begin_capture()
+            try:
+                with pytest.raises(RuntimeError, match="captured"):
+                    call()
+            finally:
+                stream.end_capture()
+    with stream:  # the stream is as good as before
+        result = cuflash.attention(q, k, v, **kernel)
+    stream.synchronize()
+    assert_forward_close(result, None, q, k, v)
+
+
+# ------------------------------------------------------------------------------ memory, grid
+def hook_of(cupy):
+    class Hook(cupy.cuda.MemoryHook):
+        name = "cuflash tests"
+
+        def __init__(self):
+            self.sizes = []
+
+        def malloc_preprocess(self, **kwargs):
+            self.sizes.append(kwargs["size"])
+
+    return Hook()
+
+
+@pytest.fixture
+def pool(cupy):
+    """A memory pool of the test's own."""
+    pool = cupy.cuda.MemoryPool()
+    with cupy.cuda.using_allocator(pool.malloc):
+        yield pool
+
+
+@EACH_KERNEL
+def test_memory_taken(cupy, pool, algo, engine):
+    """Out and lse, and for fa1 its workspace; nothing where all three are given."""
+    for dtype in DTYPES[engine]:
+        kernel, _, dim = wants(algo, engine)
+        q, k, v = random(cupy, dtype, 3, 2, 4, 1000, dim)
+        plan = cuflash.plan(q, k, v, **kernel)
+        lse_bytes = 2 * 4 * 1000 * (8 if dtype == "float64" else 4)
+        cuflash.attention(q, k, v, **kernel)
+        state = [plan.workspace_bytes] if plan.workspace_bytes else []
+        assert bool(state) == (algo == "fa1")
+        with hook_of(cupy) as hook:
+            out, lse = cuflash.attention(q, k, v, return_lse=True, **kernel)
+        assert sorted(hook.sizes) == sorted([q.nbytes, lse_bytes, *state])
+        with hook_of(cupy) as hook:
+            cuflash.attention(q, k, v, out=out, **kernel)
+        assert hook.sizes == state
+        workspace = cupy.empty(plan.workspace_bytes + 16, np.uint8)
+        with hook_of(cupy) as hook:
+            both = {"out": (out, lse), "return_lse": True, "workspace": workspace}
+            cuflash.attention(q, k, v, **kernel, **both)
+        assert hook.sizes == []
+        assert_forward_close(out, lse, q, k, v, plan=plan)
+
+
+@pytest.mark.parametrize("engine", list(DTYPES))
+def test_workspace_that_does_not_do(cupy, engine):
+    kernel, dtype, dim = wants("fa1", engine)
+    q, k, v = random(cupy, dtype, 3, 2, 40, dim)
+    needed = cuflash.plan(q, k, v, **kernel).workspace_bytes
+    wrong = {
+        "bytes": cupy.empty(needed - 1, np.uint8),
+        "multiple of 16": cupy.empty(needed + 16, np.uint8)[1:],
+        "contiguous": cupy.empty(2 * needed, np.uint8)[::2],
+        "CuPy": np.empty(needed, np.uint8),
+    }
+    for message, workspace in wrong.items():
+        out = cupy.full(q.shape, 7, q.dtype)
+        with pytest.raises((TypeError, ValueError), match=message):
+            cuflash.attention(q, k, v, out=out, workspace=workspace, **kernel)
+        assert (out.get() == 7).all()
+
+
+@EACH_KERNEL
+def test_grid(cupy, monkeypatch, algo, engine):
+    """One block per head, and one per head and query tile, at the launch itself."""
+    from cuflash import launch
+
+    kernel, dtype, dim = wants(algo, engine)
+    seen = []
+
+    def recording(plan, device_id, compiled=launch.compiled):
+        function = compiled(plan, device_id)
+
+        def run(grid, block, *rest):
+            seen.append((grid, block))
+            return function(grid, block, *rest)
+
+        return run
+
+    monkeypatch.setattr(launch, "compiled", recording)
+    q, k, v = random(cupy, dtype, 3, 3, 5, 517, dim)
+    plan = cuflash.plan(q, k, v, window=517 + DIMS[engine], **kernel)  # a call not yet remembered
+    out, lse = cuflash.attention(q, k, v, window=517 + DIMS[engine], return_lse=True, **kernel)
+    tiles = -(-517 // plan.block_q)
+    blocks = 15 if algo == "fa1" else 15 * tiles
+    assert plan.grid == blocks
+    assert [(np.prod(grid), np.prod(block)) for grid, block in seen] == [(blocks, plan.threads)]
+    assert_forward_close(out, lse, q, k, v)
+
+
+def test_plan_of_device_arrays(cupy):
+    q, k, v = random(cupy, "float16", 3, 2, 8, 512, 64)
+    plan = cuflash.plan(q, k, v, causal=True)
+    properties = cupy.cuda.runtime.getDeviceProperties(q.device.id)
+    assert plan.device.name == properties["name"].decode()
+    assert plan.device.arch == 10 * properties["major"] + properties["minor"]
+    assert plan.device.multiprocessors == properties["multiProcessorCount"]
+    assert plan.device.shared_bytes == properties["sharedMemPerBlockOptin"]
+    assert plan.device.cache_bytes == properties["l2CacheSize"]
+    assert plan.algo == "fa2"
+    assert plan.engine == "mma"
+    assert "fa2_forward" in plan.source()
+    assert plan.device.name in str(plan)
+
+
+# ------------------------------------------------------------------------------ other libraries
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@EACH_KERNEL
+def test_torch_tensors_are_taken_without_a_copy(cupy, torch, algo, engine, dtype):
+    if dtype not in DTYPES[engine]:
+        pytest.skip(f"{engine} does not serve {dtype}")
+    kernel, _, dim = wants(algo, engine)
+    values = [random(cupy, dtype, 2, 50, 3, dim, seed=i) for i in range(3)]
+    # torch reads half types as integers of as many bits: not every CuPy exports bfloat16.
+    raw = {"float16": np.int16, "bfloat16": np.int16, "float32": np.int32, "float64": np.int64}[
+        dtype
+    ]
+    tensors = [
+        torch.from_dlpack(x.view(raw)).view(getattr(torch, dtype)).transpose(1, 2) for x in values
+    ]
+    torch.cuda.synchronize()
+    cuflash.attention(*tensors, causal=True, **kernel)
+    with hook_of(cupy) as hook:
+        out, lse = cuflash.attention(*tensors, causal=True, return_lse=True, **kernel)
+    state = cuflash.plan(*tensors, causal=True, **kernel).workspace_bytes
+    assert sum(hook.sizes) == out.nbytes + lse.nbytes + state
+    assert isinstance(out, cupy.ndarray)
+    assert out.dtype == numpy_dtype(dtype)
+    views = [x.swapaxes(1, 2) for x in values]
+    assert_forward_close(out, lse, *(v.get() for v in views), causal=True)
+
+    mine = torch.full((2, 3, 50, dim), float("nan"), dtype=getattr(torch, dtype), device="cuda")
+    torch.cuda.synchronize()
+    assert cuflash.attention(*tensors, causal=True, out=mine, **kernel) is mine
+    cupy.cuda.Device().synchronize()
+    assert (
+        mine.view(getattr(torch, np.dtype(raw).name)).cpu().numpy().tobytes() == out.get().tobytes()
+    )
+
+
+class Interface:
+    """Nothing but the CUDA array interface."""
+
+    def __init__(self, array):
+        self.array = array  # keeps the memory
+        self.__cuda_array_interface__ = array.__cuda_array_interface__
+
+
+def test_cuda_array_interface(cupy):
+    q, k, v = random(cupy, "float32", 3, 2, 70, 32)
+    strided = cupy.empty((2, 70, 40), np.float32)[..., :32]
+    strided[...] = k
+    out, lse = cuflash.attention(Interface(q), Interface(strided), Interface(v), return_lse=True)
+    assert isinstance(out, cupy.ndarray)
+    assert_forward_close(out, lse, q, k, v)
+    mine = cupy.empty_like(out)
+    given = Interface(mine)
+    assert cuflash.attention(Interface(q), k, v, out=given) is given
+    assert same_bits(mine, out)
+
+
+def test_lengths_of_any_kind(cupy):
+    q, k, v = random(cupy, "float16", 3, 3, 2, 40, 64)
+    values = [40, 7, 0]
+    expected = cuflash.attention(q, k, v, kv_lengths=cupy.asarray(values, np.int32))
+    for lengths in (
+        values,
+        tuple(values),
+        cupy.asarray(values, np.int64),
+        cupy.asarray(values, np.uint8),
+    ):
+        assert same_bits(cuflash.attention(q, k, v, kv_lengths=lengths), expected)
+    one = cuflash.attention(q, k, v, kv_lengths=7)
+    assert same_bits(one, cuflash.attention(q, k, v, kv_lengths=cupy.full(3, 7, np.int32)))
+
+
+# ------------------------------------------------------------------------------ errors, devices
+def test_arrays_in_different_places(cupy):
+    q, k, v = random(cupy, "float32", 3, 2, 40, 32)
+    out = np.full(q.shape, 7, np.float32)
+    with pytest.raises(ValueError, match="k on the CPU"):
+        cuflash.attention(q, k.get(), v)
+    with pytest.raises(ValueError, match="out on the CPU"):
+        cuflash.attention(q, k, v, out=out)
+    with pytest.raises(ValueError, match="kv_lengths on the CPU"):
+        cuflash.attention(q[:, None], k[:, None], v[:, None], kv_lengths=np.array([1, 2]))
+    assert (out == 7).all()
+
+
+def test_errors_leave_out_alone(cupy):
+    q, k, v = random(cupy, "float32", 3, 2, 40, 32)
+    out = cupy.full(q.shape, 7, q.dtype)
+    wrong = [
+        (NotImplementedError, "mma", {"engine": "mma"}),  # float32
+        (NotImplementedError, "CuPy|NumPy", {"engine": "numpy"}),
+        (ValueError, "algo", {"algo": "fa9"}),
+        (ValueError, "scale", {"scale": -1.0}),
+    ]
+    for kind, message, options in wrong:
+        with pytest.raises(kind, match=message):
+            cuflash.attention(q, k, v, out=out, **options)
+    with pytest.raises(ValueError, match="overlaps q"):
+        cuflash.attention(q, k, v, out=q)
+    with pytest.raises(TypeError, match="dtype"):
+        cuflash.attention(q, k, v, out=out.astype(np.float64))
+    assert (out.get() == 7).all()
+
+
+def test_kernel_that_does_not_compile(cupy, monkeypatch):
+    """The compiler's message comes along; missing headers name the extra to install."""
+    from cuflash import launch
+    from cuflash.plan import Plan
+
+    q = random(cupy, "float32", 2, 40, 12)
+    plan = cuflash.plan(q, q, q)
+    for source, message in (
+        ('#include "no/such/cuda_fp16.h"\n', "cuda13x"),
+        ("this is no CUDA;\n", "does not compile"),
+    ):
+        launch.compiled.cache_clear()
+        monkeypatch.setattr(Plan, "source", lambda self, text=source: text)
+        with pytest.raises(RuntimeError, match=message):
+            launch.compiled(plan, q.device.id)
+    launch.compiled.cache_clear()
+
+
+def test_devices_that_cannot(cupy, monkeypatch):
+    from cuflash import launch
+
+    class Old:
+        compute_capability, attributes = "61", {}
+
+        def __init__(self, device_id):
+            pass
+
+    launch.device_facts.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(cupy.cuda, "Device", Old)
+        with pytest.raises(NotImplementedError, match="6.1"):
+            launch.device_facts(0)
+        patch.setattr(cupy.cuda.runtime, "is_hip", True)
+        with pytest.raises(NotImplementedError, match="ROCm"):
+            launch.device_facts(0)
+    launch.device_facts.cache_clear()
+
+
+@EACH_KERNEL
+def test_several_devices(cupy, algo, engine):
+    """Arrays rule, not the current device, which stays what it was."""
+    if cupy.cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("one device only")
+    kernel, dtype, dim = wants(algo, engine)
+    with cupy.cuda.Device(1):
+        q, k, v = random(cupy, dtype, 3, 2, 4, 150, dim)
+        rows = random(cupy, dtype, 2, 4, dim, 150).swapaxes(-1, -2)
+        cupy.cuda.Device().synchronize()
+    with cupy.cuda.Device(0):
+        here = random(cupy, dtype, 2, 4, 150, dim)
+        out, lse = cuflash.attention(q, k, v, return_lse=True, **kernel)
+        copied = cuflash.attention(rows, k, v, **kernel)
+        nothing = cuflash.attention(q, k[:, :, :0], v[:, :, :0], **kernel)
+        assert cupy.cuda.runtime.getDevice() == 0
+        with pytest.raises(ValueError, match="GPU 0"):
+            cuflash.attention(q, k, v, out=here, **kernel)
+    assert out.device.id == lse.device.id == copied.device.id == nothing.device.id == 1
+    with cupy.cuda.Device(1):
+        cupy.cuda.Device().synchronize()
+        assert_forward_close(out, lse, q, k, v)
+        assert_forward_close(copied, None, rows.get(), k, v)
+        assert not nothing.get().astype(np.float32).any()

@@ -1,0 +1,354 @@
+"""The CUDA C kernels, executed by the emulator: the cases that a GPU runs too, and exact laws."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from cases import (
+    CASES,
+    DIMS,
+    DTYPES,
+    H200,
+    KERNELS,
+    check_all,
+    groups,
+    numpy_dtype,
+    owner,
+    place,
+    row_problem,
+    tile_of,
+)  # fmt: skip
+from emulated import attention
+from emulator import available
+from tolerance import assert_forward_close
+
+from cuflash import reference
+from cuflash.plan import TILES, Device
+from cuflash.reference import UNIT_ROUNDOFF, forward_bound
+
+pytestmark = pytest.mark.skipif(available() is not None, reason=str(available()))
+
+KERNELS_AND_DTYPES = [(*kernel, dtype) for kernel in KERNELS for dtype in DTYPES[kernel[1]]]
+EACH_KERNEL = pytest.mark.parametrize(("algo", "engine"), KERNELS)
+EACH_TYPE = pytest.mark.parametrize(("algo", "engine", "dtype"), KERNELS_AND_DTYPES)
+SENTINEL = 7.0
+
+
+def run(case, **more):
+    return attention(*case.operands(), **case.call(), **more)
+
+
+def out_of(case):
+    """(out, lse) to write into, with a pattern around and in them, or None."""
+    layout = case.layouts.get("out")
+    if layout is None:
+        return None
+    leading = np.broadcast_shapes(case.q[:-2], case.k[:-2], case.v[:-2])
+    blank = np.zeros((*leading, case.q[-2], case.v[-1]), numpy_dtype(case.dtype))
+    out = place(blank, layout)
+    owner(out).view(out.dtype)[...] = SENTINEL
+    lse_type = np.float64 if case.dtype == "float64" else np.float32
+    lse = np.full((*blank.shape[:-1], 2), SENTINEL, lse_type)[..., 0]
+    return out, lse
+
+
+def assert_close(case, result):
+    q, k, v = case.operands()
+    return assert_forward_close(result.out, result.lse, q, k, v, plan=result.plan, **case.options)
+
+
+def random(rng, dtype, *shape):
+    return rng.standard_normal(shape).astype(numpy_dtype(dtype))
+
+
+# ---------------------------------------------------------------------- against the reference
+def check(case):
+    out = out_of(case)
+    result = run(case, out=out)
+    assert_close(case, result)
+    if out is not None:
+        assert result.out is out[0]
+        memory = owner(result.out).view(result.out.dtype).copy()
+        place_of_out = np.lib.stride_tricks.as_strided  # the gaps between rows are not ours
+        start = (result.out.ctypes.data - owner(result.out).ctypes.data) // result.out.itemsize
+        place_of_out(memory[start:], result.out.shape, result.out.strides)[...] = SENTINEL
+        assert (memory == SENTINEL).all(), "wrote beside the rows of out"
+        assert (result.lse.base[..., 1] == SENTINEL).all(), "wrote beside lse"
+
+
+GROUPS = dict(groups(most=24))
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_case(group):
+    check_all(GROUPS[group], check)
+
+
+SCHEDULED = [c for c in CASES[::25] if math.prod(c.q) < 1 << 16]
+PARTS = [SCHEDULED[i::8] for i in range(8)]
+
+
+@pytest.mark.parametrize("part", range(len(PARTS)))
+def test_results_do_not_depend_on_the_schedule(part):
+    def check(case):
+        first = run(case, seed=0)
+        for seed in (1, 2):
+            other = run(case, seed=seed)
+            assert other.out.tobytes() == first.out.tobytes()
+            assert other.lse.tobytes() == first.lse.tobytes()
+
+    check_all(PARTS[part], check)
+
+
+@pytest.mark.parametrize("group", [g for g in GROUPS if "masked" in g or "softcap" in g])
+def test_fast_mode(group):
+    check_all(GROUPS[group], lambda case: assert_close(case, run(case, mode="fast", seed=1)))
+
+
+# ---------------------------------------------------------------------- every row of the table
+ROWS = [
+    pytest.param(row, dtype, id=f"{i}-{row.algo}-{row.engine}-{row.max_dim}-{dtype}")
+    for i, row in enumerate(TILES)
+    if row.engine != "numpy"
+    for dtype in row.dtypes
+]
+
+
+@pytest.mark.parametrize(("row", "dtype"), ROWS)
+def test_every_row_of_the_table(row, dtype):
+    problem = row_problem(row, dtype)
+    rng = np.random.default_rng(0)
+    for step, options in ((0, {}), (row.block_k // 2, {"causal": True}), (3, {"window": (5, 2)})):
+        q = random(rng, dtype, problem.query_length + step, problem.head_dim)
+        k, v = random(rng, dtype, 2, problem.key_length + 2 * step, problem.head_dim)
+        result = attention(q, k, v, row=row, algo=row.algo, engine=row.engine, **options)
+        assert result.plan.tile is row
+        assert_forward_close(result.out, result.lse, q, k, v, plan=result.plan, **options)
+
+
+@EACH_KERNEL
+def test_heads_in_sections_of_the_cache(algo, engine):
+    """Heads whose keys share the L2 cache: sections of three heads, and a last one of two."""
+    dim, dtype = DIMS[engine], DTYPES[engine][0]
+    block_q = tile_of(algo, engine, dtype).block_q
+    q, k, v = random(np.random.default_rng(1), dtype, 3, 2, 4, 2 * block_q + 1, dim)
+    head_bytes = 2 * k[0, 0].nbytes
+    device = Device(90, multiprocessors=132, cache_bytes=2 * 3 * head_bytes + 2)
+    result = attention(q, k, v, algo=algo, engine=engine, causal=True, device=device)
+    assert result.plan.section == 3
+    assert_forward_close(result.out, result.lse, q, k, v, plan=result.plan, causal=True)
+
+
+@pytest.mark.parametrize("arch", [75, 80, 120])
+@EACH_KERNEL
+def test_other_architectures(algo, engine, arch):
+    """Before sm_80 there is no cp.async; shared memory is smaller before and after the H200."""
+    if engine == "mma" and arch < 80:
+        pytest.skip("tensor-core kernels need sm_80")
+    rng, device = np.random.default_rng(2), Device(arch)
+    for dtype, dim in itertools.product(DTYPES[engine][:2], (DIMS[engine], 128)):
+        q, k, v = random(rng, dtype, 3, 2, 75, dim)
+        result = attention(q, k, v, algo=algo, engine=engine, causal=True, device=device)
+        assert_forward_close(result.out, result.lse, q, k, v, plan=result.plan, causal=True)
+
+
+# ------------------------------------------------------------------------------ exact laws
+@EACH_TYPE
+def test_lse_of_equal_scores_counts_the_visible_keys(algo, engine, dtype):
+    """With q = 0 the sum of exponentials is a count: a key too many or too few shows."""
+    tile, dim = tile_of(algo, engine, dtype), DIMS[engine]
+    n, m = tile.block_q + 5, 2 * tile.block_k + 3
+    rng = np.random.default_rng(3)
+    q, k = np.zeros((2, n, dim), numpy_dtype(dtype)), random(rng, dtype, 2, m, dim)
+    u = UNIT_ROUNDOFF["float64" if dtype == "float64" else "float32"]
+    lengths = {"q_lengths": n - 3, "kv_lengths": m - 2}
+    choices = [{}, {"window": (9, 4)}, lengths, {**lengths, "window": (tile.block_k, 0)}]
+    for options, causal in itertools.product(choices, (False, True, "top_left")):
+        shaped = {name: np.int32([x]) if "lengths" in name else x for name, x in options.items()}
+        result = attention(
+            q[None], k[None], k[None], algo=algo, engine=engine, causal=causal, **shaped
+        )
+        count = reference.visible_keys((1, 2, n, m), causal=causal, **shaped).sum(-1)
+        with np.errstate(divide="ignore"):
+            expected = np.log(count.astype(float))
+        assert np.array_equal(np.isneginf(result.lse), count == 0), result.plan
+        error = np.abs(result.lse[count > 0] - expected[count > 0])
+        assert (error <= 4 * u * np.maximum(1, expected[count > 0])).all(), result.plan
+        assert np.array_equal(np.rint(np.exp(result.lse)), count), result.plan
+
+
+@EACH_TYPE
+def test_values_of_one_give_one(algo, engine, dtype):
+    rng, dim = np.random.default_rng(4), DIMS[engine]
+    q, k = random(rng, dtype, 3, 33, dim), random(rng, dtype, 3, 79, dim)
+    ones = np.ones((3, 79, dim), q.dtype)
+    for options in ({}, {"causal": True}, {"window": 7}):
+        result = attention(q, k, ones, algo=algo, engine=engine, **options)
+        # Half types round P to the type before the product, but its sum is that of exact P.
+        u, u_acc = (
+            UNIT_ROUNDOFF[dtype],
+            UNIT_ROUNDOFF["float64" if dtype == "float64" else "float32"],
+        )
+        error = np.abs(result.out.astype(float) - 1)
+        assert error.max() <= 2 * (2 * u + u_acc * (8 + np.sqrt(79))), result.plan
+
+
+@EACH_TYPE
+def test_permuted_keys_change_nothing(algo, engine, dtype):
+    rng, dim = np.random.default_rng(5), DIMS[engine]
+    m = tile_of(algo, engine, dtype).block_k + 21
+    q, (k, v) = random(rng, dtype, 2, 11, dim), random(rng, dtype, 2, 2, m, dim)
+    order = rng.permutation(m)
+    one = attention(q, k, v, algo=algo, engine=engine)
+    other = attention(q, k[:, order], v[:, order], algo=algo, engine=engine)
+    bound = forward_bound(q, k, v, dtype)
+    assert (np.abs(one.out.astype(float) - other.out.astype(float)) <= 2 * bound.out_bound).all()
+    assert (np.abs(one.lse - other.lse) <= 2 * bound.lse_bound).all()
+
+
+@EACH_TYPE
+def test_causal_prefix_depends_on_its_prefix_only(algo, engine, dtype):
+    tile, dim = tile_of(algo, engine, dtype), DIMS[engine]
+    rng, prefix = np.random.default_rng(6), tile.block_q + 3
+    n = 2 * max(tile.block_q, min(tile.block_k, 128)) + 7
+    q, k, v = random(rng, dtype, 3, n, dim)
+    one = attention(q, k, v, algo=algo, engine=engine, causal=True)
+    for changed in (random(rng, dtype, n, dim), np.full((n, dim), np.nan, k.dtype)):
+        k[prefix:], v[prefix:] = changed[prefix:], changed[prefix:]
+        other = attention(q, k, v, algo=algo, engine=engine, causal=True)
+        assert one.out[:prefix].tobytes() == other.out[:prefix].tobytes()
+        assert one.lse[:prefix].tobytes() == other.lse[:prefix].tobytes()
+        assert not np.array_equal(one.out[prefix:], other.out[prefix:])
+
+
+@pytest.mark.parametrize(("engine", "dtype"), [(e, d) for e in DTYPES for d in DTYPES[e]])
+def test_fa1_equals_fa2(engine, dtype):
+    rng, dim = np.random.default_rng(7), DIMS[engine]
+    q, (k, v) = random(rng, dtype, 2, 70, dim), random(rng, dtype, 2, 2, 150, dim)
+    for options in ({}, {"causal": True}, {"window": (30, 3), "softcap": 2.0}):
+        fa1, fa2 = (attention(q, k, v, algo=a, engine=engine, **options) for a in ("fa1", "fa2"))
+        bound = forward_bound(q, k, v, dtype, **options)
+        assert (np.abs(fa1.out.astype(float) - fa2.out.astype(float)) <= 2 * bound.out_bound).all()
+        with np.errstate(invalid="ignore"):
+            lse_error = np.where(fa1.lse == fa2.lse, 0, np.abs(fa1.lse - fa2.lse))
+        assert (lse_error <= 2 * bound.lse_bound).all()
+
+
+@EACH_TYPE
+def test_halves_merged_by_lse_equal_the_whole(algo, engine, dtype):
+    rng, dim = np.random.default_rng(8), DIMS[engine]
+    q, (k, v) = random(rng, dtype, 2, 21, dim), random(rng, dtype, 2, 2, 90, dim)
+    whole = attention(q, k, v, algo=algo, engine=engine)
+    halves = [
+        attention(q, k[:, part], v[:, part], algo=algo, engine=engine)
+        for part in (slice(None, 37), slice(37, None))
+    ]
+    lse = np.logaddexp(*(half.lse.astype(float) for half in halves))
+    out = sum(np.exp(half.lse - lse)[..., None] * half.out.astype(float) for half in halves)
+    bound = forward_bound(q, k, v, dtype)
+    # Each half has the whole's bound at most twofold: its weights sum to one on their own.
+    weights = np.maximum.reduce([np.exp(half.lse - lse) for half in halves])[..., None]
+    assert weights.max() < 1
+    assert (np.abs(lse - whole.lse) <= 3 * bound.lse_bound).all()
+    assert (np.abs(out - whole.out.astype(float)) <= 3 * bound.out_bound).all()
+
+
+@EACH_KERNEL
+def test_grouped_heads_equal_repeated_ones(algo, engine):
+    rng, dim, dtype = np.random.default_rng(9), DIMS[engine], DTYPES[engine][-1]
+    q, (k, v) = random(rng, dtype, 2, 6, 20, dim), random(rng, dtype, 2, 2, 3, 30, dim)
+    grouped = attention(q, k, v, algo=algo, engine=engine, enable_gqa=True, causal=True)
+    repeated = (np.repeat(x, 2, axis=1) for x in (k, v))
+    plain = attention(q, *repeated, algo=algo, engine=engine, causal=True)
+    assert grouped.out.tobytes() == plain.out.tobytes()
+    assert grouped.lse.tobytes() == plain.lse.tobytes()
+
+
+@pytest.mark.parametrize("layout", ["bnhd", "padded", "odd", "offset", "reversed", "sparse"])
+@EACH_TYPE
+def test_strided_views_equal_their_copies(algo, engine, dtype, layout):
+    q, k, v = random(np.random.default_rng(10), dtype, 3, 2, 2, 45, DIMS[engine])
+    copy = attention(q, k, v, algo=algo, engine=engine, causal=True)
+    views = [place(x, layout) for x in (q, k, v)]
+    strided = attention(*views, algo=algo, engine=engine, causal=True)
+    assert copy.out.tobytes() == strided.out.tobytes()
+    assert copy.lse.tobytes() == strided.lse.tobytes()
+    shared = attention(q, q, q, algo=algo, engine=engine)  # one array may be all three
+    assert_forward_close(shared.out, shared.lse, q, q, q, plan=shared.plan)
+
+
+@EACH_KERNEL
+def test_lse_may_be_unwanted(algo, engine):
+    q, k, v = random(np.random.default_rng(11), DTYPES[engine][0], 3, 2, 40, DIMS[engine])
+    with_lse, without = (
+        attention(q, k, v, algo=algo, engine=engine, return_lse=wanted) for wanted in (True, False)
+    )
+    assert without.lse is None
+    assert with_lse.out.tobytes() == without.out.tobytes()
+
+
+# ------------------------------------------------------------------------------ work
+@pytest.mark.parametrize("window", [(20, 20), (20, 0)])
+@EACH_KERNEL
+def test_work_is_proportional_to_the_window(algo, engine, window):
+    """For a fixed window, as many more instructions for the second N queries as for the third."""
+    dtype, dim = DTYPES[engine][0], DIMS[engine]
+    tile, what = tile_of(algo, engine, dtype), "mma" if engine == "mma" else "accesses"
+    step = np.lcm(tile.block_q, tile.block_k)
+
+    def work(length, **options):
+        q = np.zeros((length, dim), numpy_dtype(dtype))
+        return attention(q, q, q, algo=algo, engine=engine, **options).stats[what]
+
+    one, two, four = (work(n * step, window=window) for n in (1, 2, 4))
+    slope = two - one
+    if what == "mma":
+        assert four - two == 2 * slope
+    else:
+        assert four - two == pytest.approx(2 * slope, rel=0.03)
+    # Every query tile of the second half visits the same few key tiles, not all.
+    per_tile = work(2 * step) / (2 * step / tile.block_q) / (2 * step / tile.step_k)
+    visits = sum(window) // tile.step_k + 2
+    assert slope <= 1.2 * per_tile * visits * (step / tile.block_q) or step <= 2 * tile.step_k
+
+
+@EACH_KERNEL
+def test_causal_masks_halve_the_work(algo, engine):
+    dtype, dim = DTYPES[engine][0], DIMS[engine]
+    tile, what = tile_of(algo, engine, dtype), "mma" if engine == "mma" else "accesses"
+    length = 8 * max(tile.warp_rows if algo == "fa1" else tile.block_q, tile.step_k)
+    q = np.zeros((length, dim), numpy_dtype(dtype))
+    full, causal = (
+        attention(q, q, q, algo=algo, engine=engine, causal=c).stats[what] for c in (False, True)
+    )
+    assert causal < 0.66 * full
+
+
+@EACH_KERNEL
+def test_hidden_keys_cost_nothing(algo, engine):
+    """Keys beyond the length: as many products as if they were not there."""
+    dtype, dim = DTYPES[engine][0], DIMS[engine]
+    m = 3 * tile_of(algo, engine, dtype).block_k
+    q, k = np.zeros((1, 5, dim), numpy_dtype(dtype)), np.zeros((1, m, dim), numpy_dtype(dtype))
+    lengths = {"kv_lengths": np.int32(7), "algo": algo, "engine": engine}
+    what = "mma" if engine == "mma" else "accesses"
+    long, short = (attention(q, x, x, **lengths).stats[what] for x in (k, k[:, :8]))
+    assert long == short if what == "mma" else long == pytest.approx(short, rel=0.02)
+
+
+# ---------------------------------------------------------------------- the plan and the launch
+@EACH_KERNEL
+def test_grid_is_what_the_papers_say(algo, engine):
+    """fa1: one block per head, fa2: one per head and query tile. Counted by the emulator."""
+    dtype, dim = DTYPES[engine][0], DIMS[engine]
+    block_q = tile_of(algo, engine, dtype).block_q
+    q, k, v = random(np.random.default_rng(12), dtype, 3, 2, 3, 2 * block_q + 1, dim)
+    result = attention(q, k, v, algo=algo, engine=engine)
+    assert result.stats["blocks"] == result.plan.grid == (6 if algo == "fa1" else 6 * 3)
+    needed = 6 * (2 * block_q + 1) * (dim + 2) * 4
+    assert result.plan.workspace_bytes == (needed if algo == "fa1" else 0)
+
+
+def test_device_of_the_tests():
+    assert H200.shared_bytes == 232448

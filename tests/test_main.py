@@ -1,0 +1,208 @@
+"""`python -m cuflash`: its report, its exit status, and its words for a broken CuPy."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+import types
+
+import numpy as np
+import pytest
+
+import cuflash
+from cuflash import __main__ as report
+from cuflash import host
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """A problem of no size on the CPU alone, with the time of each call taken once."""
+    monkeypatch.setattr(report, "CPU_SHAPE", (1, 2, 33, 16))
+    monkeypatch.setattr(report, "REPEATS", {"CPU": 1, "GPU": 1})
+    monkeypatch.setitem(sys.modules, "cupy", None)
+
+
+def test_report_without_cupy(small, capsys):
+    assert report.main() == 0
+    text = capsys.readouterr().out
+    assert f"cuflash {cuflash.__version__}, Python 3." in text
+    assert f"NumPy {np.__version__}" in text
+    assert "none in use: CuPy is not installed (pip install 'cuflash[cuda13x]')" in text
+    assert "engine   numpy: usable" in text
+    assert "engine   mma: not usable: it needs a GPU" in text
+    assert text.endswith(
+        "all 8 checks passed: every result is within its bound of the float64 reference\n"
+    )
+
+
+def test_table_has_a_row_for_every_kernel_type_and_mask(small, capsys):
+    report.main()
+    lines = capsys.readouterr().out.splitlines()
+    (start,) = (i for i, line in enumerate(lines) if line.startswith("kernel "))
+    rows = lines[start + 1 : start + 9]
+    found = set()
+    for line in rows:
+        name, engine, dtype, shape, *causal, ms, rate, ratio = line.split()
+        found.add((name, engine, dtype, *causal))
+        assert shape == "1x2x33x16"
+        assert float(ms) > 0
+        assert float(rate) >= 0
+        assert 0 < float(ratio) < 1
+    assert found == {
+        (f"{algo}_forward", "numpy", dtype, *causal)
+        for algo in ("fa1", "fa2")
+        for dtype in ("float16", "float32")
+        for causal in ((), ("causal",))
+    }
+    # Aligned: types and shapes begin, and errors end, in one column each.
+    assert len({re.search("float", line).start() for line in rows}) == 1
+    assert len({re.search("1x2", line).start() for line in rows}) == 1
+    assert len({len(line) for line in rows}) == 1
+
+
+def test_a_failed_check_shows_and_sets_the_exit_status(small, capsys, monkeypatch):
+    def wrong(plan, q, k, v, out, lse, **options):
+        right(plan, q, k, v, out, lse, **options)
+        if plan.algo == "fa1" and plan.problem.dtype == "float32":
+            out *= 1.001
+
+    right = host.forward
+    monkeypatch.setattr(host, "forward", wrong)
+    assert report.main() == 1
+    text = capsys.readouterr().out
+    assert "2 of 8 checks FAILED" in text
+    failed = [line for line in text.splitlines() if line.endswith(" FAILED") and "_forward" in line]
+    assert [line.split()[:3] for line in failed] == [["fa1_forward", "numpy", "float32"]] * 2
+
+
+def test_nan_fails_the_check(small, monkeypatch):
+    def wrong(plan, q, k, v, out, lse, **options):
+        out[...] = np.nan
+
+    monkeypatch.setattr(host, "forward", wrong)
+    assert report.main() == 1
+
+
+def broken_cupy(**runtime):
+    """What the report asks a CuPy without a working device: its version and a count."""
+    cuda = types.SimpleNamespace(runtime=types.SimpleNamespace(**runtime))
+    return types.SimpleNamespace(__version__="14.0", cuda=cuda)
+
+
+def no_device():
+    raise RuntimeError("cudaErrorNoDevice: no CUDA-capable device is detected\nand more")
+
+
+def zero_devices():
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("count", "words"),
+    [
+        (no_device, "finds no device (cudaErrorNoDevice: no CUDA-capable device is detected)"),
+        (zero_devices, "counts no device"),
+    ],
+)
+def test_no_device_in_words(small, capsys, monkeypatch, count, words):
+    monkeypatch.setitem(sys.modules, "cupy", broken_cupy(getDeviceCount=count))
+    assert report.main() == 0
+    assert f"none in use: CuPy 14.0 is here, but {words}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        ("import a_module_that_cupy_lacks", "No module named 'a_module_that_cupy_lacks'"),
+        ("raise ImportError('libcuda.so.1: cannot open\\nhelp')", "libcuda.so.1: cannot open"),
+        ("raise OSError", "OSError"),
+    ],
+)
+def test_a_cupy_that_does_not_import_in_words(small, capsys, monkeypatch, tmp_path, code, words):
+    (tmp_path / "cupy.py").write_text(code)
+    monkeypatch.delitem(sys.modules, "cupy")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert report.main() == 0
+    assert f"none in use: CuPy cannot be imported ({words})\n" in capsys.readouterr().out
+
+
+class FewFacts:
+    """The facts of a device, and of libraries that may not load, as `describe` reads them."""
+
+    __version__ = "14.0"
+
+    def __init__(self, compiler):
+        facts = {"name": b"NVIDIA H200", "major": 9, "minor": 0, "totalGlobalMem": 139 << 30}
+        runtime = types.SimpleNamespace(
+            getDeviceCount=lambda: 1,
+            getDeviceProperties=lambda number: facts,
+            driverGetVersion=lambda: 13000,
+        )
+        nvrtc = types.SimpleNamespace(getVersion=compiler)
+        self.cuda = types.SimpleNamespace(runtime=runtime, nvrtc=nvrtc)
+
+
+def missing_library():
+    raise RuntimeError("libnvrtc.so.13 not found")
+
+
+@pytest.mark.parametrize(
+    ("compiler", "words"),
+    [(lambda: (13, 0), "NVRTC 13.0"), (missing_library, "no NVRTC (libnvrtc.so.13 not found)")],
+)
+def test_description_of_a_device(compiler, words):
+    lines = report.describe(FewFacts(compiler)).splitlines()
+    assert lines[0] == "GPU 0    NVIDIA H200, compute capability 9.0, 139 GiB"
+    assert lines[1] == f"CuPy 14.0, {words}, driver for CUDA 13"
+
+
+@pytest.mark.parametrize(
+    ("error", "words", "is_broken"),
+    [
+        (RuntimeError("the CUDA headers are missing: pip\nx"), "fails: the CUDA headers", True),
+        (NotImplementedError("none:\n  fa2 mma: needs sm_80"), "not usable: fa2 mma: needs", False),
+        (None, "", False),
+    ],
+)
+def test_engines_of_a_device(monkeypatch, error, words, is_broken):
+    def try_it(*arrays, engine):
+        if engine == "mma" and error is not None:
+            raise error
+
+    module = types.SimpleNamespace(
+        zeros=np.zeros,
+        cuda=types.SimpleNamespace(runtime=types.SimpleNamespace(deviceSynchronize=lambda: None)),
+    )
+    monkeypatch.setattr(report, "plan", lambda *arrays, engine: None)
+    monkeypatch.setattr(report, "attention", try_it)
+    reasons, broken = report.usable_engines(module)
+    assert reasons["numpy"] == reasons["simt"] == ""
+    assert reasons["mma"].startswith(words)
+    assert broken == ("mma" if is_broken else "")
+
+
+def test_an_engine_that_should_run_but_fails_sets_the_exit_status(small, capsys, monkeypatch):
+    found = {"numpy": "", "simt": "", "mma": "fails: the CUDA headers are missing"}
+    monkeypatch.setattr(report, "usable_engines", lambda cupy: (found, "mma"))
+    assert report.main() == 1
+    text = capsys.readouterr().out
+    assert "engine   mma: fails: the CUDA headers are missing\n" in text
+    assert "\nmma did not run on this GPU: the reason is above\n" in text
+
+
+def test_as_a_process_within_twenty_seconds_of_processor_time(tmp_path):
+    begin = time.perf_counter()
+    command = [sys.executable, "-W", "error", "-m", "cuflash"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120,
+                          env=environment(), check=False)  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stderr == ""
+    assert "checks passed: every result is within its bound" in done.stdout
+    assert time.perf_counter() - begin < 60  # 20 on two cores; here other tests run alongside
+
+
+def environment():
+    """The process finds this package, and no device whatever the machine has."""
+    root = os.path.dirname(os.path.dirname(cuflash.__file__))
+    return {**os.environ, "PYTHONPATH": root, "CUDA_VISIBLE_DEVICES": ""}

@@ -1,0 +1,109 @@
+"""Bands and score expressions: their dense form against the definition, and their shortcuts."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cuflash import reference
+from cuflash.masks import ALIGNMENTS, Band
+from cuflash.scores import ScoreMod, softcap
+
+lengths = st.integers(0, 12)
+widths = st.none() | st.integers(-3, 15)
+bands = st.builds(Band, widths, widths, st.sampled_from(ALIGNMENTS))
+
+
+def dense(band, n, m, shift):
+    """The definition, a pair at a time."""
+
+    def visible(q, k):
+        left = band.left is None or k >= q + shift - band.left
+        return left and (band.right is None or k <= q + shift + band.right)
+
+    return np.array([[visible(q, k) for k in range(m)] for q in range(n)], bool).reshape(n, m)
+
+
+@given(bands, lengths, lengths)
+def test_dense_form_and_count(band, n, m):
+    expected = dense(band, n, m, m - n if band.alignment == "bottom_right" else 0)
+    np.testing.assert_array_equal(band.to_dense(n, m), expected)
+    assert band.count(n, m) == expected.sum()
+    assert band.is_open == (band.left is None and band.right is None)
+
+
+@given(bands, lengths, lengths, st.integers(-15, 15))
+def test_a_shift_of_ones_own(band, n, m, shift):
+    np.testing.assert_array_equal(band.to_dense(n, m, shift), dense(band, n, m, shift))
+
+
+@given(bands, lengths, lengths, st.integers(-15, 15), st.data())
+def test_ranges_hold_what_is_visible_and_covers_is_exact(band, n, m, shift, data):
+    full = dense(band, n, m, shift)
+    q0 = data.draw(st.integers(0, n))
+    q1 = data.draw(st.integers(q0, n))
+    begin, end = band.key_range(q0, q1, shift, m)
+    assert 0 <= begin <= end <= m
+    seen = full[q0:q1].any(axis=0)
+    assert not seen[:begin].any()
+    assert not seen[end:].any()
+    k0 = data.draw(st.integers(0, m))
+    k1 = data.draw(st.integers(k0, m))
+    begin, end = band.query_range(k0, k1, shift, n)
+    assert 0 <= begin <= end <= n
+    seen = full[:, k0:k1].any(axis=1)
+    assert not seen[:begin].any()
+    assert not seen[end:].any()
+    if q0 < q1 and k0 < k1:
+        assert band.covers(q0, q1, k0, k1, shift) == full[q0:q1, k0:k1].all()
+
+
+@pytest.mark.parametrize("causal", [False, True, *ALIGNMENTS])
+@pytest.mark.parametrize("window", [None, 0, 2, (1, None), (None, 3), [2, 2]])
+def test_options(causal, window):
+    band = Band.from_options(causal, window)
+    for n, m in ((5, 8), (8, 5), (4, 4)):
+        expected = reference.visible_keys((n, m), causal=causal, window=window)
+        np.testing.assert_array_equal(band.to_dense(n, m), expected)
+
+
+def test_drawing():
+    assert Band(1, 0).draw(3, 4) == "■■··\n·■■·\n··■■"
+    assert Band(0, 0, "top_left").draw(2, 3) == "■··\n·■·"
+
+
+def test_bands_are_values():
+    assert Band.from_options(True) == Band(right=0) == Band.from_options("bottom_right")
+    assert hash(Band(1, 2)) == hash(Band(1, 2))
+
+
+@given(st.floats(0.1, 50), st.lists(st.floats(-200, 200, width=32), max_size=5))
+def test_softcap(cap, scores):
+    scores = np.array(scores, np.float32)
+    capped = softcap(cap).evaluate(scores)
+    assert capped.dtype == np.float32
+    np.testing.assert_allclose(capped, cap * np.tanh(scores.astype(float) / cap), rtol=1e-5)
+
+
+def test_an_expression_sees_positions_and_captures():
+    score = ScoreMod("score - slope * abs(q + 1 - k) + head + batch", (("slope", 0.5),))
+    assert score.names == ("slope",)
+    assert score.values == (0.5,)
+    got = score.evaluate(np.zeros((2, 3)), 10, 100, np.arange(2)[:, None], np.arange(3))
+    expected = 110 - 0.5 * np.abs(np.arange(2)[:, None] + 1 - np.arange(3))
+    np.testing.assert_array_equal(got, expected)
+
+
+def test_an_expression_has_no_builtins():
+    with pytest.raises(NameError):
+        ScoreMod("open('file')").evaluate(1.0)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [(0, ValueError), (-1, ValueError), (np.inf, ValueError), (np.nan, ValueError),
+     ("1", TypeError), (True, TypeError), (None, TypeError), (1j, TypeError)],
+)  # fmt: skip
+def test_softcap_refuses(value, kind):
+    with pytest.raises(kind, match="softcap=.*: give a positive"):
+        softcap(value)

@@ -1,0 +1,223 @@
+"""Layouts: broadcasting, grouped heads and folding, against NumPy's own views."""
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cuflash.operands import (
+    MAX_AXES,
+    MAX_LENGTH,
+    Spec,
+    check_shapes,
+    conformed,
+    make_layout,
+    overlap,
+    result_dtype,
+)
+
+as_strided = np.lib.stride_tricks.as_strided
+
+
+def spec_of(x):
+    return Spec(x.shape, x.strides, x.dtype)
+
+
+@st.composite
+def strided(draw, shape):
+    """An array of that shape with numbers of its own, its axes in any order, step and direction."""
+    order = draw(st.permutations(range(len(shape))))
+    steps = [draw(st.sampled_from([1, 1, 1, 2, -1])) for _ in shape]
+    whole = [shape[axis] * abs(steps[axis]) for axis in order]
+    base = np.arange(int(np.prod(whole)), dtype=np.float32).reshape(whole)
+    view = base.transpose(np.argsort(order))
+    view = view[tuple(slice(None, None, step) for step in steps)]
+    assert view.shape == tuple(shape)
+    return view
+
+
+@st.composite
+def operands(draw, enable_gqa=False):
+    """q, k, v whose leading axes broadcast, each with axes of 1 or none where it likes."""
+    batch = draw(st.lists(st.integers(1, 3), max_size=3))
+    group = draw(st.integers(2, 3)) if enable_gqa else 1
+    heads = draw(st.integers(2 if enable_gqa else 1, 3))
+    n, m, d, e = (draw(st.integers(1, 3)) for _ in range(4))
+
+    def leading(heads, may_drop):
+        axes = [draw(st.sampled_from([size, 1])) for size in batch]
+        axes.append(draw(st.sampled_from([heads, 1])) if may_drop else heads)
+        while may_drop and axes and axes[0] == 1 and draw(st.booleans()):
+            axes.pop(0)
+        return axes
+
+    q = draw(strided((*leading(heads * group, not enable_gqa), n, d)))
+    k = draw(strided((*leading(heads, not enable_gqa), m, d)))
+    v = draw(strided((*leading(heads, True), m, e)))
+    return q, k, v
+
+
+def view_by(layout, name, x, trailing, sizes, strides):
+    """`x` seen through a layout's strides, which count elements."""
+    tail = x.ndim - trailing
+    steps = [s * x.itemsize for s in strides[name]]
+    return as_strided(x, (*sizes, *x.shape[tail:]), (*steps, *x.strides[tail:]))
+
+
+def check(layout, arrays, leading):
+    for name, x in zip("qkv", arrays, strict=True):
+        expected = np.broadcast_to(x, (*leading, *x.shape[-2:]))
+        flat = expected.reshape(-1, *x.shape[-2:])
+        view = view_by(layout, name, x, 2, layout.leading, layout.strides)
+        np.testing.assert_array_equal(view.reshape(flat.shape), flat)
+        folded = view_by(layout, name, x, 2, layout.axes, layout.axis_strides)
+        np.testing.assert_array_equal(folded.reshape(flat.shape), flat)
+        if x.shape[-2] > 1:
+            assert layout.rows[name] * x.itemsize == x.strides[-2]
+
+
+@given(operands())
+def test_broadcasting(arrays):
+    leading = np.broadcast_shapes(*(x.shape[:-2] for x in arrays))
+    layout = make_layout(*map(spec_of, arrays))
+    q, _, v = arrays
+    assert layout.leading == leading
+    assert layout.out_shape == (*leading, q.shape[-2], v.shape[-1])
+    assert layout.lse_shape == layout.out_shape[:-1]
+    check(layout, arrays, leading)
+
+
+@given(operands(enable_gqa=True))
+def test_grouped_heads(arrays):
+    q, k, v = arrays
+    group = q.shape[-3] // k.shape[-3]
+    layout = make_layout(*map(spec_of, arrays), enable_gqa=True)
+    k, v = (np.repeat(x, group, -3) if x.ndim > 2 and x.shape[-3] > 1 else x for x in (k, v))
+    leading = np.broadcast_shapes(*(x.shape[:-2] for x in (q, k, v)))
+    assert layout.out_shape == (*leading, q.shape[-2], v.shape[-1])
+    assert layout.leading[-2:] == (arrays[1].shape[-3], group)
+    for name, x, repeated in zip("qkv", arrays, (q, k, v), strict=True):
+        expected = np.broadcast_to(repeated, (*leading, *x.shape[-2:])).reshape(-1, *x.shape[-2:])
+        for sizes, strides in (
+            (layout.leading, layout.strides),
+            (layout.axes, layout.axis_strides),
+        ):
+            view = view_by(layout, name, x, 2, sizes, strides)
+            np.testing.assert_array_equal(view.reshape(expected.shape), expected)
+    with pytest.raises(ValueError, match="enable_gqa"):
+        make_layout(*map(spec_of, arrays))
+
+
+@given(operands(), st.data())
+def test_results_and_lengths(arrays, data):
+    plain = make_layout(*map(spec_of, arrays))
+    out = data.draw(strided(plain.out_shape))
+    lse = data.draw(strided(plain.lse_shape))
+    batch = plain.out_shape[:-3]
+    shape = [data.draw(st.sampled_from([size, 1])) for size in batch]
+    lengths = data.draw(strided(shape[data.draw(st.integers(0, len(shape))) :]))
+    if np.broadcast_shapes(lengths.shape, batch) != batch:
+        return
+    layout = make_layout(
+        *map(spec_of, arrays), spec_of(out), spec_of(lse),
+        q_lengths=spec_of(lengths), kv_lengths=spec_of(lengths),
+    )  # fmt: skip
+    for sizes, strides in ((layout.leading, layout.strides), (layout.axes, layout.axis_strides)):
+        view = view_by(layout, "out", out, 2, sizes, strides)
+        np.testing.assert_array_equal(view.reshape(out.shape), out)
+        view = view_by(layout, "lse", lse, 1, sizes, strides)
+        np.testing.assert_array_equal(view.reshape(lse.shape), lse)
+        for name in ("q_lengths", "kv_lengths"):
+            view = view_by(layout, name, lengths, 0, sizes, strides)
+            full = np.broadcast_to(lengths, batch)
+            full = np.broadcast_to(
+                full[(..., *[None] * (len(layout.leading) - len(batch)))], layout.leading
+            )
+            np.testing.assert_array_equal(view.reshape(full.shape), full)
+
+
+def test_contiguous_axes_fold_into_one():
+    spec = Spec.contiguous((2, 3, 4, 5, 8), np.dtype("f4"))
+    layout = make_layout(spec, spec, spec)
+    assert layout.axes == (24,)
+    assert layout.axis_strides["q"] == (40,)
+    one = Spec.contiguous((1, 1, 5, 8), np.dtype("f4"))
+    assert make_layout(one, one, one).axes == ()
+
+
+def test_axes_of_one_broadcast_operand_do_not_fold_with_others():
+    q = Spec.contiguous((2, 3, 5, 8), np.dtype("f4"))
+    k = Spec.contiguous((3, 5, 8), np.dtype("f4"))
+    layout = make_layout(q, k, k)
+    assert layout.axes == (2, 3)
+    assert layout.axis_strides["k"] == (0, 40)
+
+
+def test_too_many_irregular_axes():
+    axes = MAX_AXES + 1
+    x = np.zeros((3,) * axes + (1, 1), np.float32)[(slice(None, None, 2),) * axes]
+    spec = spec_of(x)
+    with pytest.raises(NotImplementedError, match=f"fold into {axes} .*at most {MAX_AXES}.*copy"):
+        make_layout(spec, spec, spec)
+    make_layout(*[spec_of(x[0])] * 3)
+
+
+def test_longest_sequence():
+    long = Spec.contiguous((MAX_LENGTH + 1, 1), np.dtype("f4"))
+    with pytest.raises(ValueError, match=f"lengths up to {MAX_LENGTH}"):
+        check_shapes(long, long, long)
+
+
+@settings(max_examples=200)
+@given(st.data())
+def test_overlap_is_that_of_byte_ranges(data):
+    memory = np.zeros(64, np.float32)
+
+    def part():
+        begin, end = sorted(data.draw(st.tuples(st.integers(0, 64), st.integers(0, 64))))
+        step = data.draw(st.sampled_from([1, 2, -1, -3]))
+        return memory[begin:end][::step]
+
+    a, b = part(), part()
+    got = overlap(spec_of(a), a.ctypes.data, spec_of(b), b.ctypes.data)
+    assert got == np.may_share_memory(a, b)
+
+
+def test_an_empty_array_overlaps_nothing():
+    memory = np.zeros(8, np.float32)
+    a, b = memory[4:4], memory
+    assert not overlap(spec_of(a), a.ctypes.data, spec_of(b), b.ctypes.data)
+    assert not overlap(spec_of(b), b.ctypes.data, spec_of(a), a.ctypes.data)
+
+
+@given(st.data())
+def test_contiguous_spec_is_that_of_numpy(data):
+    shape = tuple(data.draw(st.lists(st.integers(1, 4), max_size=4)))
+    x = np.zeros(shape, data.draw(st.sampled_from(["f2", "f4", "f8"])))
+    assert Spec.contiguous(shape, x.dtype) == spec_of(x)
+
+
+def test_conformed():
+    f4 = np.dtype("f4")
+    x = np.zeros((3, 4, 6), f4)
+    for view in (x, x[::2], x[:, ::-1], np.broadcast_to(x[0], x.shape), x[..., :1]):
+        spec = spec_of(view)
+        assert conformed(spec, f4) is spec
+    for view in (x[..., ::2], x[..., ::-1], x.swapaxes(-1, -2), x.astype("f8"), x.astype(">f4")):
+        assert conformed(spec_of(view), f4) == Spec.contiguous(view.shape, f4)
+
+
+def test_alignment_of_rows():
+    f2 = np.dtype("f2")
+    assert Spec.contiguous((2, 3, 8), f2).rows_are_aligned()
+    assert not Spec.contiguous((2, 3, 7), f2).rows_are_aligned()
+    assert Spec.contiguous((1, 1, 7), f2).rows_are_aligned()  # one row has no next one
+    assert Spec((4, 3, 8), (0, 16, 2), f2).rows_are_aligned()
+
+
+@pytest.mark.parametrize("types", list(itertools.product(["f2", "f4", "f8"], repeat=3)))
+def test_result_type_is_numpys(types):
+    types = [np.dtype(t) for t in types]
+    assert result_dtype(*types) == np.result_type(*types)

@@ -1,0 +1,202 @@
+"""What attention must satisfy whatever its numbers: no reference needed, or any options."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tolerance import assert_forward_close, forward_bound
+
+import cuflash
+
+DTYPES = {
+    "float16": np.dtype(np.float16),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype(np.float32),
+    "float64": np.dtype(np.float64),
+}
+sizes = st.integers(1, 12)
+
+
+@st.composite
+def calls(draw, leading=None, masked=True):
+    """q, k, v and options of one call."""
+    leading = draw(st.lists(st.integers(1, 3), max_size=2)) if leading is None else leading
+    n, m, d, e = (draw(sizes) for _ in range(4))
+    dtype = DTYPES[draw(st.sampled_from(sorted(DTYPES)))]
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    q, k, v = (
+        rng.standard_normal((*leading, *size)).astype(dtype) for size in ((n, d), (m, d), (m, e))
+    )
+    options = {
+        "algo": draw(st.sampled_from(["fa1", "fa2"])),
+        "scale": draw(st.none() | st.floats(0, 4)),
+        "softcap": draw(st.none() | st.floats(0.5, 50)),
+    }
+    if masked:
+        side = st.none() | st.integers(0, 14)
+        options["causal"] = draw(st.sampled_from([False, True, "top_left"]))
+        options["window"] = draw(st.none() | st.tuples(side, side))
+        for name, longest in (("q_lengths", n), ("kv_lengths", m)):
+            shape = leading[:-1]
+            if draw(st.booleans()):
+                options[name] = rng.integers(0, longest + 2, shape)
+    return q, k, v, options
+
+
+def bound_of(q, k, v, options):
+    return forward_bound(q, k, v, q.dtype, **without_algo(options))
+
+
+def without_algo(options):
+    return {name: value for name, value in options.items() if name != "algo"}
+
+
+def assert_within(a, b, bound):
+    """Two results of one value, each within `bound` of it."""
+    error = np.abs(a.astype(np.float64) - b.astype(np.float64))
+    assert (error <= 2 * bound.astype(np.float64)).all()
+
+
+@settings(max_examples=150)
+@given(calls())
+def test_any_options_equal_the_reference(call):
+    q, k, v, options = call
+    out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+    assert_forward_close(out, lse, q, k, v, **without_algo(options))
+
+
+@given(calls())
+def test_both_algorithms_agree(call):
+    q, k, v, options = call
+    bound = bound_of(q, k, v, options)
+    a, b = (cuflash.attention(q, k, v, **{**options, "algo": x}) for x in ("fa1", "fa2"))
+    assert_within(a, b, bound.out_bound)
+
+
+@given(calls())
+def test_values_of_one_give_one_or_nothing(call):
+    q, k, v, options = call
+    out, lse = cuflash.attention(q, k, np.ones_like(v), return_lse=True, **options)
+    seen = np.isfinite(lse)
+    bound = bound_of(q, k, np.ones_like(v), options).out_bound
+    assert_within(out, np.where(seen[..., None], 1.0, 0.0), bound)
+    assert (out[~seen] == 0).all()
+    assert np.isneginf(lse[~seen]).all()
+
+
+@given(calls(masked=False), st.randoms(use_true_random=False))
+def test_the_order_of_keys_does_not_matter(call, random):
+    q, k, v, options = call
+    order = list(range(k.shape[-2]))
+    random.shuffle(order)
+    bound = bound_of(q, k, v, options)
+    a = cuflash.attention(q, k, v, **options)
+    b = cuflash.attention(q, k[..., order, :], v[..., order, :], **options)
+    assert_within(a, b, bound.out_bound)
+
+
+@given(calls(masked=False), st.data())
+def test_two_halves_merged_by_lse_are_the_whole(call, data):
+    q, k, v, options = call
+    cut = data.draw(st.integers(0, k.shape[-2]))
+    bound = bound_of(q, k, v, options)
+    out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+    outs, lses, spare, lse_spare = [], [], 0, bound.lse_bound
+    for part in (slice(None, cut), slice(cut, None)):
+        halves = q, k[..., part, :], v[..., part, :]
+        a, b = cuflash.attention(*halves, return_lse=True, **options)
+        outs.append(a.astype(np.float64))
+        lses.append(b.astype(np.float64))
+        limits = bound_of(*halves, options)
+        lse_limit = np.where(np.isfinite(b), limits.lse_bound, 0)  # no key: exactly -inf
+        lse_spare = lse_spare + lse_limit
+        spare = spare + limits.out_bound + 2 * np.abs(limits.out) * lse_limit[..., None]
+    merged = np.logaddexp(*lses)
+    weights = [np.exp(x - merged)[..., None] for x in lses]
+    assert (np.abs(merged - lse) <= lse_spare + 1e-15).all()
+    both = weights[0] * outs[0] + weights[1] * outs[1]
+    assert (np.abs(both - out.astype(np.float64)) <= bound.out_bound + spare + 1e-15).all()
+
+
+@given(calls(leading=[2, 3]), st.integers(1, 3))
+def test_grouped_heads_equal_repeated_ones(call, group):
+    q, k, v, options = call
+    q = np.concatenate([q] * group, axis=-3)
+    grouped = cuflash.attention(q, k, v, enable_gqa=True, **options)
+    repeated = cuflash.attention(q, *(np.repeat(x, group, -3) for x in (k, v)), **options)
+    np.testing.assert_array_equal(grouped, repeated)
+
+
+@given(calls(masked=False), st.data())
+def test_a_causal_prefix_depends_on_its_prefix_only(call, data):
+    _, k, v, options = call
+    options["causal"] = data.draw(st.sampled_from([True, "top_left"]))
+    length = data.draw(st.integers(1, k.shape[-2]))
+    whole, whole_lse = cuflash.attention(k, k, v, return_lse=True, **options)
+    k_part, v_part = k[..., :length, :], v[..., :length, :]
+    out, lse = cuflash.attention(k_part, k_part, v_part, return_lse=True, **options)
+    bound = bound_of(k_part, k_part, v_part, options)
+    assert_within(out, whole[..., :length, :], bound.out_bound)
+    assert_within(lse, whole_lse[..., :length], bound.lse_bound)
+
+
+@given(calls(masked=True), st.data())
+def test_hidden_keys_have_no_influence(call, data):
+    q, k, v, options = call
+    n, m = q.shape[-2], k.shape[-2]
+    length = data.draw(st.integers(0, m))
+    for name in ("q_lengths", "kv_lengths"):
+        options.pop(name, None)
+    options["kv_lengths"] = length
+    expected, expected_lse = cuflash.attention(q, k, v, return_lse=True, **options)
+    k, v = k.copy(), v.copy()
+    k[..., length:, :], v[..., length:, :] = np.nan, np.inf
+    out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+    np.testing.assert_array_equal(out, expected)
+    np.testing.assert_array_equal(lse, expected_lse)
+    assert out.shape[-2] == n
+
+
+@given(calls(), st.data())
+def test_a_strided_view_equals_its_copy(call, data):
+    arrays, options = list(call[:3]), call[3]
+    views = []
+    for x in arrays:
+        order = data.draw(st.permutations(range(x.ndim)))
+        view = np.ascontiguousarray(x.transpose(order)).transpose(np.argsort(order))
+        if data.draw(st.booleans()):
+            view = np.repeat(view, 2, axis=-1)[..., ::2]
+        np.testing.assert_array_equal(view, x)
+        views.append(view)
+    np.testing.assert_array_equal(
+        cuflash.attention(*views, **options), cuflash.attention(*arrays, **options)
+    )
+
+
+@given(calls(leading=[3]), st.floats(-2, 2))
+def test_the_result_is_linear_in_the_values(call, factor):
+    q, k, v, options = call
+    w = v[..., ::-1]
+    a, b, c = (
+        cuflash.attention(q, k, x.astype(v.dtype), **options).astype(np.float64)
+        for x in (v, w, v + factor * w)
+    )
+    limits = sum(
+        bound_of(q, k, x.astype(v.dtype), options).out_bound * size
+        for x, size in ((v, 1), (w, abs(factor)), (v + factor * w, 2))
+    )
+    assert (np.abs(a + factor * b - c) <= limits + 1e-300).all()
+
+
+@pytest.mark.parametrize("algo", ["fa1", "fa2"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", [False, True, "top_left"])
+def test_queries_of_zero_count_their_keys(algo, dtype, causal):
+    n, m = 37, 53
+    q, k = np.zeros((n, 8), DTYPES[dtype]), np.ones((m, 8), DTYPES[dtype])
+    options = {"causal": causal, "window": (20, 3)}
+    _, lse = cuflash.attention(q, k, k, algo=algo, return_lse=True, **options)
+    count = cuflash.reference.visible_keys((n, m), **options).sum(-1)
+    with np.errstate(divide="ignore"):
+        np.testing.assert_allclose(lse, np.log(count), rtol=1e-6)

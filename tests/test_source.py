@@ -1,0 +1,217 @@
+"""Source expansion: one string, each header once, true lines, and nothing in it by chance."""
+
+import dataclasses
+import itertools
+import re
+import subprocess
+import sys
+from importlib.resources import files
+
+import numpy as np
+import pytest
+from compile_kernels import compile_source, require_nvrtc
+
+from cuflash import source as source_module
+from cuflash.params import POINTERS, fields, pack, params_dtype
+from cuflash.plan import CPU, TILES, Device, Plan, Problem, make_plan
+from cuflash.scores import softcap
+
+H200 = Device(90, "NVIDIA H200", multiprocessors=132)
+KERNELS = files("cuflash") / "kernels"
+NAMES = ["fa1_forward.cu", "fa2_forward.cu"]
+kernels = pytest.mark.parametrize("name", NAMES)
+
+
+def plan(dtype="float16", algo="fa2", engine=None, d=64, **more) -> Plan:
+    problem = Problem(dtype, (2, 3), 100, 90, d, d, heads=3, **more)
+    return make_plan(problem, H200, algo, engine)
+
+
+def kernel_lines(name):
+    return (KERNELS / name).read_text().splitlines()
+
+
+@kernels
+def test_each_line_stands_where_its_directive_says(name):
+    file, number, seen = None, None, {}
+    for line in source_module.expand(name).splitlines():
+        directive = re.fullmatch(r'#line (\d+) "cuflash/kernels/([\w.]+)"', line)
+        if directive:
+            file, number = directive[2], int(directive[1]) - 1
+            continue
+        number += 1
+        original = kernel_lines(file)[number - 1]
+        assert line == original or (
+            line == "" and original.startswith(("#include", "#pragma once"))
+        )
+        assert number not in seen.setdefault(file, set())
+        seen[file].add(number)
+    for file, numbers in seen.items():
+        lost = set(range(1, len(kernel_lines(file)) + 1)) - numbers
+        # An include that was expanded gives its own line to the header.
+        assert all(kernel_lines(file)[number - 1].startswith("#include") for number in lost)
+
+
+@kernels
+def test_headers_are_pasted_once(name):
+    text = source_module.expand(name)
+    starts = re.findall(r'#line 1 "cuflash/kernels/([\w.]+)"', text)
+    assert len(starts) == len(set(starts))
+    assert starts[0] == name
+    assert '#include "' not in text
+    assert set(re.findall(r"#include <([\w.]+)>", text)) <= {"cuda_bf16.h", "cuda_fp16.h"}
+
+
+def test_every_kernel_file_is_used():
+    used = set(re.findall(r'"cuflash/kernels/([\w.]+)"', "".join(map(source_module.expand, NAMES))))
+    assert used == {path.name for path in KERNELS.iterdir() if path.name.endswith((".cu", ".cuh"))}
+
+
+@kernels
+def test_kernels_have_no_conditional_text(name):
+    for line in source_module.expand(name).splitlines():
+        assert not re.match(r"\s*#\s*(if|else|elif|endif|define|undef)", line), line
+
+
+def test_text_is_the_same_in_every_process():
+    code = """
+import numpy as np, cuflash
+x = np.zeros((2, 3, 100, 64), np.float16)
+h200 = cuflash.Device(90, "NVIDIA H200", multiprocessors=132)
+print(cuflash.plan(x, x, x, causal=True, softcap=5.0, kv_lengths=[1, 2], device=h200).source())
+"""
+    texts = {
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": ":".join(sys.path)},
+        ).stdout
+        for seed in ("1", "2")
+    }  # fmt: skip
+    assert len(texts) == 1
+    assert "fa2_forward" in texts.pop()
+
+
+def test_text_depends_on_what_changes_the_code_alone():
+    a = plan()
+    longer = dataclasses.replace(a.problem, query_length=999, key_length=77, leading=(5, 3))
+    assert make_plan(longer, H200, "fa2").tile == a.tile
+    assert make_plan(longer, H200, "fa2").source() == a.source()
+    assert softcap(3.0).expression == softcap(4.0).expression
+    texts = [plan(d=d, dtype=t).source() for d in (32, 64) for t in ("float16", "bfloat16")]
+    assert len(set(texts)) == 4
+
+
+def test_prelude_names_are_its_own():
+    """A header that declared a name of the prelude would hide it or not compile."""
+    text = "".join(kernel_lines_joined(path) for path in KERNELS.iterdir())
+    declared = set(
+        re.findall(r"^(?:constexpr \w+|struct|using|typedef .*?) (\w+)\b", text, re.MULTILINE)
+    )
+    prelude = source_module.prelude(plan())
+    names = set(re.findall(r"constexpr \w+ (\w+) =|using (\w+) =|struct (\w+) \{", prelude))
+    names = {name for group in names for name in group if name}
+    assert {"Element", "Accumulator", "Length", "Params", "BLOCK_K", "THREADS"} <= names
+    assert not names & declared
+    members = [name for name, *_ in fields(plan())]
+    assert len(members) == len(set(members))
+    assert not names & set(members)
+
+
+def kernel_lines_joined(path):
+    return path.read_text() + "\n" if path.name.endswith((".cu", ".cuh")) else ""
+
+
+def test_constants_are_typed():
+    prelude = source_module.prelude(plan(engine="simt", dtype="float32"))
+    assert "constexpr bool ENGINE_IS_MMA = false;" in prelude
+    assert "constexpr int HEAD_DIM = 64;" in prelude
+    assert "using Element = float;\nusing Accumulator = float;\nusing Length = int;" in prelude
+    assert "using Length = long long;" in source_module.prelude(plan(kv_lengths="int64"))
+    assert "using Accumulator = double;" in source_module.prelude(plan("float64"))
+
+
+def test_score_expression():
+    text = plan(score="score * slope", captures=("slope",)).source()
+    assert (
+        '    const T slope = T(p.slope);\n#line 1 "score expression"\n    return score * slope;'
+        in text
+    )
+    assert "constexpr bool SCORE_IS_MODIFIED = true;" in text
+    assert '#line 1 "score expression"\n    return score;' in plan().source()
+
+
+def test_numpy_plans_have_no_source():
+    with pytest.raises(ValueError, match="the numpy engine compiles nothing"):
+        make_plan(plan().problem, CPU).source()
+
+
+def test_params():
+    problem = Problem("float64", (2, 3), 100, 90, 64, 64, heads=3, captures=("slope", "cap"),
+                      score="score")  # fmt: skip
+    made = make_plan(problem, H200)
+    dtype = params_dtype(made)
+    assert dtype.names[: len(POINTERS)] == POINTERS
+    assert [dtype.fields[name][1] for name in POINTERS] == [8 * i for i in range(len(POINTERS))]
+    assert dtype.names[-2:] == ("slope", "cap")
+    assert dtype["scale"] == dtype["cap"] == np.float64
+    assert dtype.itemsize % 8 == 0
+    assert f"sizeof(Params) == {dtype.itemsize}" in made.source()
+
+
+def test_packing():
+    import cuflash
+    from cuflash.operands import Spec, make_layout
+
+    spec = Spec.contiguous((2, 3, 100, 64), np.dtype("f2"))
+    made = cuflash.plan(
+        *[np.zeros((2, 3, 100, 64), np.float16)] * 3, causal="top_left", window=(2**60, 5),
+        softcap=7.0, device=H200,
+    )  # fmt: skip
+    params = pack(made, make_layout(spec, spec, spec), 0.0, (7.0,))[0]
+    assert params["axes"] == 1
+    assert params["axis_size"].tolist() == [6, 0, 0, 0, 0, 0]
+    assert params["q_axis_stride"][0] == 6400
+    assert params["k_row_stride"] == 64
+    assert params["band_right"] == 0
+    assert params["band_left"] == (1 << 30) - 2
+    assert params["bottom_right"] == 0
+    assert params["softcap"] == 7
+    assert params["scale"] > 0  # the smallest that keeps -infinity * scale infinite
+    assert params["query_tiles"] == -(-100 // made.block_q)
+    assert params["head_count"] == 6
+    assert params["heads"] == 3
+
+
+@pytest.mark.parametrize(
+    ("algo", "engine"), list(itertools.product(["fa1", "fa2"], ["simt", "mma"]))
+)
+def test_source_compiles_alone(algo, engine):
+    require_nvrtc()
+    made = plan("float16", algo, engine, kv_lengths="int32", score="score + slope * (k - q)",
+                captures=("slope",))  # fmt: skip
+    assert compile_source(made.source(), "sm_90").messages == ()
+
+
+def test_errors_point_at_the_score_expression():
+    require_nvrtc()
+    made = plan(score="score + unheard_of", engine="simt")
+    with pytest.raises(
+        RuntimeError, match=r'score expression\(1\): error: .*"unheard_of" is undef'
+    ):
+        compile_source(made.source(), "sm_90")
+
+
+def test_errors_point_at_the_true_line_of_a_header():
+    require_nvrtc()
+    text = plan(engine="simt").source()
+    lines = kernel_lines("softmax.cuh")
+    number = next(i for i, line in enumerate(lines, 1) if line.startswith("constexpr double LN_2"))
+    broken = text.replace(lines[number - 1], "constexpr double LN_2 = missing;")
+    with pytest.raises(RuntimeError, match=rf"cuflash/kernels/softmax\.cuh\({number}\): error"):
+        compile_source(broken, "sm_90")
+
+
+def test_tiles_name_kernels_that_exist():
+    for row in TILES:
+        if row.engine != "numpy":
+            assert (KERNELS / f"{row.algo}_forward.cu").is_file()
