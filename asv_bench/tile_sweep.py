@@ -82,30 +82,16 @@ CASES = {
 # _simt(algo, dtypes, max_dim, block_k, warps, row_lanes, lane_rows, ...).
 CANDIDATES: dict[str, list[Tile]] = {
     "half64": [
-        _mma("fa2", 64, 128, 4, 2, step_k=64, stages=2, queries_in_registers=True),
-        _mma("fa2", 64, 128, 8, 2, step_k=64, stages=2, queries_in_registers=True),
-        _mma("fa2", 64, 128, 8, 2, step_k=64, stages=3, queries_in_registers=True),
-        _mma("fa2", 64, 256, 8, 2, step_k=64, stages=2, queries_in_registers=True),
-        _mma("fa2", 64, 64, 4, 2, stages=1, queries_in_registers=True),
+        _mma("fa2", 64, 64, 4, 2, stages=2, queries_in_registers=True),
         _mma("fa2", 64, 64, 4, 2, stages=3, queries_in_registers=True),
         _mma("fa2", 64, 128, 4, 2, stages=1),
-        _mma("fa2", 64, 64, 8, 1, stages=2, queries_in_registers=True, min_blocks=2),
-        _mma("fa2", 64, 128, 8, 1, step_k=64, stages=2, queries_in_registers=True, min_blocks=2),
-        _mma("fa2", 64, 96, 4, 2, step_k=48, stages=2, queries_in_registers=True),
-        _mma("fa2", 64, 64, 4, 1, stages=2, queries_in_registers=True, min_blocks=4),
-        _mma("fa2", 64, 128, 4, 1, step_k=64, stages=2, queries_in_registers=True, min_blocks=3),
+        _mma("fa2", 64, 80, 4, 2, stages=2, queries_in_registers=True),
+        _mma("fa2", 64, 96, 4, 2, stages=2),
     ],
     "half128": [
         _mma("fa2", 128, 64, 4, 2, stages=1),
-        _mma("fa2", 128, 64, 8, 2, stages=2),
-        _mma("fa2", 128, 64, 8, 2, stages=3),
-        _mma("fa2", 128, 128, 8, 2, step_k=64, stages=2),
-        _mma("fa2", 128, 96, 8, 2, step_k=48, stages=2),
-        _mma("fa2", 128, 48, 4, 2, stages=2),
-        _mma("fa2", 128, 32, 4, 2, stages=2),
-        _mma("fa2", 128, 64, 4, 2, step_k=32, stages=2),
-        _mma("fa2", 128, 64, 8, 1, stages=2, min_blocks=2),
-        _mma("fa2", 128, 64, 4, 1, stages=1, min_blocks=3),
+        _mma("fa2", 128, 48, 4, 2, stages=1),
+        _mma("fa2", 128, 64, 4, 2, stages=2),
     ],
     "half256": [
         _mma("fa2", 256, 64, 8, 1, stages=1),
@@ -195,12 +181,9 @@ class Shape:
             bench.draw(sizes, case.dtype, case.layout) for _ in "qkvo"
         )
         self.case, self.sizes = case, sizes
-        self.lengths = {"q_lengths": None, "kv_lengths": None}
-        arrays = {"q": self.q.cupy, "k": self.k.cupy, "v": self.v.cupy}
-        self.call, self.device_id = front._find_call(
-            arrays, self.lengths, self.out.cupy, None, case.algo, case.engine,
-            self.causal, None, None, None, False,
-        )  # fmt: skip
+        self.arrays = (self.q.cupy, self.k.cupy, self.v.cupy, self.out.cupy, None, None, None)
+        options = (case.algo, case.engine, self.causal, None, None, None, False)
+        self.call, self.device_id, self.addresses = front._find_call(self.arrays, options)
 
     @property
     def label(self) -> str:
@@ -216,14 +199,12 @@ class Shape:
         call = copy.copy(self.call)
         call.plan = self.plan(tile)
         call.launch = None
-        operands = [self.q.cupy, self.k.cupy, self.v.cupy]
-        work = call.plan.workspace_bytes
+        call.workspace_bytes = call.plan.workspace_bytes
+        work = call.workspace_bytes
         workspace = cupy.empty((work,), cupy.uint8) if work else None
 
         def run():
-            launch.run(
-                call, self.device_id, operands, self.out.cupy, None, self.lengths, workspace
-            )
+            launch.run(call, self.device_id, self.arrays, list(self.addresses), False, workspace)
 
         return run
 

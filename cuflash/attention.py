@@ -15,10 +15,10 @@ from .operands import (
     Spec,
     check_out,
     check_shapes,
+    clearance,
     conformed,
     make_layout,
     make_problem,
-    overlap,
     result_dtype,
 )
 from .plan import CHUNK_BYTES, CPU, Device, Plan, make_plan
@@ -27,19 +27,21 @@ from .scores import softcap as softcap_score
 _MAX_CALLS = 1024  # kinds of call that are remembered
 _DLPACK_CPU = 1  # kDLCPU
 _calls: dict[tuple, _Call] = {}
+_array_types = {np.ndarray}  # and CuPy's, once one was seen
+OPERANDS = ("q", "k", "v", "out", "lse", "q_lengths", "kv_lengths")
 
 
 class _Call:
     """All that repeats from call to call of one kind: layout, plan and, on a GPU, the launch."""
 
     __slots__ = (
-        "given", "launch", "layout", "lse_dtype", "lse_spec", "out_dtype", "out_spec", "plan",
-        "scale", "score", "specs",
+        "apart", "copied", "is_empty", "launch", "layout", "lse_dtype", "out_dtype", "plan",
+        "scale", "score", "specs", "stages_out", "workspace_bytes",
     )  # fmt: skip
 
     def __init__(self, given, device_id, options):
         algo, engine, causal, window, cap, scale, enable_gqa, aligned, device = options
-        q, k, v = self.given = tuple(given[name] for name in "qkv")
+        q, k, v = inputs = tuple(given[name] for name in "qkv")
         check_shapes(q, k, v)
         self.out_dtype = result_dtype(q.dtype, k.dtype, v.dtype)
         self.lse_dtype = np.dtype("float64" if self.out_dtype == np.float64 else "float32")
@@ -47,7 +49,8 @@ class _Call:
         self.score = None if cap is None else softcap_score(cap)
         self.scale = _checked_scale(scale, q.shape[-1])
         lengths = {name: given.get(name) for name in ("q_lengths", "kv_lengths")}
-        self.specs = tuple(conformed(spec, self.out_dtype) for spec in self.given)
+        self.specs = tuple(conformed(spec, self.out_dtype) for spec in inputs)
+        self.copied = any(a is not b for a, b in zip(inputs, self.specs))
         options = {**lengths, "enable_gqa": enable_gqa}
         self.layout = make_layout(*self.specs, **options)
         written = out = given.get("out")
@@ -60,9 +63,7 @@ class _Call:
             check_out("lse (the second of out)", lse, self.layout.lse_shape, self.lse_dtype)
         if not (out is None and lse is None):
             self.layout = make_layout(*self.specs, written, lse, **options)
-        self.out_spec = out or Spec.contiguous(self.layout.out_shape, self.out_dtype)
-        self.lse_spec = lse or Spec.contiguous(self.layout.lse_shape, self.lse_dtype)
-        rows = (*self.specs, written or self.out_spec)
+        rows = (*self.specs, written or Spec.contiguous(self.layout.out_shape, self.out_dtype))
         problem = make_problem(
             self.layout,
             *self.specs,
@@ -72,14 +73,20 @@ class _Call:
             aligned=aligned and all(spec.rows_are_aligned() for spec in rows),
         )
         self.plan = make_plan(problem, device or _device_facts(device_id), algo, engine)
+        self.workspace_bytes = self.plan.workspace_bytes
+        self.is_empty = 0 in self.layout.out_shape or k.shape[-2] == 0
+        self.stages_out = written is not out  # the kernel writes elsewhere, then out is copied to
         self.launch = None  # of a GPU's kernel, once it is compiled
+        # Pairs that must not overlap, each with its places in OPERANDS.
+        pairs = [(result, other) for result in ("out", "lse") for other in "qkv"]
+        self.apart = tuple(
+            (a, OPERANDS.index(a), b, OPERANDS.index(b), *clearance(given[a], given[b]))
+            for a, b in (*pairs, ("lse", "out"))
+            if a in given and b in given
+        )
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there is no key to see or nothing to write."""
-        return 0 in self.layout.out_shape or self.plan.problem.key_length == 0
 
-
+@functools.cache
 def _launch_module():
     from . import launch  # imports CuPy, which a CPU does without
 
@@ -107,7 +114,10 @@ def _is_cupy(x) -> bool:
 
 def _as_array(name: str, x):
     """`x` itself if NumPy or CuPy made it; else what DLPack or the CUDA interface shows of it."""
+    if type(x) in _array_types:
+        return x
     if isinstance(x, np.ndarray) or _is_cupy(x):
+        _array_types.add(type(x))
         return x
     if hasattr(x, "__dlpack_device__") and int(x.__dlpack_device__()[0]) == _DLPACK_CPU:
         try:
@@ -122,25 +132,14 @@ def _as_array(name: str, x):
     )
 
 
-def _device_of(arrays: dict[str, object]) -> int | None:
-    """The CUDA device that holds all arrays, None for the CPU.
-
-    Raises
-    ------
-    ValueError
-        If they are not all in one place; the message says which is where.
-    """
+def _check_places(arrays: dict[str, object]) -> None:
+    """Raise a ValueError that says which array is where, unless all are in one place."""
     # The device of a CuPy array has a number, that of a NumPy array is the word "cpu".
     places = {name: getattr(x.device, "id", None) for name, x in arrays.items()}
     if len(set(places.values())) > 1:
         words = {n: "on the CPU" if p is None else f"on GPU {p}" for n, p in places.items()}
         listing = ", ".join(f"{name} {place}" for name, place in words.items())
         raise ValueError(f"arrays are in different places: {listing}; move them to one device")
-    return next(iter(places.values()))
-
-
-def _address(x) -> int:
-    return x.ctypes.data if isinstance(x, np.ndarray) else x.data.ptr
 
 
 def _as_lengths(name: str, lengths, like):
@@ -156,16 +155,25 @@ def _as_lengths(name: str, lengths, like):
     whole = all(s % lengths.itemsize == 0 for s in lengths.strides)
     if whole and lengths.dtype.name in ("int32", "int64"):
         return lengths
-    return lengths.astype(np.int64, order="C")
+    return _converted(lengths, np.int64)
 
 
-def _both_lengths(q_lengths, kv_lengths, like) -> dict[str, object]:
-    """Both lengths by name, in the one type that a kernel reads them as."""
+def _converted(lengths, dtype):
+    if isinstance(lengths, np.ndarray):
+        return lengths.astype(dtype, order="C")
+    wanted = Spec.contiguous(lengths.shape, dtype)
+    return _launch_module().conform(lengths, wanted)
+
+
+def _both_lengths(q_lengths, kv_lengths, like):
+    """Both lengths in the one type that a kernel reads them as."""
+    if q_lengths is None and kv_lengths is None:
+        return None, None
     q_lengths = _as_lengths("q_lengths", q_lengths, like)
     kv_lengths = _as_lengths("kv_lengths", kv_lengths, like)
     if q_lengths is not None and kv_lengths is not None and q_lengths.dtype != kv_lengths.dtype:
-        q_lengths, kv_lengths = (x.astype(np.int64) for x in (q_lengths, kv_lengths))
-    return {"q_lengths": q_lengths, "kv_lengths": kv_lengths}
+        q_lengths, kv_lengths = (_converted(x, np.int64) for x in (q_lengths, kv_lengths))
+    return q_lengths, kv_lengths
 
 
 def _spec(x) -> Spec:
@@ -265,30 +273,19 @@ def attention(
     >>> cuflash.attention(q[:, :, :1], k, v, kv_lengths=np.array([40, 70])).shape
     (2, 8, 1, 64)
     """
-    arrays = {"q": _as_array("q", q), "k": _as_array("k", k), "v": _as_array("v", v)}
-    lengths = _both_lengths(q_lengths, kv_lengths, arrays["q"])
-    given = _split_out(out, return_lse)
-    results = [None if x is None else _as_array(n, x) for n, x in zip(("out", "lse"), given)]
-    call, device_id = _find_call(
-        arrays, lengths, *results, algo, engine, causal, window, softcap, scale, enable_gqa
-    )
-    _refuse_overlap(call, arrays, *results)
-    on_host = device_id is None
-    empty = np.empty if on_host else functools.partial(_launch_module().empty, device_id)
-    operands = [
-        x if spec is wanted else _conform(x, call.out_dtype, empty)
-        for x, spec, wanted in zip(arrays.values(), call.given, call.specs)
-    ]
-    if results[0] is None:
-        results[0] = empty(call.layout.out_shape, call.out_dtype)
-    if results[1] is None and return_lse:
-        results[1] = empty(call.layout.lse_shape, call.lse_dtype)
-    if on_host:
-        _run_host(call, operands, *results, lengths)
+    arrays = _arrays(q, k, v, out, return_lse, q_lengths, kv_lengths)
+    options = (algo, engine, causal, window, softcap, scale, enable_gqa)
+    call, device_id, addresses = _find_call(arrays, options)
+    for name, i, other, j, low, high in call.apart:
+        if low < addresses[j] - addresses[i] < high:
+            raise ValueError(f"{name} overlaps {other} in memory: give it memory of its own")
+    if device_id is None:
+        results = _run_host(call, arrays, return_lse)
     else:
-        _launch_module().run(call, device_id, operands, *results, lengths, workspace)
-    out, lse = (x if mine is None else mine for x, mine in zip(results, given))
-    return (out, lse) if return_lse else out
+        results = _launch_module().run(call, device_id, arrays, addresses, return_lse, workspace)
+    if not return_lse:
+        return results[0] if out is None else out
+    return tuple(x if mine is None else mine for x, mine in zip(results, out or (None, None)))
 
 
 def plan(
@@ -321,14 +318,23 @@ def plan(
     """
     if not (device is None or isinstance(device, Device)):
         raise TypeError(f"device={device!r}: give a cuflash.Device, or None for the arrays' own")
-    arrays = {"q": _as_array("q", q), "k": _as_array("k", k), "v": _as_array("v", v)}
-    lengths = _both_lengths(q_lengths, kv_lengths, arrays["q"])
-    given = _split_out(out, isinstance(out, tuple))
-    results = [None if x is None else _as_array(n, x) for n, x in zip(("out", "lse"), given)]
-    call, _ = _find_call(
-        arrays, lengths, *results, algo, engine, causal, window, softcap, scale, enable_gqa, device
+    arrays = _arrays(q, k, v, out, isinstance(out, tuple), q_lengths, kv_lengths)
+    options = (algo, engine, causal, window, softcap, scale, enable_gqa)
+    return _find_call(arrays, options, device)[0].plan
+
+
+def _arrays(q, k, v, out, return_lse, q_lengths, kv_lengths) -> tuple:
+    """The arrays of a call in the order of OPERANDS, None for those not given."""
+    q = _as_array("q", q)
+    out, lse = _split_out(out, return_lse)
+    return (
+        q,
+        _as_array("k", k),
+        _as_array("v", v),
+        None if out is None else _as_array("out", out),
+        None if lse is None else _as_array("lse", lse),
+        *_both_lengths(q_lengths, kv_lengths, q),
     )
-    return call.plan
 
 
 def _split_out(out, return_lse):
@@ -350,59 +356,51 @@ def _kind(x) -> str:
     return f"a tuple of {len(x)}" if isinstance(x, tuple) else f"a {type(x).__name__}"
 
 
-def _find_call(
-    arrays, lengths, out, lse, algo, engine, causal, window, cap, scale, enable_gqa, device=None
-):
-    """The remembered call of this kind, or a new one; and the arrays' device."""
-    present = {**arrays, **{n: x for n, x in lengths.items() if x is not None}}
-    addresses = 0
-    for name, x in (("out", out), ("lse", lse)):
-        if x is not None:
-            present[name] = x
-            if isinstance(x, np.ndarray) and not x.flags.writeable:
-                raise ValueError(f"{name} is read-only: give an array that can be written to")
-    for name in ("q", "k", "v", "out"):
-        if name in present:
-            addresses |= _address(present[name])
-    if isinstance(window, list):
-        window = tuple(window)
-    device_id = _device_of(present)
-    aligned = addresses % CHUNK_BYTES == 0
-    options = (algo, engine, causal, window, cap, scale, bool(enable_gqa), aligned, device)
+def _find_call(arrays, options, device=None):
+    """The remembered call of this kind, or a new one; the arrays' device; their addresses."""
+    specs, places, addresses = [], [], []
+    for x in arrays:
+        if x is None:
+            specs.append(None)
+            addresses.append(0)
+            continue
+        specs.append((x.shape, x.strides, x.dtype))
+        if isinstance(x, np.ndarray):
+            places.append(None)
+            addresses.append(x.ctypes.data)
+        else:
+            memory = x.data
+            places.append(memory.device_id)
+            addresses.append(memory.ptr)
+    q, k, v, out = addresses[:4]
+    aligned = (q | k | v | out) % CHUNK_BYTES == 0
+    algo, engine, causal, window, cap, scale, enable_gqa = options
     # 2 == 2.0 and 1 == True, but not all of these are right.
-    types = (type(causal), type(cap), type(scale))
-    types += tuple(map(type, window)) if type(window) is tuple else (type(window),)
-    key = (device_id, tuple((n, *_spec(x)) for n, x in present.items()), options, types)
+    types = (type(causal), type(cap), type(scale), type(window))
+    if window is not None and types[-1] is not int:
+        window = tuple(window) if types[-1] is list else window
+        types += tuple(map(type, window)) if type(window) is tuple else ()
+    options = (algo, engine, causal, window, cap, scale, bool(enable_gqa), aligned, device)
+    key = (tuple(specs), tuple(places), options, types)
     try:
         call = _calls.get(key)
     except TypeError:  # an option that cannot be hashed is wrong: _Call says how
         call = None
     if call is None:
-        call = _Call({name: _spec(x) for name, x in present.items()}, device_id, options)
+        _check_places({name: x for name, x in zip(OPERANDS, arrays) if x is not None})
+        given = {name: Spec(*spec) for name, spec in zip(OPERANDS, specs) if spec is not None}
+        call = _Call(given, places[0], options)
         if len(_calls) >= _MAX_CALLS:
             _calls.clear()
         _calls[key] = call
-    return call, device_id
+    return call, places[0], addresses
 
 
-def _refuse_overlap(call: _Call, arrays, out, lse) -> None:
-    inputs = [(name, x, spec) for (name, x), spec in zip(arrays.items(), call.given)]
-    for name, x, spec in (("out", out, call.out_spec), ("lse", lse, call.lse_spec)):
-        if x is None:
-            continue
-        for other, y, other_spec in inputs:
-            if overlap(spec, _address(x), other_spec, _address(y)):
-                raise ValueError(f"{name} overlaps {other} in memory: give it memory of its own")
-        inputs.append((name, x, spec))
-
-
-def _conform(x, dtype, empty=np.empty):
-    """`x` as an engine reads it in that type: itself, or a copy (:func:`operands.conformed`)."""
-    spec = _spec(x)
-    wanted = conformed(spec, dtype)
-    if wanted is spec:
+def _conform(x, wanted: Spec):
+    """`x` as an engine reads it: itself, or a copy that :func:`operands.conformed` asks for."""
+    if x.dtype == wanted.dtype and x.strides == wanted.strides:
         return x
-    copy = empty(wanted.shape, wanted.dtype)
+    copy = np.empty(wanted.shape, wanted.dtype)
     copy[...] = x
     return copy
 
@@ -416,15 +414,28 @@ def _spread_view(x, call: _Call, name: str, trailing: int):
     )
 
 
-def _run_host(call: _Call, operands, out, lse, lengths) -> None:
-    views = [_spread_view(x, call, name, 2) for name, x in zip("qkv", operands)]
-    spread = {n: None if x is None else _spread_view(x, call, n, 0) for n, x in lengths.items()}
+def _run_host(call: _Call, arrays, return_lse):
+    """Run a call on NumPy arrays; returns out and lse."""
+    *operands, out, lse, q_lengths, kv_lengths = arrays
+    for name, x in (("out", out), ("lse", lse)):
+        if x is not None and not x.flags.writeable:
+            raise ValueError(f"{name} is read-only: give an array that can be written to")
+    if out is None:
+        out = np.empty(call.layout.out_shape, call.out_dtype)
+    if lse is None and return_lse:
+        lse = np.empty(call.layout.lse_shape, call.lse_dtype)
+
+    def spread(x, name, trailing):
+        return None if x is None else _spread_view(x, call, name, trailing)
+
     host.forward(
         call.plan,
-        *views,
-        _spread_view(out, call, "out", 2),
-        None if lse is None else _spread_view(lse, call, "lse", 1),
+        *(spread(_conform(x, s), n, 2) for n, x, s in zip("qkv", operands, call.specs)),
+        spread(out, "out", 2),
+        spread(lse, "lse", 1),
         scale=call.scale,
         score=call.score,
-        **spread,
+        q_lengths=spread(q_lengths, "q_lengths", 0),
+        kv_lengths=spread(kv_lengths, "kv_lengths", 0),
     )
+    return out, lse

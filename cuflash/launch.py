@@ -11,18 +11,10 @@ import numpy as np
 from .params import POINTERS, pack
 from .plan import CHUNK_BYTES, Device, Plan
 
-_POINTER_FORMAT = f"{len(POINTERS)}Q"
-
 
 @functools.cache
 def device_facts(device_id: int) -> Device:
-    """What the plan needs to know of a CUDA device.
-
-    Raises
-    ------
-    NotImplementedError
-        On ROCm, and before compute capability 7.0.
-    """
+    """What the plan needs to know of a CUDA device; an error on ROCm and before sm_70."""
     if cupy.cuda.runtime.is_hip:
         raise NotImplementedError("cuflash's kernels are CUDA C; this CuPy is built for ROCm")
     device = cupy.cuda.Device(device_id)
@@ -40,109 +32,119 @@ def device_facts(device_id: int) -> Device:
 
 
 @functools.lru_cache(maxsize=512)
-def compiled(plan: Plan, device_id: int):
-    """The kernel's function on one device, compiled or taken from CuPy's disk cache.
-
-    Raises
-    ------
-    RuntimeError
-        If it does not compile: with the extra to install where the CUDA headers are missing,
-        else with the compiler's message.
-    """
+def _load(source: str, name: str, shared_bytes: int, device_id: int):
     with cupy.cuda.Device(device_id):
-        kernel = cupy.RawKernel(plan.source(), plan.kernel)
+        kernel = cupy.RawKernel(source, name)
         try:
-            kernel.max_dynamic_shared_size_bytes = plan.shared_bytes
+            kernel.max_dynamic_shared_size_bytes = shared_bytes
         except cupy.cuda.compiler.CompileException as error:
-            message = str(error)
+            message = f"{name} does not compile\n{error}"
             if "cuda_fp16.h" in message or "cuda_bf16.h" in message:
-                raise RuntimeError(
-                    "the CUDA headers are missing: pip install 'cuflash[cuda13x]' (or cuda12x)"
-                ) from error
-            raise RuntimeError(f"{plan.kernel} does not compile\n{message}") from error
+                message = "the CUDA headers are missing: pip install cuflash[cuda13x] or [cuda12x]"
+            raise RuntimeError(message) from error
         return kernel.kernel
 
 
-class Launch:
-    """A plan's kernel with all of its arguments but the pointers."""
+@functools.lru_cache(maxsize=512)
+def compiled(plan: Plan, device_id: int):
+    """The kernel's function on one device, compiled or taken from CuPy's disk cache."""
+    return _load(plan.source(), plan.kernel, plan.shared_bytes, device_id)
 
-    def __init__(self, plan: Plan, template: np.ndarray, device_id: int):
-        self.device_id = device_id
-        self.function = compiled(plan, device_id)
-        self.grid, self.block = (plan.grid,), (plan.threads,)
-        self.shared_bytes = plan.shared_bytes
-        self.template = template
 
-    def __call__(self, *pointers: int) -> None:
-        """Launch on the current stream; `pointers` in the order of :data:`params.POINTERS`."""
-        params = self.template.copy()
-        struct.pack_into(_POINTER_FORMAT, params, 0, *pointers)
-        if cupy.cuda.runtime.getDevice() == self.device_id:
-            self.function(self.grid, self.block, (params,), self.shared_bytes)
-        else:
-            with cupy.cuda.Device(self.device_id):
-                self.function(self.grid, self.block, (params,), self.shared_bytes)
+def prepare(call, device_id: int):
+    """A function of all pointers that launches a call's kernel on the current stream."""
+    plan = call.plan
+    function, pack_into = compiled(plan, device_id), struct.Struct(f"{len(POINTERS)}Q").pack_into
+    template = pack(plan, call.layout, call.scale, call.score.values if call.score else ())
+    template = template.view(f"V{template.itemsize}")  # CuPy describes each field of a structure
+    grid, block, shared_bytes = (plan.grid,), (plan.threads,), plan.shared_bytes
+
+    def launch(*pointers):
+        params = template.copy()  # several threads may be here
+        pack_into(params, 0, *pointers)
+        function(grid, block, (params,), shared_bytes)
+
+    return launch
 
 
 def as_array(x) -> cupy.ndarray:
     """A view of what DLPack or the CUDA array interface shows; a copy of a NumPy array."""
-    by_dlpack = hasattr(x, "__dlpack_device__") and not isinstance(x, np.ndarray)
-    return cupy.from_dlpack(x) if by_dlpack else cupy.asarray(x)
+    if isinstance(x, np.ndarray):
+        refuse_capture()
+    elif hasattr(x, "__dlpack_device__"):
+        return cupy.from_dlpack(x)
+    return cupy.asarray(x)
 
 
-def empty(device_id: int, shape, dtype) -> cupy.ndarray:
-    """An uninitialised array on that device, from CuPy's current allocator."""
+def refuse_capture() -> None:
+    """Raise a RuntimeError while the current stream records into a CUDA graph."""
     if cupy.cuda.get_current_stream().is_capturing():
         raise RuntimeError(
-            "while a CUDA graph is captured, pass out= and, where the plan's workspace_bytes is "
-            "not 0, workspace=: memory taken now would be reused when the graph runs"
+            "while a CUDA graph is captured, pass out=, workspace= where plan.workspace_bytes is "
+            "not 0, and arrays that need no copy: memory taken now would be reused later"
         )
-    with cupy.cuda.Device(device_id):
-        return cupy.empty(shape, dtype)
 
 
-def workspace(plan: Plan, given, device_id: int):
-    """Memory for the kernel's state: the caller's, new, or None where it needs none."""
-    needed = plan.workspace_bytes
-    if not needed:
-        return None
+def empty(shape, dtype) -> cupy.ndarray:
+    """An uninitialised array on the current device, from CuPy's current allocator."""
+    refuse_capture()
+    return cupy.empty(shape, dtype)
+
+
+def conform(x: cupy.ndarray, wanted) -> cupy.ndarray:
+    """`x`, or a copy in the type and layout of the Spec `wanted` where it has another."""
+    if x.dtype == wanted.dtype and x.strides == wanted.strides:
+        return x
+    with x.device:
+        copy = empty(wanted.shape, wanted.dtype)
+        copy[...] = x
+    return copy
+
+
+def workspace(needed: int, given, device_id: int) -> cupy.ndarray:
+    """Memory for the kernel's state: the caller's, or new."""
     if given is None:
-        return empty(device_id, (needed,), np.uint8)
+        return empty((needed,), np.uint8)
     if not isinstance(given, cupy.ndarray) or not given.flags.c_contiguous:
         raise ValueError(f"workspace is a {type(given).__name__}: give a contiguous CuPy array")
     if given.device.id != device_id:
         raise ValueError(f"workspace is on GPU {given.device.id}: give one on GPU {device_id}")
     if given.nbytes < needed or given.data.ptr % CHUNK_BYTES:
-        raise ValueError(
-            f"workspace has {given.nbytes} bytes: {needed} are needed, from a multiple of "
-            f"{CHUNK_BYTES} on"
-        )
+        have = f"workspace has {given.nbytes} bytes"
+        raise ValueError(f"{have}: {needed} are needed, from a multiple of {CHUNK_BYTES} on")
     return given
 
 
-def prepare(call, device_id: int) -> Launch:
-    """Compile a call's kernel and pack its arguments, once."""
-    captured = call.score.values if call.score else ()
-    template = pack(call.plan, call.layout, call.scale, captured)
-    return Launch(call.plan, template, device_id)
-
-
-def run(call, device_id: int, operands, out, lse, lengths, given_workspace) -> None:
-    """Run a call's kernel on CuPy arrays, on the current stream."""
+def run(call, device_id: int, arrays, addresses, return_lse, given_workspace):
+    """Run a call on CuPy arrays, on the current stream of their device; returns out and lse."""
+    if cupy.cuda.runtime.getDevice() != device_id:
+        with cupy.cuda.Device(device_id):
+            return run(call, device_id, arrays, addresses, return_lse, given_workspace)
+    out, lse = arrays[3:5]
+    if out is None:
+        out = empty(call.layout.out_shape, call.out_dtype)
+        addresses[3] = out.data.ptr
+    if lse is None and return_lse:
+        lse = empty(call.layout.lse_shape, call.lse_dtype)
+        addresses[4] = lse.data.ptr
     if call.is_empty:
         out.fill(0)
         if lse is not None:
             lse.fill(-np.inf)
-        return
-    state = workspace(call.plan, given_workspace, device_id)
+        return out, lse
     if call.launch is None:
         call.launch = prepare(call, device_id)
-    rows_are_contiguous = out.shape[-1] == 1 or out.strides[-1] == out.dtype.itemsize
-    target = out if rows_are_contiguous else empty(device_id, out.shape, out.dtype)
-    call.launch(
-        *(x.data.ptr for x in operands),
-        target.data.ptr,
-        *(0 if x is None else x.data.ptr for x in (lse, state, *lengths.values())),
-    )
+    state, target = 0, out
+    if call.workspace_bytes:
+        held = workspace(call.workspace_bytes, given_workspace, device_id)
+        state = held.data.ptr
+    if call.copied:
+        copies = [conform(x, spec) for x, spec in zip(arrays, call.specs)]
+        addresses[:3] = [x.data.ptr for x in copies]
+    if call.stages_out:
+        target = empty(out.shape, out.dtype)
+        addresses[3] = target.data.ptr
+    call.launch(*addresses, state)
     if target is not out:
         out[...] = target
+    return out, lse

@@ -45,9 +45,7 @@ class Spec(NamedTuple):
         return all(s % itemsize == 0 for n, s in zip(self.shape, self.strides) if n > 1)
 
     def extent(self) -> tuple[int, int]:
-        """Bytes that the array spans, from the address of its first element."""
-        if 0 in self.shape:
-            return 0, 0
+        """Bytes that an array with elements spans, from the address of its first."""
         reach = [(n - 1) * s for n, s in zip(self.shape, self.strides)]
         low = sum(r for r in reach if r < 0)
         return low, sum(r for r in reach if r > 0) + self.dtype.itemsize
@@ -290,9 +288,9 @@ def check_out(name: str, given: Spec, shape: tuple[int, ...], dtype) -> None:
         )
 
 
-def overlap(a: Spec, a_address: int, b: Spec, b_address: int) -> bool:
-    """Whether the byte ranges that two arrays span have any byte in common."""
+def clearance(a: Spec, b: Spec) -> tuple[int, int]:
+    """Arrays overlap iff `low < address of b - address of a < high`, by the bytes they span."""
     if 0 in a.shape or 0 in b.shape:
-        return False
+        return 0, 0
     (a_low, a_high), (b_low, b_high) = a.extent(), b.extent()
-    return a_address + a_low < b_address + b_high and b_address + b_low < a_address + a_high
+    return a_low - b_high, a_high - b_low

@@ -18,8 +18,9 @@ _OPERANDS = ("q", "k", "v", "out", "lse")
 _FIELDS = (
     (("q", "k", "v"), "u8", "const Element*"),
     (("out",), "u8", "Element*"),
-    (("lse", "state"), "u8", "Accumulator*"),
+    (("lse",), "u8", "Accumulator*"),
     (("q_lengths", "kv_lengths"), "u8", "const Length*"),
+    (("state",), "u8", "Accumulator*"),
     (tuple(f"{x}_row_stride" for x in _OPERANDS), "i8", "long long"),
     (tuple(f"{x}_axis_stride" for x in _OPERANDS), "i8 axes", "long long"),
     (("q_lengths_stride", "kv_lengths_stride"), "i8 axes", "long long"),
@@ -28,7 +29,7 @@ _FIELDS = (
     (("band_left", "band_right", "bottom_right", "query_tiles", "section"), "i4", "int"),
     (("scale",), "Accumulator", "Accumulator"),
 )  # fmt: skip
-POINTERS = ("q", "k", "v", "out", "lse", "state", "q_lengths", "kv_lengths")
+POINTERS = ("q", "k", "v", "out", "lse", "q_lengths", "kv_lengths", "state")
 
 
 def fields(plan: Plan):

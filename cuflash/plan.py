@@ -150,8 +150,9 @@ class Tile:
 
     `block_k` keys are in shared memory at a time and `step_k` of them are scored at once (all of
     them in fa2 rows that do not say otherwise); `stages` key tiles (fa2) or query slabs per warp
-    (fa1) are under way at a time. A warp owns `slabs` times 16 query rows (mma), or `32 / row_lanes * lane_rows`
-    rows (simt: `row_lanes` lanes share a row, each lane holds `lane_rows` rows).
+    (fa1) are under way at a time. A warp owns `slabs` times 16 query rows (mma), or
+    `32 / row_lanes * lane_rows` rows (simt: `row_lanes` lanes share a row, each lane holds
+    `lane_rows` rows).
     """
 
     algo: str
@@ -162,6 +163,7 @@ class Tile:
     warps: int
     step_k: int = 0
     stages: int = 1
+    load_unroll: int = 2
     slabs: int = 1
     queries_in_registers: bool = False
     row_lanes: int = 1
@@ -372,8 +374,8 @@ EVERY = (*SINGLE, *DOUBLE)
 # The first row that fits serves; so faster rows come first, and rows for smaller shared memories
 # and larger head dims follow.
 TILES = (
-    _mma("fa2", 64, 64, 4, 2, stages=1, queries_in_registers=True, min_blocks=2, fill=1.0),
-    _mma("fa2", 64, 64, 4, 1, stages=3, queries_in_registers=True),
+    _mma("fa2", 64, 64, 4, 2, stages=2, load_unroll=8, queries_in_registers=True, fill=1.0),
+    _mma("fa2", 64, 64, 4, 1, stages=3, load_unroll=8, queries_in_registers=True),
     _mma("fa2", 128, 48, 4, 2, stages=2, min_blocks=2, fill=1.0),
     _mma("fa2", 128, 64, 4, 1, stages=2, queries_in_registers=True),
     _mma("fa2", 256, 64, 8, 1, stages=1, fill=1.0),

@@ -36,6 +36,7 @@ def _constants(plan: Plan) -> dict[str, int | bool]:
         "BLOCK_K": tile.block_k,
         "STEP_K": tile.step_k,
         "STAGES": tile.stages,
+        "LOAD_UNROLL": tile.load_unroll,
         "WARP_SLABS": tile.slabs,
         "QUERIES_IN_REGISTERS": tile.queries_in_registers,
         "ROW_LANES": tile.row_lanes,

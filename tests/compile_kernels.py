@@ -105,6 +105,8 @@ class Library:
         """A call that failed."""
 
     def __init__(self, path: Path):
+        for builtins in path.parent.glob("libnvrtc-builtins.so*"):  # which NVRTC looks for by name
+            ctypes.CDLL(str(builtins))
         self.library, self.path = ctypes.CDLL(str(path)), path
 
     def _call(self, name, *arguments):

@@ -11,6 +11,7 @@ from tolerance import assert_forward_close
 
 import cuflash
 from cuflash import reference
+from cuflash.operands import Spec
 
 module = importlib.import_module("cuflash.attention")  # the function of that name hides it
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -233,8 +234,8 @@ class OnDevice:
 
 def test_arrays_in_different_places():
     with pytest.raises(ValueError, match="q on the CPU, k on GPU 1; move them to one device"):
-        module._device_of({"q": Q, "k": OnDevice})
-    assert module._device_of({"q": OnDevice, "k": OnDevice}) == 1
+        module._check_places({"q": Q, "k": OnDevice})
+    module._check_places({"q": OnDevice, "k": OnDevice})
 
 
 def test_a_plan_for_something_that_is_no_device():
@@ -642,6 +643,13 @@ def test_workspace_is_ignored_where_none_is_needed():
         cuflash.attention(Q, K, V, algo="fa1", workspace=np.empty(0)),
         cuflash.attention(Q, K, V, algo="fa1"),
     )
+
+
+def test_what_needs_no_copy_is_not_copied():
+    assert module._conform(K, Spec(K.shape, K.strides, K.dtype)) is K
+    copy = module._conform(K, Spec.contiguous(K.shape, float))
+    assert copy.flags.c_contiguous
+    np.testing.assert_array_equal(copy, K)
 
 
 # The call cache

@@ -26,7 +26,7 @@ SENTENCES = [sentence for pair in PARAPHRASES for sentence in pair]
 UNEVEN = [*SENTENCES, "Rain.", "", " ".join(SENTENCES[2:8])]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _weights():
     missing = [
         name

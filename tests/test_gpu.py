@@ -138,8 +138,10 @@ LARGE = [
 @pytest.mark.parametrize("large", range(len(LARGE)))
 @EACH_KERNEL
 def test_large(cupy, algo, engine, large):
-    q_shape, k_shape, options = LARGE[large]
     for dtype in DTYPES[engine]:
+        q_shape, k_shape, options = LARGE[large]
+        if dtype == "float64":  # its reference is in longdouble, without BLAS
+            q_shape, k_shape = ((*s[:2], -(-s[2] // 8), s[3]) for s in (q_shape, k_shape))
         q = random(cupy, dtype, *q_shape, seed=1)
         k, v = random(cupy, dtype, 2, *k_shape, seed=2)
         given = dict(options_on_device(cupy, options), algo=algo, engine=engine)

@@ -131,7 +131,7 @@ def test_budgets_are_of_rows_that_exist_and_may_spill():
 
 def test_what_the_compiler_says_is_read():
     log = """\
-cuflash/kernels/score.cuh(7): warning #177-D: variable "MIN_BLOCKS" was declared but never referenced
+score.cuh(7): warning #177-D: variable "MIN_BLOCKS" was declared but never referenced
 cuflash/kernels/mma.cuh(9): warning #550-D: variable "x" was set but never used
 ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized
 ptxas info    : Used 12 registers, used 1 barriers"""

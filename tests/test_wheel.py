@@ -98,5 +98,5 @@ plan = cuflash.plan(x, x, x, algo={algo!r}, engine={engine!r}, device=cuflash.De
 print(plan.source())
 """
     source = run_installed(installed, code)
-    assert f"void {algo}_forward" in source
+    assert f" {algo}_forward(const __grid_constant__ Params p)" in source
     assert f'"cuflash/kernels/{algo}_forward.cu"' in source

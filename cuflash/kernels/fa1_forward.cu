@@ -97,7 +97,7 @@ struct Slab {
 
 __device__ __forceinline__ void load_queries(Tile::Shared* Q_smem, const Params& p,
                                              const Head& head, int q_begin, int lane) {
-    load_tile<Tile::WARP_ROWS, HEAD_DIM, Tile::PADDED_D, 32, ALIGNED>(
+    load_tile<Tile::WARP_ROWS, HEAD_DIM, Tile::PADDED_D, 32, ALIGNED, LOAD_UNROLL>(
         Q_smem, head.q + i64(q_begin) * p.q_row_stride, p.q_row_stride,
         head.query_length - q_begin, lane);
 }
@@ -121,9 +121,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     for (int j = keys.begin / BLOCK_K; j < divide_up(keys.end, BLOCK_K); ++j) {
         const int k_tile = j * BLOCK_K, rows = head.key_length - k_tile;
         __syncthreads();  // nobody reads the previous key tile any more
-        load_tile<BLOCK_K, HEAD_DIM, Tile::PADDED_D, THREADS, ALIGNED>(
+        load_tile<BLOCK_K, HEAD_DIM, Tile::PADDED_D, THREADS, ALIGNED, LOAD_UNROLL>(
             K_smem, head.k + i64(k_tile) * p.k_row_stride, p.k_row_stride, rows, threadIdx.x);
-        load_tile<BLOCK_K, HEAD_DIM_V, Tile::PADDED_DV, THREADS, ALIGNED>(
+        load_tile<BLOCK_K, HEAD_DIM_V, Tile::PADDED_DV, THREADS, ALIGNED, LOAD_UNROLL>(
             V_smem, head.v + i64(k_tile) * p.v_row_stride, p.v_row_stride, rows, threadIdx.x);
         commit_copies();
         wait_copies<0>();

@@ -44,14 +44,14 @@ struct Work {
 
 __device__ __forceinline__ void load_keys(Tile::Shared* K_smem, const Params& p, const Head& head,
                                           int tile) {
-    load_tile<BLOCK_K, HEAD_DIM, Tile::PADDED_D, THREADS, ALIGNED>(
+    load_tile<BLOCK_K, HEAD_DIM, Tile::PADDED_D, THREADS, ALIGNED, LOAD_UNROLL>(
         K_smem, head.k + i64(tile) * BLOCK_K * p.k_row_stride, p.k_row_stride,
         head.key_length - tile * BLOCK_K, threadIdx.x);
 }
 
 __device__ __forceinline__ void load_values(Tile::Shared* V_smem, const Params& p, const Head& head,
                                             int tile) {
-    load_tile<BLOCK_K, HEAD_DIM_V, Tile::PADDED_DV, THREADS, ALIGNED>(
+    load_tile<BLOCK_K, HEAD_DIM_V, Tile::PADDED_DV, THREADS, ALIGNED, LOAD_UNROLL>(
         V_smem, head.v + i64(tile) * BLOCK_K * p.v_row_stride, p.v_row_stride,
         head.key_length - tile * BLOCK_K, threadIdx.x);
 }
@@ -79,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
         for (int j = 0; j < Tile::VALUE_COLUMNS; ++j) O_regs[i][j] = Accumulator(0);
 
-    load_tile<BLOCK_Q, HEAD_DIM, Tile::PADDED_D, THREADS, ALIGNED>(
+    load_tile<BLOCK_Q, HEAD_DIM, Tile::PADDED_D, THREADS, ALIGNED, LOAD_UNROLL>(
         Q_smem, head.q + i64(q_block) * p.q_row_stride, p.q_row_stride,
         head.query_length - q_block, threadIdx.x);
 #pragma unroll
