@@ -110,8 +110,7 @@ def workspace(needed: int, given, device_id: int) -> cupy.ndarray:
     if given.device.id != device_id:
         raise ValueError(f"workspace is on GPU {given.device.id}: give one on GPU {device_id}")
     if given.nbytes < needed or given.data.ptr % CHUNK_BYTES:
-        have = f"workspace has {given.nbytes} bytes"
-        raise ValueError(f"{have}: {needed} are needed, from a multiple of {CHUNK_BYTES} on")
+        raise ValueError(f"workspace has {given.nbytes} bytes: give {needed}, 16-byte aligned")
     return given
 
 

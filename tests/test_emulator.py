@@ -139,6 +139,37 @@ def test_shuffles_and_votes(mode):
     np.testing.assert_array_equal(out[20], lane)
 
 
+BLOCK_VOTES = """
+extern "C" __global__ void k(const int* who, int* out) {
+    extern __shared__ int last[];
+    int t = threadIdx.x;
+    last[t] = -t;
+    for (int i = 0; i < 6; i++) {
+        int any = __syncthreads_or(t == who[i]);
+        int seen = last[t ^ 64];  // the vote is a barrier as well
+        int all = __syncthreads_and(t != who[i]);
+        last[t] = i * t;
+        int count = __syncthreads_count(t >= who[i]);
+        int* o = out + (i * 128 + t) * 4;
+        o[0] = any, o[1] = all, o[2] = count, o[3] = seen;
+    }
+}"""
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("mode", MODES)
+def test_votes_of_a_block(mode, seed):
+    """One thread of 128 says otherwise, another one or nobody the next time: all hear of it."""
+    who, out = np.int32([77, -1, 0, 127, 128, 31]), np.zeros((6, 128, 4), np.int32)
+    launch(BLOCK_VOTES, [who, out], block=128, shared_bytes=512, seed=seed, mode=mode)
+    threads = np.arange(128)
+    for i, chosen in enumerate(who):
+        inside = 0 <= chosen < 128
+        expected = [inside, not inside, (threads >= chosen).sum()]
+        assert (out[i, :, :3] == np.int32(expected)).all()
+        assert (out[i, :, 3] == (-1 if i == 0 else i - 1) * (threads ^ 64)).all()
+
+
 # Shape, PTX type, NumPy type of the inputs.
 MMA = [
     (16, 16, "f16", np.float16),

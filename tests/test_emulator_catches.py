@@ -602,8 +602,11 @@ def test_too_many_threads_and_too_much_shared_memory():
     body = HEAD + "out[t] = in[t]; }"
     with pytest.raises(EmulatorError, match="256 threads, its launch bound is 128"):
         run(body, (X, X), threads=256)
-    with pytest.raises(EmulatorError, match="240000 bytes of shared memory"):
+    with pytest.raises(EmulatorError, match="240000 bytes of shared memory, sm_90 has 232448"):
         run(body, (X, X), shared_bytes=240000)
+    module = Module(PRELUDE + body, arch=1200)
+    with pytest.raises(EmulatorError, match="101384 bytes of shared memory, sm_120 has 101376"):
+        module.launch("k", 1, 32, [0, 0, 0], shared_bytes=101384)
 
 
 def test_arguments_of_the_wrong_size():

@@ -409,7 +409,7 @@ def test_workspace_that_does_not_do(cupy, engine):
     needed = cuflash.plan(q, k, v, **kernel).workspace_bytes
     wrong = {
         "bytes": cupy.empty(needed - 1, np.uint8),
-        "multiple of 16": cupy.empty(needed + 16, np.uint8)[1:],
+        "16-byte aligned": cupy.empty(needed + 16, np.uint8)[1:],
         "contiguous": cupy.empty(2 * needed, np.uint8)[::2],
         "CuPy": np.empty(needed, np.uint8),
     }

@@ -5,6 +5,7 @@ import math
 
 import numpy as np
 import pytest
+from emulator.module import _SHARED_LIMITS
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -94,6 +95,10 @@ def test_shared_memory_fits_the_device(arch, algo):
                         continue
                     assert 0 < plan.shared_bytes <= SHARED_BYTES[arch]
                     assert d <= plan.tile.max_dim
+
+
+def test_the_emulator_has_as_much_shared_memory():
+    assert {10 * arch: most for arch, most in SHARED_BYTES.items()} == _SHARED_LIMITS
 
 
 def served(dtype, algo, arch, d):

@@ -28,7 +28,8 @@ constexpr int K_TILE = BLOCK_K * Tile::PITCH, V_TILE = BLOCK_K * Tile::VALUE_PIT
 constexpr int Q_SLAB = Tile::WARP_ROWS * Tile::PITCH;
 static_assert(STAGES == 2, "one slab of queries is used while the next one arrives");
 static_assert((K_TILE + V_TILE + WARPS * (STAGES * Q_SLAB + Tile::EXCHANGE)) *
-                      sizeof(Tile::Shared) == SHARED_BYTES,
+                      sizeof(Tile::Shared) ==
+                  SHARED_BYTES,
               "the plan and the kernel lay out shared memory alike");
 
 using Softmax = OnlineSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS>;
@@ -66,9 +67,9 @@ struct State {
             }
         }
     }
-    __device__ __forceinline__ void store(
-        const Accumulator (&O)[Tile::ROWS][Tile::VALUE_COLUMNS], const Softmax& softmax,
-        const Tile& tile, int q_begin) const {
+    __device__ __forceinline__ void store(const Accumulator (&O)[Tile::ROWS][Tile::VALUE_COLUMNS],
+                                          const Softmax& softmax, const Tile& tile,
+                                          int q_begin) const {
 #pragma unroll
         for (int i = 0; i < Tile::ROWS; ++i) {
             const int q = q_begin + tile.row(i);
@@ -98,8 +99,8 @@ struct Slab {
 __device__ __forceinline__ void load_queries(Tile::Shared* Q_smem, const Params& p,
                                              const Head& head, int q_begin, int lane) {
     load_tile<Tile::WARP_ROWS, HEAD_DIM, Tile::PADDED_D, 32, ALIGNED, LOAD_UNROLL>(
-        Q_smem, head.q + i64(q_begin) * p.q_row_stride, p.q_row_stride,
-        head.query_length - q_begin, lane);
+        Q_smem, head.q + i64(q_begin) * p.q_row_stride, p.q_row_stride, head.query_length - q_begin,
+        lane);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
@@ -132,8 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
         const QuerySlabs<Tile::WARP_ROWS> slabs(p, head, k_tile, k_tile + BLOCK_K);
         int index = round_up(slabs.begin - warp, WARPS) + warp, stage = 0;
-        if (index < slabs.end)
-            load_queries(Q_smem, p, head, index * Tile::WARP_ROWS, lane);
+        if (index < slabs.end) load_queries(Q_smem, p, head, index * Tile::WARP_ROWS, lane);
         commit_copies();
         for (; index < slabs.end; index += WARPS, stage ^= 1) {
             if (index + WARPS < slabs.end)

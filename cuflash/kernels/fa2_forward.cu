@@ -26,7 +26,8 @@ constexpr int K_TILE = BLOCK_K * Tile::PITCH, V_TILE = BLOCK_K * Tile::VALUE_PIT
 constexpr int Q_TILE = BLOCK_Q * Tile::PITCH;
 static_assert(STAGES > 1 || BLOCK_K == STEP_K, "with one stage, a tile is one step");
 static_assert((Q_TILE + STAGES * (K_TILE + V_TILE) + WARPS * Tile::EXCHANGE) *
-                      sizeof(Tile::Shared) == SHARED_BYTES,
+                      sizeof(Tile::Shared) ==
+                  SHARED_BYTES,
               "the plan and the kernel lay out shared memory alike");
 
 // Heads come in sections whose keys and values share the L2 cache; within a section the query
@@ -80,8 +81,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         for (int j = 0; j < Tile::VALUE_COLUMNS; ++j) O_regs[i][j] = Accumulator(0);
 
     load_tile<BLOCK_Q, HEAD_DIM, Tile::PADDED_D, THREADS, ALIGNED, LOAD_UNROLL>(
-        Q_smem, head.q + i64(q_block) * p.q_row_stride, p.q_row_stride,
-        head.query_length - q_block, threadIdx.x);
+        Q_smem, head.q + i64(q_block) * p.q_row_stride, p.q_row_stride, head.query_length - q_block,
+        threadIdx.x);
 #pragma unroll
     for (int stage = 0; stage < max(1, STAGES - 1); ++stage) {
         if (stage < tiles.count) {
@@ -108,7 +109,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         }
         commit_copies();
         if (cut && STAGES > 1)
-            nonfinite |= clear_nonfinite<BLOCK_K, Tile::PADDED_DV, THREADS>(V_smem + stage * V_TILE);
+            nonfinite |=
+                clear_nonfinite<BLOCK_K, Tile::PADDED_DV, THREADS>(V_smem + stage * V_TILE);
 
 #pragma unroll 1
         for (int step = 0; step < BLOCK_K; step += STEP_K) {

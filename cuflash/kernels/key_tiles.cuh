@@ -43,7 +43,8 @@ struct KeyTiles {
 template <int SIZE>
 struct QuerySlabs {
     int begin, end;
-    __device__ __forceinline__ QuerySlabs(const Params& p, const Head& head, int k_begin, int k_end) {
+    __device__ __forceinline__ QuerySlabs(const Params& p, const Head& head, int k_begin,
+                                          int k_end) {
         k_end = min(k_end, head.key_length);
         const int q_begin = max(0, k_begin - head.shift - p.band_right);
         const int q_end = min(head.query_length, k_end - head.shift + p.band_left);

@@ -57,7 +57,7 @@ struct MmaTile {
     static constexpr int VALUE_COLUMNS = PADDED_DV / 4, ROW_THREADS = 4;
     static constexpr int PITCH = pitch<T>(PADDED_D), VALUE_PITCH = pitch<T>(PADDED_DV);
     static constexpr int DEPTHS = PADDED_D / 16;
-    static constexpr int EXCHANGE = 0;     // elements of shared memory per warp for P
+    static constexpr int EXCHANGE = 0;      // elements of shared memory per warp for P
     static constexpr int COLUMN_GROUP = 2;  // adjacent output columns of a lane
 
     const int lane;

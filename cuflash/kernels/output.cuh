@@ -15,8 +15,8 @@ __device__ __forceinline__ void store_rows(const Accumulator (&O)[ROWS][COLUMNS]
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         const int q = q_begin + tile.row(i);
-        const Accumulator total = softmax.total(i) +
-                                  initial_sum(p, head, softmax.origin[i] * multiplier);
+        const Accumulator total =
+            softmax.total(i) + initial_sum(p, head, softmax.origin[i] * multiplier);
         if (q >= p.query_length) continue;
         const bool empty = q >= head.query_length || total == Accumulator(0);
         const Accumulator inverse = Accumulator(1) / total;
@@ -27,8 +27,7 @@ __device__ __forceinline__ void store_rows(const Accumulator (&O)[ROWS][COLUMNS]
             Vector<Element, GROUP> values;
 #pragma unroll
             for (int c = 0; c < GROUP; ++c)
-                values.at[c] =
-                    narrow<Element>(empty ? Accumulator(0) : O[i][j + c] * inverse);
+                values.at[c] = narrow<Element>(empty ? Accumulator(0) : O[i][j + c] * inverse);
             if (ALIGNED && column + GROUP <= HEAD_DIM_V) {
                 *reinterpret_cast<Vector<Element, GROUP>*>(row + column) = values;
             } else {

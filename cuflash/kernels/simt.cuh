@@ -51,7 +51,8 @@ struct SimtTile {
                 K_regs[j] = *reinterpret_cast<const Vector<A>*>(K_smem + column(j) * PITCH + d);
 #pragma unroll
             for (int i = 0; i < ROWS; ++i) {
-                const Vector<A> Q = *reinterpret_cast<const Vector<A>*>(Q_slab + row(i) * PITCH + d);
+                const Vector<A> Q =
+                    *reinterpret_cast<const Vector<A>*>(Q_slab + row(i) * PITCH + d);
 #pragma unroll
                 for (int e = 0; e < CHUNK<A>; ++e)
 #pragma unroll

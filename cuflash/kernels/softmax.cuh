@@ -42,7 +42,8 @@ struct OnlineSoftmax {
     // is skipped. A row that has seen no key keeps origin = -infinity and subtracts 0 instead, so
     // that its P are exp2(-infinity) = 0 and not NaN.
     template <int COLUMNS>
-    __device__ __forceinline__ bool update(A (&S)[ROWS][COLUMNS], A multiplier, A (&rescale)[ROWS]) {
+    __device__ __forceinline__ bool update(A (&S)[ROWS][COLUMNS], A multiplier,
+                                           A (&rescale)[ROWS]) {
         bool stale = false;
         A largest[ROWS];
 #pragma unroll
@@ -58,8 +59,8 @@ struct OnlineSoftmax {
 #pragma unroll
             for (int i = 0; i < ROWS; ++i) {
                 const A raised = larger(origin[i], largest[i]);
-                rescale[i] = raised == -infinity<A>() ? A(1)
-                                                      : exp2_of((origin[i] - raised) * multiplier);
+                rescale[i] =
+                    raised == -infinity<A>() ? A(1) : exp2_of((origin[i] - raised) * multiplier);
                 origin[i] = raised;
                 sum[i] *= rescale[i];
             }

@@ -32,7 +32,10 @@ _STATS = (
     "switches accesses blocks"
 ).split()
 # Bytes of dynamic shared memory a block may have, by __CUDA_ARCH__.
-_SHARED_LIMITS = {750: 65536, 800: 166912, 860: 101376, 870: 166912, 890: 101376, 900: 232448}
+_SHARED_LIMITS = {
+    700: 98304, 720: 98304, 750: 65536, 800: 166912, 860: 101376, 870: 166912, 880: 101376,
+    890: 101376, 900: 232448, 1000: 232448, 1030: 232448, 1100: 232448, 1200: 101376, 1210: 101376,
+}  # fmt: skip
 
 # The module's own address range: constants and tables of the kernel are no device memory.
 _MODULE_RANGE = """
@@ -162,8 +165,7 @@ class Module:
         most = getattr(self._library, f"emu_threads_{kernel}")()
         if threads > most:
             raise EmulatorError(f"{kernel}: {threads} threads, its launch bound is {most}")
-        limits = [limit for arch, limit in _SHARED_LIMITS.items() if arch <= self.arch]
-        limit = limits[-1] if limits else 49152
+        limit = _SHARED_LIMITS.get(self.arch, 49152)  # which every architecture has
         if not 0 <= shared_bytes <= limit:
             raise EmulatorError(
                 f"{kernel}: {shared_bytes} bytes of shared memory, sm_{self.arch // 10} has {limit}"
