@@ -144,7 +144,7 @@ CANDIDATES: dict[str, list[Tile]] = {
 
 def _same(a: Tile, b: Tile) -> bool:
     """Whether two rows make the same kernel."""
-    plain = [replace(t, fill=0.0, max_dim=0, dtypes=(), origin="") for t in (a, b)]
+    plain = [replace(t, fill=0.0, max_dim=0, dtypes=()) for t in (a, b)]
     return astuple(plain[0]) == astuple(plain[1])
 
 

@@ -8,8 +8,21 @@
 //     V_smem  [STAGES][BLOCK_K][DV]
 //
 // Each warp owns WARP_ROWS rows and needs the others only for loading tiles. O is normalised once,
-// at the end. A tile is scored STEP_K keys at a time. With STAGES > 1 tile i + STAGES - 1 is under way during tile i, one barrier per tile;
-// with STAGES == 1 V_i arrives during Q K_i^T and K_i+1 during P V_i, two barriers per tile.
+// at the end. A tile is scored STEP_K keys at a time. With STAGES > 1 tile i + STAGES - 1 is under
+// way during tile i, one barrier per tile; with STAGES == 1 V_i arrives during Q K_i^T and K_i+1
+// during P V_i, two barriers per tile.
+//
+// Floor, for halves at D = 64, per warp (32 rows) and 64 keys: 128 mma.sync at 6 clocks of its
+// quadrant's tensor core, 768; 64 exp2 per lane at 8 clocks a warp, 512; about 350 other
+// instructions for the softmax, 50 for products and loads; 48 ldmatrix at 4 clocks of the SM's
+// shared memory, 768 for four warps. So the tensor core bounds it, at 650 TFLOP/s on an H200 (two
+// thirds of wgmma); expected were 300 to 350, as others reach with these instructions. Measured on
+// an H200 (asv_bench/against_peers.py half): 280 to 320 at D = 64, 304 to 371 at D = 128. Eight
+// warps per SM, all that 255 registers allow, do not hide every product's and exp2's latency.
+// What counted, by asv_bench/tile_sweep.py: loads that walk one pointer instead of computing each
+// address (0.79 to 1.01 of FlashAttention-2's own kernel, together with the lazy rescaling of
+// softmax.cuh), 32 rows per warp instead of 16 (1.15 times), nothing kept in registers through the
+// loop that can be had again.
 #include "numeric.cuh"
 #include "tile.cuh"
 #include "softmax.cuh"

@@ -43,8 +43,8 @@ __device__ __forceinline__ Head locate_head(const Params& p, int index) {
     return head;
 }
 
-// Where a head's results go. Apart from Head, because the addresses would otherwise sit in registers
-// all through the loop over keys.
+// Where a head's results go. Apart from Head, because the addresses would otherwise sit in
+// registers all through the loop over keys.
 struct HeadOutput {
     Element* out;
     Accumulator* lse;  // null when not wanted

@@ -35,9 +35,9 @@ struct OnlineSoftmax {
         for (int i = 0; i < ROWS; ++i) origin[i] = -infinity<A>(), sum[i] = A(0);
     }
 
-    // Turns scores into P = exp2(multiplier * (score - origin)) and returns whether earlier sums and
-    // outputs must be multiplied by `rescale`, the same answer for the whole warp. `origin` is a
-    // maximum of the row that may be out of date by LAZINESS in the exponent: P then reaches
+    // Turns scores into P = exp2(multiplier * (score - origin)) and returns whether earlier sums
+    // and outputs must be multiplied by `rescale`, the same answer for the whole warp. `origin` is
+    // a maximum of the row that may be out of date by LAZINESS in the exponent: P then reaches
     // 2^LAZINESS, which costs no accuracy, and the rescaling of O, rarely due after the first keys,
     // is skipped. A row that has seen no key keeps origin = -infinity and subtracts 0 instead, so
     // that its P are exp2(-infinity) = 0 and not NaN.

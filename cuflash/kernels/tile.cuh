@@ -109,25 +109,53 @@ __device__ __forceinline__ void load_tile(S* tile, const T* rows, i64 row_stride
     }
 }
 
+// Where a type's exponent lies in a 32-bit word that holds one number, two, or the upper half of
+// one. Adding ONE to an exponent of all ones carries into the sign's place, SIGN.
+template <typename S>
+struct Exponent;
+template <>
+struct Exponent<__half> {
+    static constexpr u32 MASK = 0x7c007c00, ONE = 0x04000400, SIGN = 0x80008000, WORDS = 1;
+};
+template <>
+struct Exponent<__nv_bfloat16> {
+    static constexpr u32 MASK = 0x7f807f80, ONE = 0x00800080, SIGN = 0x80008000, WORDS = 1;
+};
+template <>
+struct Exponent<float> {
+    static constexpr u32 MASK = 0x7f800000, ONE = 0x00800000, SIGN = 0x80000000, WORDS = 1;
+};
+template <>
+struct Exponent<double> {
+    static constexpr u32 MASK = 0x7ff00000, ONE = 0x00100000, SIGN = 0x80000000, WORDS = 2;
+};
+
+// Whether a chunk of a shared tile holds an infinity or NaN, by its bits: three operations a word.
+template <typename S>
+__device__ __forceinline__ bool has_nonfinite(const S* chunk) {
+    using Bits = Exponent<S>;
+    const auto words = *reinterpret_cast<const Vector<u32>*>(chunk);
+    u32 carry = 0;
+#pragma unroll
+    for (int i = Bits::WORDS - 1; i < CHUNK<u32>; i += Bits::WORDS)
+        carry |= (words.at[i] & Bits::MASK) + Bits::ONE;
+    return (carry & Bits::SIGN) != 0;
+}
+
 // Sets infinities and NaN of a shared tile to zero; returns, to every thread of the block,
 // whether there were any. Holds a barrier: what it wrote is visible to all afterwards.
 template <int ROWS, int PADDED, int THREADS, typename S>
 __device__ __forceinline__ bool clear_nonfinite(S* tile) {
     constexpr int CHUNKS = PADDED / CHUNK<S>;
-    int found = 0;
+    bool found = false;
+#pragma unroll 2
     for (int chunk = threadIdx.x; chunk < ROWS * CHUNKS; chunk += THREADS) {
-        const int row = chunk / CHUNKS, column = chunk % CHUNKS * CHUNK<S>;
-        auto* target = reinterpret_cast<Vector<S>*>(tile + row * pitch<S>(PADDED) + column);
-        Vector<S> values = *target;
-        int here = 0;
+        S* const target = tile + chunk / CHUNKS * pitch<S>(PADDED) + chunk % CHUNKS * CHUNK<S>;
+        if (!has_nonfinite(target)) continue;
+        found = true;
 #pragma unroll
-        for (int e = 0; e < CHUNK<S>; ++e) {
-            if (is_finite(widen(values.at[e]))) continue;
-            values.at[e] = narrow<S>(0.0f);
-            here = 1;
-        }
-        if (here) *target = values;
-        found |= here;
+        for (int e = 0; e < CHUNK<S>; ++e)
+            if (!is_finite(widen(target[e]))) target[e] = narrow<S>(0.0f);
     }
     return __syncthreads_or(found) != 0;
 }
