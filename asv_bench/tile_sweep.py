@@ -99,11 +99,13 @@ CANDIDATES: dict[str, list[Tile]] = {
         _mma("fa2", 256, 48, 8, 1, stages=2),
     ],
     "small64": [
-        _mma("fa2", 64, 128, 4, 1, step_k=64, stages=2, queries_in_registers=True),
-        _mma("fa2", 64, 64, 4, 1, stages=3, queries_in_registers=True),
-        _mma("fa2", 64, 64, 4, 1, stages=1, queries_in_registers=True),
-        _mma("fa2", 64, 64, 4, 1, stages=4, queries_in_registers=True),
-        _mma("fa2", 64, 128, 4, 1, stages=2, queries_in_registers=True),
+        *(
+            _mma("fa2", 64, 64, 4, 1, stages=stages, load_unroll=unroll, queries_in_registers=True)
+            for stages in (1, 2, 3)
+            for unroll in (1, 2, 8)
+        ),
+        _mma("fa2", 64, 64, 4, 1, stages=2, load_unroll=2),
+        _mma("fa2", 64, 32, 4, 1, stages=3, load_unroll=2, queries_in_registers=True),
     ],
     "fp32_8": [
         _simt("fa2", SINGLE, 16, 32, 4, 2, 2),
@@ -169,7 +171,8 @@ def describe(tile: Tile) -> str:
         parts += [f"slabs{tile.slabs}", "Qreg" if tile.queries_in_registers else "Qsmem"]
     else:
         parts.append(f"lanes{tile.row_lanes} rows{tile.lane_rows}")
-    return " ".join([*parts, f"st{tile.stages}", f"mb{tile.min_blocks}"])
+    ends = f"st{tile.stages}", f"mb{tile.min_blocks}", f"unroll{tile.load_unroll}"
+    return " ".join([*parts, *ends])
 
 
 class Shape:
