@@ -48,7 +48,7 @@ static_assert((Q_TILE + STAGES * (K_TILE + V_TILE) + WARPS * Tile::EXCHANGE) *
 struct Work {
     int head, query_tile;
     __device__ __forceinline__ Work(const Params& p, int index) {
-        const int section = index / (p.section * p.query_tiles);
+        const int section = p.section < p.head_count ? index / (p.section * p.query_tiles) : 0;
         const int heads = min(p.section, p.head_count - section * p.section);
         const int rest = index - section * p.section * p.query_tiles;
         head = section * p.section + rest % heads;
