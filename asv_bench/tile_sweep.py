@@ -89,9 +89,9 @@ CANDIDATES: dict[str, list[Tile]] = {
         _mma("fa2", 64, 96, 4, 2, stages=2),
     ],
     "half128": [
-        _mma("fa2", 128, 64, 4, 2, stages=1),
-        _mma("fa2", 128, 48, 4, 2, stages=1),
-        _mma("fa2", 128, 64, 4, 2, stages=2),
+        _mma("fa2", 128, 48, 4, 2, stages=2, load_unroll=1),
+        _mma("fa2", 128, 48, 4, 2, stages=2, load_unroll=2, min_blocks=2),
+        _mma("fa2", 128, 64, 4, 2, stages=1, load_unroll=2),
     ],
     "half256": [
         _mma("fa2", 256, 64, 8, 1, stages=1),

@@ -377,7 +377,7 @@ EVERY = (*SINGLE, *DOUBLE)
 TILES = (
     _mma("fa2", 64, 64, 4, 2, stages=2, load_unroll=8, queries_in_registers=True, fill=1.0),
     _mma("fa2", 64, 64, 4, 1, stages=3, queries_in_registers=True),
-    _mma("fa2", 128, 48, 4, 2, stages=2, load_unroll=8, fill=1.0),
+    _mma("fa2", 128, 48, 4, 2, stages=2, min_blocks=2, fill=1.0),
     _mma("fa2", 128, 64, 4, 1, stages=2, queries_in_registers=True),
     _mma("fa2", 256, 64, 8, 1, stages=1, fill=1.0),
     _mma("fa2", 256, 32, 4, 1, stages=2),

@@ -34,7 +34,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "fa2 mma 128x48, 4 warps, 2 stages, D 128, bfloat16, sm_100": (16, 32),
     "fa2 simt 128x64, 4 warps, D 64, float16, sm_100": (56, 148),
     "fa2 simt 128x64, 4 warps, D 64, bfloat16, sm_100": (56, 148),
-    "fa2 simt 128x64, 4 warps, D 64, float32, sm_100": (48, 132),
+    "fa2 simt 128x64, 4 warps, D 64, float32, sm_100": (40, 124),
     "fa2 simt 8x8, 2 warps, D 512, float64, sm_100": (64, 144),
     "fa1 mma 256x512, 8 warps, 2 stages, D 64, float16, sm_100": (8, 8),
     "fa1 mma 256x512, 8 warps, 2 stages, D 64, bfloat16, sm_100": (8, 8),

@@ -18,20 +18,12 @@ __device__ __forceinline__ int valid_length(const Length* length, i64 offset, in
     return length == nullptr ? extent : int(min(max(i64(length[offset]), i64(0)), i64(extent)));
 }
 
-// The position along `axis` of the entry that `rest` numbers; what remains numbers the outer axes.
-// The outermost axis, most often the only one, costs no division.
-__device__ __forceinline__ int take_position(const Params& p, int axis, int& rest) {
-    if (axis == 0) return rest;
-    const int position = rest % p.axis_size[axis];
-    rest /= p.axis_size[axis];
-    return position;
-}
-
 __device__ __forceinline__ Head locate_head(const Params& p, int index) {
     i64 q = 0, k = 0, v = 0, q_length = 0, kv_length = 0;
     int rest = index;
     for (int axis = p.axes - 1; axis >= 0; --axis) {
-        const int position = take_position(p, axis, rest);
+        const int position = rest % p.axis_size[axis];
+        rest /= p.axis_size[axis];
         q += position * p.q_axis_stride[axis];
         k += position * p.k_axis_stride[axis];
         v += position * p.v_axis_stride[axis];
@@ -61,7 +53,8 @@ struct HeadOutput {
 __device__ __forceinline__ HeadOutput locate_output(const Params& p, int index) {
     i64 out = 0, lse = 0;
     for (int axis = p.axes - 1; axis >= 0; --axis) {
-        const int position = take_position(p, axis, index);
+        const int position = index % p.axis_size[axis];
+        index /= p.axis_size[axis];
         out += position * p.out_axis_stride[axis];
         lse += position * p.lse_axis_stride[axis];
     }
