@@ -18,8 +18,9 @@
 // about 0.4 BLOCK_K FLOP per byte for halves: 200 TFLOP/s at BLOCK_K = 128 with the H200's 4.3
 // TB/s, 800 at 512. So the key tile is as large as shared memory holds. Measured on an H200 with
 // 132 heads (asv_bench/against_peers.py fa1): 302 to 320 TFLOP/s at D = 64, no less than fa2, since
-// a warp meets no barrier inside a key tile; 235 to 245 at D = 128, where 256 keys fit and a warp has but
-// 16 rows. With one head one multiprocessor of 132 works: fa2 is 25 times as fast at 4096 tokens.
+// a warp meets no barrier inside a key tile; 235 to 245 at D = 128, where 256 keys fit and a warp
+// has but 16 rows. With one head one multiprocessor of 132 works: fa2 is 25 times as fast at 4096
+// tokens.
 #include "numeric.cuh"
 #include "tile.cuh"
 #include "softmax.cuh"
