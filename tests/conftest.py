@@ -7,7 +7,12 @@ os.environ.setdefault(
 )  # before NumPy is imported: tests run side by side
 
 import emulator
+import hypothesis
 import pytest
+
+# The same examples in every run; `--hypothesis-profile default` looks for new ones.
+hypothesis.settings.register_profile("steady", derandomize=True)
+hypothesis.settings.load_profile("steady")
 
 
 @functools.cache

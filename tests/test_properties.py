@@ -169,9 +169,9 @@ def test_a_strided_view_equals_its_copy(call, data):
             view = np.repeat(view, 2, axis=-1)[..., ::2]
         np.testing.assert_array_equal(view, x)
         views.append(view)
-    np.testing.assert_array_equal(
-        cuflash.attention(*views, **options), cuflash.attention(*arrays, **options)
-    )
+    # Not bit for bit: for other strides BLAS may add in another order.
+    of_views, of_copies = (cuflash.attention(*x, **options) for x in (views, arrays))
+    assert_within(of_views, of_copies, bound_of(*arrays, options).out_bound)
 
 
 @given(calls(leading=[3]), st.floats(-2, 2))
