@@ -176,10 +176,6 @@ def _both_lengths(q_lengths, kv_lengths, like):
     return q_lengths, kv_lengths
 
 
-def _spec(x) -> Spec:
-    return Spec(x.shape, x.strides, x.dtype)
-
-
 def attention(
     q, k, v, *, algo=None, engine=None, causal=False, window=None, softcap=None, q_lengths=None,
     kv_lengths=None, scale=None, enable_gqa=False, return_lse=False, out=None, workspace=None,
