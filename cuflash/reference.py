@@ -55,30 +55,161 @@ def attention(
     array([[2.],
            [3.]])
     """
-    q, k, v = (np.asarray(x).astype(dtype) for x in (q, k, v))
-    if enable_gqa:
-        k, v = (np.repeat(x, q.shape[-3] // x.shape[-3], axis=-3) for x in (k, v))
-    leading = np.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
-    visible = visible_keys(
-        (*leading, q.shape[-2], k.shape[-2]),
+    dense = _Dense.of(
+        *(q, k, v, dtype),
+        softcap=softcap,
+        scale=scale,
+        enable_gqa=enable_gqa,
         causal=causal,
         window=window,
         q_lengths=q_lengths,
         kv_lengths=kv_lengths,
     )
-    # NaN and infinity follow IEEE arithmetic, without the warnings.
+    return (dense.out, dense.lse) if return_lse else dense.out
+
+
+def attention_backward(
+    dout,
+    q,
+    k,
+    v,
+    *,
+    dlse=None,
+    causal=False,
+    window=None,
+    softcap=None,
+    q_lengths=None,
+    kv_lengths=None,
+    scale=None,
+    enable_gqa=False,
+    dtype=np.float64,
+):
+    """Gradients of :func:`attention`, as :func:`cuflash.attention_backward` defines them.
+
+    Parameters
+    ----------
+    dout : array_like, shape (..., N, E)
+        Gradient of some number with respect to the output.
+    q, k, v : array_like, shapes (..., N, D), (..., M, D) and (..., M, E)
+        As given to :func:`attention`.
+    dlse : array_like, shape (..., N), optional
+        Gradient of the same number with respect to `lse`, by default 0.
+    causal, window, softcap, q_lengths, kv_lengths, scale, enable_gqa
+        As given to :func:`attention`.
+    dtype : scalar type, default numpy.float64
+        Of the arithmetic and the results; `numpy.longdouble` checks float64 results.
+
+    Returns
+    -------
+    dq, dk, dv : ndarray
+        In the shapes of `q`, `k` and `v`, summed over the heads that share them.
+
+    Notes
+    -----
+    With ``s = softcap(x)``, ``x = scale * q.k``, softmax weights P and products by element, "*",
+    ::
+
+        dV    = P^T dout
+        dP    = dout V^T
+        delta = sum(dout * out, axis=-1) - dlse
+        dS    = P * (dP - delta) * ds/dx
+        dQ    = scale dS K
+        dK    = scale dS^T Q
+
+    P and dS are 0 where a query does not see a key, and in rows without any weight (lse is
+    -inf). What such queries and keys hold has no influence, nor have their `dout` and `dlse`.
+
+    Examples
+    --------
+    >>> dq, dk, dv = attention_backward([[1.0]], [[1.0]], [[0.0], [0.0]], [[2.0], [4.0]])
+    >>> dk
+    array([[-0.5],
+           [ 0.5]])
+    """
+    shapes = [np.shape(x) for x in (q, k, v)]
+    dense = _Dense.of(
+        *(q, k, v, dtype),
+        softcap=softcap,
+        scale=scale,
+        enable_gqa=enable_gqa,
+        causal=causal,
+        window=window,
+        q_lengths=q_lengths,
+        kv_lengths=kv_lengths,
+    )
+    dout = np.asarray(dout).astype(dtype)
     with np.errstate(all="ignore"):
-        scale = 1 / np.sqrt(dtype(q.shape[-1])) if scale is None else dtype(scale)
-        scores = scale * (q @ k.swapaxes(-1, -2))
-        if softcap is not None:
-            scores = dtype(softcap) * np.tanh(scores / dtype(softcap))
-        scores = np.where(visible, scores, -np.inf)
-        top = scores.max(axis=-1, keepdims=True, initial=-np.inf)
-        weights = np.exp(scores - np.where(np.isneginf(top), 0, top))
-        sums = weights.sum(axis=-1, keepdims=True)
-        out = _visible_sum(weights / np.where(sums == 0, 1, sums), v, visible)
-        lse = (top + np.log(sums))[..., 0]
-    return (out, lse) if return_lse else out
+        dS = _score_gradient(dense, dout, _row_sums(dense, dout, dlse))
+        dv = _visible_sum(dense.weights.mT, dout, dense.visible.mT)
+        dq = dense.scale * _visible_sum(dS, dense.k, dense.visible)
+        dk = dense.scale * _visible_sum(dS.mT, dense.q, dense.visible.mT)
+        return tuple(_own_sum(x, shape) for x, shape in zip((dq, dk, dv), shapes, strict=True))
+
+
+class _Dense(NamedTuple):
+    """A forward pass with its matrices, for operands of equally many heads."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+    scale: np.floating
+    visible: np.ndarray  # False as well in rows without any weight
+    slope: np.ndarray  # of softcap, at the scores
+    weights: np.ndarray  # 0 where not visible
+    out: np.ndarray
+    lse: np.ndarray
+
+    @classmethod
+    def of(cls, q, k, v, dtype, *, softcap=None, scale=None, enable_gqa=False, **mask) -> _Dense:
+        q, k, v = (np.asarray(x).astype(dtype) for x in (q, k, v))
+        if enable_gqa:
+            k, v = (_repeated(x, *q.shape[-3:-2]) for x in (k, v))
+        leading = np.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
+        visible = visible_keys((*leading, q.shape[-2], k.shape[-2]), **mask)
+        # NaN and infinity follow IEEE arithmetic, without the warnings.
+        with np.errstate(all="ignore"):
+            scale = 1 / np.sqrt(dtype(q.shape[-1])) if scale is None else dtype(scale)
+            scores, slope = scale * (q @ k.mT), dtype(1)
+            if softcap is not None:
+                tanh = np.tanh(scores / dtype(softcap))
+                scores, slope = dtype(softcap) * tanh, 1 - tanh**2
+            scores = np.where(visible, scores, -np.inf)
+            top = scores.max(axis=-1, keepdims=True, initial=-np.inf)
+            weights = np.exp(scores - np.where(np.isneginf(top), 0, top))
+            sums = weights.sum(axis=-1, keepdims=True)
+            visible = visible & (sums != 0)
+            weights = np.where(visible, weights / sums, 0)
+            out, lse = _visible_sum(weights, v, visible), (top + np.log(sums))[..., 0]
+        return cls(q, k, v, scale, visible, slope, weights, out, lse)
+
+
+def _repeated(x, heads=1):
+    """Repeat the heads of `x` until there are `heads`, unless they broadcast anyway."""
+    if x.ndim < 3 or heads <= x.shape[-3]:
+        return x
+    return np.repeat(x, heads // (x.shape[-3] or 1), axis=-3)
+
+
+def _row_sums(dense, dout, dlse):
+    """The deltas of :func:`attention_backward`, a column."""
+    delta = (dout * dense.out).sum(axis=-1, keepdims=True)
+    return delta if dlse is None else delta - np.asarray(dlse).astype(dout.dtype)[..., None]
+
+
+def _score_gradient(dense, dout, delta):
+    gradient = dense.weights * (dout @ dense.v.mT - delta) * dense.slope
+    return np.where(dense.visible, gradient, 0)
+
+
+def _own_sum(gradient, shape):
+    """Sum over the heads that share a row of an operand of `shape`, broadcast or grouped."""
+    leading = gradient.shape[:-2]
+    kept = (*[1] * (len(leading) + 2 - len(shape)), *shape[:-2])
+    split = [
+        n for total, own in zip(leading, kept, strict=True) for n in (own, total // (own or 1))
+    ]
+    sharing = tuple(range(1, len(split), 2))
+    return gradient.reshape(*split, *gradient.shape[-2:]).sum(axis=sharing).reshape(shape)
 
 
 def visible_keys(shape, *, causal=False, window=None, q_lengths=None, kv_lengths=None):
@@ -145,9 +276,7 @@ class Bound(NamedTuple):
         )
 
 
-def forward_bound(
-    q, k, v, dtype, *, softcap=None, scale=None, enable_gqa=False, **options
-) -> Bound:
+def forward_bound(q, k, v, dtype, *, softcap=None, **options) -> Bound:
     r"""The reference of a forward pass, and how far from it a correct result may be.
 
     Parameters
@@ -157,7 +286,7 @@ def forward_bound(
     dtype : data type
         The precision that is promised: that of the result. For float64 the reference is computed
         in `numpy.longdouble`.
-    softcap, scale, enable_gqa, **options
+    softcap, **options
         As in :func:`attention`.
 
     Returns
@@ -209,37 +338,186 @@ def forward_bound(
     where in half precision O cannot tell.
     """
     dtype = np.dtype(dtype).name
-    exact = np.longdouble if dtype == "float64" else np.float64
-    q, k, v = (np.asarray(x).astype(exact) for x in (q, k, v))
-    if enable_gqa:
-        k, v = (np.repeat(x, q.shape[-3] // x.shape[-3], axis=-3) for x in (k, v))
-    head_dim = q.shape[-1]
-    given = dict(options, softcap=softcap, scale=scale, dtype=exact)
-    out, lse = attention(q, k, v, return_lse=True, **given)
-
-    leading = out.shape[:-2]
-    visible = visible_keys((*leading, q.shape[-2], k.shape[-2]), **options)
-    count = visible.sum(axis=-1, keepdims=True)
-    u, u_acc = UNIT_ROUNDOFF[dtype], UNIT_ROUNDOFF["float64" if dtype == "float64" else "float32"]
+    u, u_acc, exact = _precision(dtype)
+    dense = _Dense.of(q, k, v, exact, softcap=softcap, **options)
     with np.errstate(all="ignore"):
-        weighted = attention(q, k, np.abs(v), **given)
-        products = np.where(visible, np.abs(q) @ np.abs(k).swapaxes(-1, -2), 0)
-        scale = abs(scale) if scale is not None else 1 / math.sqrt(head_dim)
-        largest = scale * products.max(axis=-1, keepdims=True, initial=0)
-        sigma = (math.sqrt(head_dim) + 2) * u_acc * largest
-        if softcap is not None:
-            sigma = sigma + 8 * u_acc * np.minimum(largest, softcap)
-        sums = u_acc * (8 + np.sqrt(count))
-        error = u * (weighted + np.abs(out)) + (2 * sigma + sums) * weighted + _TINY[dtype]
-        if _UNDERFLOW[dtype]:
-            error += _UNDERFLOW[dtype] * count * _mean_magnitude(q, k, v, options)
-        lse_error = ((sigma + sums) * np.maximum(1, np.abs(lse))[..., None])[..., 0]
-    return Bound(out, lse, 2 * error, 2 * lse_error)
+        _, sigma = _score_errors(dense, softcap, u_acc)
+        sums = u_acc * (8 + np.sqrt(dense.visible.sum(axis=-1, keepdims=True)))
+        weighted = _visible_sum(dense.weights, np.abs(dense.v), dense.visible)
+        seen = _visible_sum(dense.visible.astype(exact), np.abs(dense.v), dense.visible)
+        error = u * (weighted + np.abs(dense.out)) + (2 * sigma + sums) * weighted
+        error += _UNDERFLOW[dtype] * seen + _TINY[dtype]
+        lse_error = ((sigma + sums) * np.maximum(1, np.abs(dense.lse))[..., None])[..., 0]
+    return Bound(dense.out, dense.lse, 2 * error, 2 * lse_error)
 
 
-def _mean_magnitude(q, k, v, options):
-    # Queries of zeros see all their keys alike: the reference averages |V| over them.
-    return attention(np.zeros_like(q), np.nan_to_num(k), np.abs(v), **options)
+class BackwardBound(NamedTuple):
+    """The reference's gradients and how far from them correct ones may be, elementwise."""
+
+    dq: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+    dq_bound: np.ndarray
+    dk_bound: np.ndarray
+    dv_bound: np.ndarray
+
+    def ratios(self, dq, dk, dv) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Error over bound of each element; infinite where NaN or infinity is out of place."""
+        return (
+            _ratio(dq, self.dq, self.dq_bound),
+            _ratio(dk, self.dk, self.dk_bound),
+            _ratio(dv, self.dv, self.dv_bound),
+        )
+
+
+def backward_bound(dout, q, k, v, dtype, *, dlse=None, softcap=None, **options) -> BackwardBound:
+    r"""The reference of a backward pass, and how far from it a correct result may be.
+
+    Parameters
+    ----------
+    dout, q, k, v : array_like
+        As in :func:`attention_backward`, with the values that the pass was given.
+    dtype : data type
+        The precision that is promised: that of the output. A gradient is in its operand's own
+        type, which may be a lower one. For float64 the reference is computed in
+        `numpy.longdouble`.
+    dlse, softcap, **options
+        As in :func:`attention_backward`.
+
+    Returns
+    -------
+    BackwardBound
+
+    Notes
+    -----
+    Notation and sigma are those of :func:`forward_bound`; E is the head dim of V, c the softcap,
+    t the tanh in it, f = 1 - t^2 its slope. As there, rounding errors of sums grow with the root
+    of their length, everything else adds up in absolute values, and the products of two errors
+    are left out. The forward's `out` and `lse` are taken as they come from a correct forward in
+    the same precision, so its errors are part of this bound.
+
+    **Weights.** P = exp(s - lse). The score is off by sigma. lse, before it is rounded, by
+    another sigma and by u_acc (8 + sqrt n) through the sum l. Taking the logarithm, adding the
+    maximum, changing between base 2 and e (once to store lse, once to read it), subtracting, each
+    round a number of the size of lse: 6 u_acc max(1, |lse|). What the difference rounds of s is
+    in sigma's 2 u_acc per score. Relative to P in all
+
+        rho = 2 sigma + u_acc (8 + sqrt n + 6 max(1, |lse|)).
+
+    **dP.** A product of E terms: (sqrt(E) + 2) u_acc |dout|@|V|^T.
+
+    **delta.** The output's error has three parts. Those of its weights, u and 2 sigma as in the
+    forward, are errors of a mean over the keys, which `dout` turns into errors of the mean of dP:
+    (u + 2 sigma) P@|dP|, and, from the underflow of float16 weights, 2^-25 times the sum of |dP|
+    over the visible keys. The sums' u_acc (8 + sqrt n) P@|V| and the final rounding u |O| + tiny
+    are errors of each channel, to be multiplied by |dout|. Then the product with `dout` is a sum
+    of E terms, (sqrt(E) + 2) u_acc |dout| |O|, and subtracting `dlse` rounds once more,
+    u_acc |dlse|. In all, with channels summed,
+
+        delta_error = (u + 2 sigma) P@|dP| + under + u_acc |dlse| + |dout| . [
+            u_acc (8 + sqrt n) P@|V| + u |O| + tiny + (sqrt(E) + 2) u_acc |O| ].
+
+    **Softcap's slope.** An error sigma_x of the argument (sigma without softcap's own part)
+    moves t by f sigma_x / c, and f by 2 |t| times that. t itself is off by 8 u_acc |t|, and
+    squaring, subtracting and multiplying c and 1 / c into it round three to four numbers of at
+    most 1:
+
+        slope_error = 2 f sigma_x / c + 20 u_acc.
+
+    **dS.** dP and delta cancel, so their errors are absolute, and rho is relative to what
+    remains. Two products and the difference round: 4 u_acc. Half types round dS to the result's
+    type before the products with K and Q: u, and `under` for the elements that are subnormal.
+
+        dS_error = P f (dP_error + delta_error) + P |dP - delta| slope_error
+                   + |dS| (rho + 4 u_acc + u) + under.
+
+    **Gradients.** Summed over n visible pairs, in all heads that share the row of the gradient,
+    products of absolute values give
+
+        dQ_error = scale [dS_error @ |K| + u_acc (8 + sqrt n) |dS| @ |K|],
+        dK_error = scale [dS_error^T @ |Q| + u_acc (8 + sqrt n) |dS|^T @ |Q|],
+        dV_error = [P (rho + u) + under]^T @ |dout| + u_acc (8 + sqrt n) P^T @ |dout|,
+
+    and the bound is ``2 [error + u |gradient| + tiny]``, where u and tiny are those of the
+    gradient's type. The factor 2 is for what the square roots leave out; a correct engine stays
+    below half the bound. `under` here is half the smallest subnormal of float16, 2^-25, and
+    2^-126 for bfloat16 and float32, where kernels may flush. Nothing allows for overflow: float16
+    inputs whose dS or gradients go beyond 65504 have no correct result in this precision.
+    """
+    dtype = np.dtype(dtype).name
+    _, u_acc, exact = _precision(dtype)
+    operands = [np.asarray(x) for x in (q, k, v)]
+    dense = _Dense.of(*operands, exact, softcap=softcap, **options)
+    dout = np.asarray(dout).astype(exact)
+    with np.errstate(all="ignore"):
+        dS, dS_error, P_error = _pair_errors(dense, dout, dlse, softcap, dtype)
+        products = (
+            (dense.scale, dS, dS_error, dense.k, dense.visible),
+            (dense.scale, dS.mT, dS_error.mT, dense.q, dense.visible.mT),
+            (1, dense.weights.mT, P_error.mT, dout, dense.visible.mT),
+        )
+        gradients, bounds = [], []
+        for operand, (factor, pairs, error, rows, visible) in zip(operands, products, strict=True):
+            gradient, magnitude, error = (
+                _own_sum(factor * _visible_sum(*product, visible), operand.shape)
+                for product in ((pairs, rows), (abs(pairs), abs(rows)), (error, abs(rows)))
+            )
+            count = visible.sum(axis=-1, keepdims=True)
+            sums = u_acc * (8 + np.sqrt(_own_sum(count, (*operand.shape[:-1], 1))))
+            own = operand.dtype.name if operand.dtype.name in UNIT_ROUNDOFF else dtype
+            u, tiny = (max(table[own], table[dtype]) for table in (UNIT_ROUNDOFF, _TINY))
+            gradients.append(gradient)
+            bounds.append(
+                2 * (np.abs(error) + sums * np.abs(magnitude) + u * np.abs(gradient) + tiny)
+            )
+    return BackwardBound(*gradients, *bounds)
+
+
+def _pair_errors(dense, dout, dlse, softcap, dtype):
+    """dS, and the errors of dS and P, as :func:`backward_bound` derives them."""
+    u, u_acc, _ = _precision(dtype)
+    under = tiny = _TINY[dtype]
+    dot = (math.sqrt(dout.shape[-1]) + 2) * u_acc
+    delta = _row_sums(dense, dout, dlse)
+    dS = _score_gradient(dense, dout, delta)
+    dP = np.where(dense.visible, dout @ dense.v.mT, 0)
+    sigma_x, sigma = _score_errors(dense, softcap, u_acc)
+    sums = u_acc * (8 + np.sqrt(dense.visible.sum(axis=-1, keepdims=True)))
+    rho = 2 * sigma + sums + 6 * u_acc * np.maximum(1, np.abs(dense.lse))[..., None]
+
+    dP_error = dot * (np.abs(dout) @ np.abs(dense.v).mT)
+    mean_dP_error = (((u + 2 * sigma) * dense.weights + under) * np.abs(dP)).sum(-1, keepdims=True)
+    weighted = _visible_sum(dense.weights, np.abs(dense.v), dense.visible)
+    channels = sums * weighted + (u + dot) * np.abs(dense.out) + tiny
+    delta_error = mean_dP_error + (np.abs(dout) * channels).sum(axis=-1, keepdims=True)
+    if dlse is not None:
+        delta_error = delta_error + u_acc * np.abs(np.asarray(dlse).astype(dout.dtype))[..., None]
+
+    slope_error = 0 if softcap is None else 2 * dense.slope * sigma_x / softcap + 20 * u_acc
+    dS_error = dense.weights * dense.slope * (dP_error + delta_error)
+    dS_error = dS_error + dense.weights * np.abs(dP - delta) * slope_error
+    dS_error = dS_error + np.abs(dS) * (rho + 4 * u_acc + u) + under
+    P_error = dense.weights * (rho + u) + under
+    return dS, *(np.where(dense.visible, error, 0) for error in (dS_error, P_error))
+
+
+def _precision(dtype):
+    """Unit roundoffs of `dtype` and of sums in it, and the type of its reference."""
+    if dtype == "float64":
+        return UNIT_ROUNDOFF[dtype], UNIT_ROUNDOFF[dtype], np.longdouble
+    return UNIT_ROUNDOFF[dtype], UNIT_ROUNDOFF["float32"], np.float64
+
+
+def _score_errors(dense, softcap, u_acc):
+    """The sigmas of :func:`forward_bound`, columns: before softcap and behind it."""
+    products = np.abs(dense.q) @ np.abs(dense.k).mT
+    # A score of -inf is exact, and after any other special one the row's results are special.
+    products = np.where(dense.visible & np.isfinite(products), products, 0)
+    largest = abs(dense.scale) * products.max(axis=-1, keepdims=True, initial=0)
+    sigma = (math.sqrt(dense.q.shape[-1]) + 2) * u_acc * largest
+    if softcap is None:
+        return sigma, sigma
+    return sigma, sigma + 8 * u_acc * np.minimum(largest, softcap)
 
 
 def _ratio(got, expected, limit):

@@ -139,6 +139,14 @@ def test_grouped_heads_are_repeated_heads():
         np.testing.assert_allclose(out[1, head], expected)
 
 
+@pytest.mark.parametrize("shapes", [((5, 4), (3, 7, 4), (7, 2)), ((1, 5, 4), (3, 7, 4), (1, 7, 2))])
+def test_heads_that_broadcast_are_not_grouped(shapes):
+    q, k, v = (normal(*shape) for shape in shapes)
+    np.testing.assert_array_equal(
+        reference.attention(q, k, v, enable_gqa=True), reference.attention(q, k, v)
+    )
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_type_is_read_exactly(dtype):
     arrays = inputs(dtype=dtype)
@@ -246,6 +254,191 @@ def test_properties(n, m, causal, seed):
     np.testing.assert_allclose(reference.attention(q, k[order], v[order]), whole, atol=1e-14)
 
 
+# ---- gradients
+
+
+def loss(dout, dlse, q, k, v, **options):
+    """The number whose gradient with respect to out and lse is `dout`, `dlse`, per first index."""
+    out, lse = reference.attention(q, k, v, return_lse=True, dtype=np.longdouble, **options)
+    lse = np.where(np.isneginf(lse), 0, lse)
+    return (out * dout).sum(axis=(1, 2, 3, 4)) + (lse * dlse).sum(axis=(1, 2, 3))
+
+
+def differences(function, x):
+    """The gradient at `x` by central differences of fourth order, all elements in one call."""
+    step = np.longdouble(2) ** -12
+    moves = step * np.eye(x.size, dtype=np.longdouble).reshape(
+        x.size, *[1] * (4 - x.ndim), *x.shape
+    )
+    near, far = (function(x + n * moves) - function(x - n * moves) for n in (1, 2))
+    return ((8 * near - far) / (12 * step)).reshape(x.shape)
+
+
+def assert_gradients_are_differences(q, k, v, **options):
+    out, lse = reference.attention(q, k, v, return_lse=True, **options)
+    dout, dlse = normal(*out.shape, seed=7), normal(*lse.shape, seed=8)
+    gradients = reference.attention_backward(dout, q, k, v, dlse=dlse, **options)
+    operands = {"q": q, "k": k, "v": v}
+    for got, (name, x) in zip(gradients, operands.items(), strict=True):
+
+        def moved(y, name=name):
+            return loss(dout, dlse, **operands | {name: y}, **options)
+
+        assert got.shape == x.shape
+        assert got.dtype == np.float64
+        np.testing.assert_allclose(got, differences(moved, x), rtol=1e-10, atol=1e-11, err_msg=name)
+
+
+HEADS = {
+    "equal": ((2, 4), (2, 4), (2, 4)),
+    "grouped": ((2, 4), (2, 2), (2, 1)),
+    "broadcast": ((2, 1), (2, 4), ()),
+    "broadcast and grouped": ((4,), (2, 2), (1, 4)),
+}
+LENGTHS = {"q_lengths": [2, 9], "kv_lengths": [5, 1]}
+
+
+@pytest.mark.parametrize("causal", [False, True, "top_left"])
+@pytest.mark.parametrize("window", [None, (1, None), (0, 1)])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("lengths", [{}, LENGTHS], ids=["whole", "lengths"])
+@pytest.mark.parametrize("heads", HEADS)
+def test_gradients_are_differences(causal, window, softcap, lengths, heads):
+    q, k, v = (
+        normal(*leading, *matrix, seed=i)
+        for i, (leading, matrix) in enumerate(zip(HEADS[heads], ((3, 2), (5, 2), (5, 3))))
+    )
+    assert_gradients_are_differences(
+        *(q, k, v),
+        causal=causal,
+        window=window,
+        softcap=softcap,
+        enable_gqa="grouped" in heads,
+        **lengths,
+    )
+
+
+@pytest.mark.parametrize("scale", [0, 0.3, 2])
+@pytest.mark.parametrize(("n", "m"), [(5, 3), (1, 4), (4, 1)])
+def test_gradients_with_a_scale_and_with_rows_that_see_nothing(scale, n, m):
+    q, k, v = inputs((2, 2), n=n, m=m, d=3, e=2)
+    assert_gradients_are_differences(q, k, v, causal=True, scale=scale)
+
+
+def test_gradients_by_hand():
+    # Weights 1/4 and 3/4, dP = 8 and 4, delta = 2 + 3 - 1.
+    q, k, v = np.ones((1, 1)), np.array([[0.0], [math.log(3)]]), np.array([[8.0, 0], [0, 4]])
+    dq, dk, dv = reference.attention_backward(np.ones((1, 2)), q, k, v, dlse=[1.0])
+    np.testing.assert_allclose(dk, [[1], [0]])
+    np.testing.assert_allclose(dq, [[0]], atol=1e-15)
+    np.testing.assert_allclose(dv, [[0.25, 0.25], [0.75, 0.75]])
+
+
+def test_gradients_of_shared_heads_are_sums():
+    q, k, v = normal(2, 1, 6, 5, 4), normal(3, 2, 7, 4), normal(7, 3)
+    every = [np.broadcast_to(x, (2, 3, 6, *x.shape[-2:])) for x in (q, np.repeat(k, 3, axis=1), v)]
+    dout = normal(2, 3, 6, 5, 3)
+    dq, dk, dv = reference.attention_backward(dout, q, k, v, enable_gqa=True)
+    each = reference.attention_backward(dout, *every)
+    np.testing.assert_allclose(dq, each[0].sum(axis=1, keepdims=True))
+    np.testing.assert_allclose(dk, each[1].sum(axis=0).reshape(3, 2, 3, 7, 4).sum(axis=2))
+    np.testing.assert_allclose(dv, each[2].sum(axis=(0, 1, 2)))
+
+
+def test_gradients_in_longdouble():
+    q, k, v = inputs((2,))
+    dout = normal(2, 5, 3)
+    exact = reference.attention_backward(dout, q, k, v, softcap=2.0, dtype=np.longdouble)
+    for a, b in zip(exact, reference.attention_backward(dout, q, k, v, softcap=2.0)):
+        assert a.dtype == np.longdouble
+        np.testing.assert_allclose(a.astype(np.float64), b, atol=1e-15)
+
+
+@pytest.mark.parametrize("shape", [(0, 3, 4), (2, 0, 4), (2, 3, 0)])
+def test_gradients_of_empty_axes(shape):
+    batch, n, m = shape
+    q, k, v = np.ones((batch, n, 5)), np.ones((1, m, 5)), np.ones((m, 2))
+    gradients = reference.attention_backward(np.ones((batch, n, 2)), q, k, v)
+    for got, x in zip(gradients, (q, k, v), strict=True):
+        assert got.shape == x.shape
+        assert (got == 0).all()
+
+
+@pytest.mark.parametrize("special", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_what_is_hidden_has_no_influence_on_gradients(special, softcap):
+    q, k, v = inputs((2, 2), n=6, m=6)
+    masks = {"causal": True, "window": (2, None), "q_lengths": [5, 6], "kv_lengths": [6, 3]}
+    options = masks | {"softcap": softcap}
+    dout, dlse = normal(2, 2, 6, 3, seed=7), normal(2, 2, 6, seed=8)
+    expected = reference.attention_backward(dout, q, k, v, dlse=dlse, **options)
+    visible = reference.visible_keys((2, 2, 6, 6), **masks)
+    unseeing, unseen = ~visible.any(axis=-1), ~visible.any(axis=-2)
+    assert unseeing[0].any()
+    assert unseen[1].any()
+    q[unseeing] = dout[unseeing] = dlse[unseeing] = special
+    k[unseen] = v[unseen] = special
+    got = reference.attention_backward(dout, q, k, v, dlse=dlse, **options)
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert (got[0][unseeing] == 0).all()
+    assert (got[1][unseen] == 0).all()
+    assert (got[2][unseen] == 0).all()
+
+
+def nan_rows(*gradients):
+    """Which rows hold NaN only; a row is all NaN or finite."""
+    for gradient in gradients:
+        np.testing.assert_array_equal(np.isnan(gradient).any(-1), np.isnan(gradient).all(-1))
+    return [np.flatnonzero(np.isnan(gradient)[:, 0]).tolist() for gradient in gradients]
+
+
+def test_a_visible_nan_spreads_to_what_its_queries_see():
+    q, k, v = inputs(n=4, m=5)
+    dout = normal(4, 3)
+
+    def spread(**dirty):
+        arrays = {"dout": dout, "q": q, "k": k, "v": v}
+        for name, row in dirty.items():
+            arrays[name] = arrays[name].copy()
+            arrays[name][row] = math.nan
+        return nan_rows(*reference.attention_backward(**arrays, causal="top_left"))
+
+    assert spread(k=2) == [[2, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
+    assert spread(v=2) == [[2, 3], [0, 1, 2, 3], []]
+    assert spread(q=1) == [[1], [0, 1], [0, 1]]
+    assert spread(dout=1) == [[1], [0, 1], [0, 1]]
+    assert spread(k=4, v=4) == [[], [], []]
+
+
+def test_rows_without_weight_have_no_gradient():
+    q, k, v = np.ones((2, 1)), np.array([[-math.inf], [0.0]]), np.array([[5.0], [7.0]])
+    dq, dk, dv = reference.attention_backward(np.ones((2, 1)), q, k, v, causal="top_left")
+    # Query 0 sees a score of -inf only, query 1 multiplies its dS of 0 with that key.
+    np.testing.assert_array_equal(dq, [[0], [math.nan]])
+    np.testing.assert_array_equal(dk, [[0], [0]])
+    np.testing.assert_array_equal(dv, [[0], [1]])
+
+
+@given(n=sizes, m=sizes, causal=st.booleans(), seed=st.integers(0, 99))
+def test_gradient_properties(n, m, causal, seed):
+    q, k, v = normal(n, 3, seed=seed), normal(m, 3, seed=seed + 1), normal(m, 2, seed=seed + 2)
+    dout, dlse = normal(n, 2, seed=seed + 3), normal(n, seed=seed + 4)
+    options = {"causal": causal, "scale": 0.7}
+    out, lse = reference.attention(q, k, v, return_lse=True, **options)
+    dq, dk, dv = reference.attention_backward(dout, q, k, v, dlse=dlse, **options)
+    # Adding a vector to all keys adds scale * q.vector to lse and leaves out as it is.
+    seeing = np.isfinite(lse)
+    np.testing.assert_allclose(dk.sum(axis=0), 0.7 * (dlse * seeing) @ q, atol=1e-13)
+    # out is linear in v: its derivative along v is out itself.
+    np.testing.assert_allclose((dv * v).sum(), (dout * out).sum(), atol=1e-13)
+    # Scores depend on the products of q and k: growing one is growing the other.
+    np.testing.assert_allclose((dq * q).sum(), (dk * k).sum(), atol=1e-13)
+    twice = reference.attention_backward(2 * dout, q, k, v, dlse=2 * dlse, **options)
+    for a, b in zip(twice, (dq, dk, dv), strict=True):
+        np.testing.assert_array_equal(a, 2 * b)
+
+
 # ---- the bounds
 
 
@@ -277,9 +470,10 @@ def tiled(q, k, v, *, dtype, block=16, causal=False, softcap=None, drop=None, sh
         if np.dtype(storage).itemsize == 2:
             p = p.astype(storage).astype(sums)
         total, top = total * rescale + p @ v[keys], top_next
-    lse = (top + np.log(l))[:, 0]
+    with np.errstate(divide="ignore"):
+        lse = (top + np.log(l))[:, 0]
     kept = np.float64 if dtype == "float64" else np.float32
-    return (total / l).astype(storage), lse.astype(kept)
+    return (total / np.where(l == 0, 1, l)).astype(storage), lse.astype(kept)
 
 
 CASES = list(itertools.product([1, 7, 64, 256], [1, 33, 300], [False, True]))
@@ -374,3 +568,164 @@ def test_wrong_shapes_are_caught():
         tolerance.assert_forward_close(out[:4], lse, q, k, v)
     with pytest.raises(AssertionError, match="lse \\(4,\\)"):
         tolerance.assert_forward_close(out, lse[:4], q, k, v)
+
+
+def tiled_backward(
+    dout,
+    q,
+    k,
+    v,
+    *,
+    dtype,
+    block=16,
+    causal=False,
+    softcap=None,
+    dlse=None,
+    drop=None,
+    shift=0,
+    sums=None,
+    delta_of=1,
+    scale_of=1,
+):
+    """What a backward kernel does for one head: tiles, P and dS rounded to a half type.
+
+    The faults: those of :func:`tiled` (not in its own `out` and `lse`), and factors on delta and
+    on the scale of the gradients.
+    """
+    sums = sums or (np.float64 if dtype == "float64" else np.float32)
+    storage = DTYPES[dtype]
+    out, lse = tiled(q, k, v, dtype=dtype, causal=causal, softcap=softcap, sums=sums)
+    dout, q, k, v, out, lse = (x.astype(sums) for x in (dout, q, k, v, out, lse))
+    n, m = len(q), len(k)
+    scale, log2_e = sums(1 / math.sqrt(q.shape[1])), sums(math.log2(math.e))
+    delta = sums(delta_of) * (dout * out).sum(1, dtype=sums)
+    if dlse is not None:
+        delta -= dlse.astype(sums)
+    dq, dk, dv = (np.zeros_like(x) for x in (q, k, v))
+    for keys, queries in itertools.product(range(0, m, block), range(0, n, block)):
+        i, j = np.arange(queries, min(queries + block, n)), np.arange(keys, min(keys + block, m))
+        s, slope = (q[i] @ k[j].T) * scale, sums(1)
+        if softcap is not None:
+            tanh = np.tanh(s / sums(softcap))
+            s, slope = sums(softcap) * tanh, 1 - tanh * tanh
+        hidden = np.isneginf(lse[i])[:, None] | (j == (-1 if drop is None else drop))
+        if causal:
+            hidden = hidden | (j > i[:, None] + m - n + shift)
+        lse_log2 = np.where(np.isneginf(lse[i]), sums(0), lse[i] * log2_e)
+        p = np.exp2(np.where(hidden, sums(-np.inf), s * log2_e - lse_log2[:, None]))
+        ds = p * (dout[i] @ v[j].T - delta[i, None]) * slope
+        if np.dtype(storage).itemsize == 2:
+            p, ds = (x.astype(storage).astype(sums) for x in (p, ds))
+        dv[j] += p.T @ dout[i]
+        dk[j] += ds.T @ q[i]
+        dq[i] += ds @ k[j]
+    scale *= sums(scale_of)
+    return tuple(x.astype(storage) for x in (scale * dq, scale * dk, dv))
+
+
+def backward_inputs(n=40, m=300, d=64, e=8, dtype="float32", spread=1):
+    q, k, v = inputs(n=n, m=m, d=d, e=e, dtype=dtype)
+    dlse = normal(n, dtype="float64" if dtype == "float64" else "float32", seed=4)
+    return normal(n, e, dtype=dtype, seed=3), (spread * q).astype(q.dtype), k, v, dlse
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("softcap", [None, 2.0, 30.0])
+@pytest.mark.parametrize("spread", [0.1, 1, 4])
+def test_correct_backward_tiles_stay_below_half_the_bound(dtype, softcap, spread):
+    for (d, m, causal), e in zip(CASES, itertools.cycle([8, 64, 1])):
+        queries = min(m, 10 if dtype == "float64" else 40)  # longdouble products are slow
+        dout, q, k, v, dlse = backward_inputs(queries, m, d, e, dtype, spread)
+        options = {"causal": causal, "softcap": softcap, "dlse": dlse}
+        grads = tiled_backward(dout, q, k, v, dtype=dtype, **options)
+        ratio = tolerance.assert_backward_close(grads, dout, q, k, v, **options)
+        assert ratio < 0.5, (d, m, e, causal, ratio)
+
+
+FAULTS = {
+    "a dropped key": ({"drop": 123}, "dv"),
+    "no delta": ({"delta_of": 0}, "dq"),
+    "no dlse": ({"dlse": None}, "dq"),
+    "no scale": ({"scale_of": 8}, "dq"),
+    "the diagonal moved": ({"shift": 1}, "dv"),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_faulty_backward_is_caught(dtype, fault):
+    dout, q, k, v, dlse = backward_inputs(dtype=dtype)
+    options = {"causal": True, "dlse": dlse}
+    wrong, name = FAULTS[fault]
+    grads = tiled_backward(dout, q, k, v, dtype=dtype, **options | wrong)
+    with pytest.raises(AssertionError, match=f"{name}: .* elements out of bounds"):
+        tolerance.assert_backward_close(grads, dout, q, k, v, **options)
+    # Where the fault shows, it is far out: by thousands in float32, in bfloat16 by 2^16 less.
+    bound = reference.backward_bound(dout, q, k, v, dtype, **options)
+    assert max(r.max() for r in bound.ratios(*grads)) > {"float16": 50, "bfloat16": 8}.get(
+        dtype, 1e3
+    )
+
+
+def test_a_float64_backward_summed_in_float32_is_caught():
+    dout, q, k, v, _ = backward_inputs(dtype="float64", d=16)
+    grads = tiled_backward(dout, q, k, v, dtype="float64", sums=np.float32)
+    bound = reference.backward_bound(dout, q, k, v, "float64")
+    for ratio in bound.ratios(*grads):
+        assert ratio.max() > 1e5
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+def test_shared_heads_add_their_bounds(dtype):
+    q, k, v = (normal(*s, 20, 8, dtype=dtype, seed=i) for i, s in enumerate([(2, 4), (2, 2), ()]))
+    dout = normal(2, 4, 20, 8, dtype=dtype, seed=3)
+    bound = reference.backward_bound(dout, q, k, v, dtype, enable_gqa=True)
+    dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
+    for b, h in np.ndindex(2, 4):
+        parts = tiled_backward(dout[b, h], q[b, h], k[b, h // 2], v, dtype=dtype)
+        for total, part in zip((dq[b, h], dk[b, h // 2], dv), parts, strict=True):
+            total += part
+    for ratio in bound.ratios(dq, dk, dv):
+        assert ratio.max() < 0.5
+
+
+def test_a_gradient_is_judged_in_its_operands_type():
+    dout, q, k, v, _ = backward_inputs()
+    v = v.astype(np.float16)
+    grads = tiled_backward(dout, q, k, v.astype(np.float32), dtype="float32")
+    with pytest.raises(AssertionError, match="dv float32, not float16"):
+        tolerance.assert_backward_close(grads, dout, q, k, v)
+    dq, dk, dv = grads
+    tolerance.assert_backward_close((dq, dk, dv.astype(np.float16)), dout, q, k, v)
+    bound = reference.backward_bound(dout, q, k, v, "float32")
+    assert (bound.dv_bound >= 2**-10 * np.abs(bound.dv)).all()
+    assert bound.dq_bound.max() < 2**-11 * np.abs(bound.dq).max()
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("name", ["dq", "dk", "dv"])
+def test_specials_out_of_place_in_gradients_are_caught(wrong, name):
+    dout, q, k, v, _ = backward_inputs(5, 7, 4, 3)
+    grads = dict(zip(("dq", "dk", "dv"), tiled_backward(dout, q, k, v, dtype="float32")))
+    grads[name][2, 1] = wrong
+    with pytest.raises(AssertionError, match=f"{name}: 1 of .*, 1 of them NaN or infinite"):
+        tolerance.assert_backward_close(grads.values(), dout, q, k, v, plan="the plan")
+
+
+def test_hidden_specials_leave_gradient_bounds_finite():
+    dout, q, k, v, dlse = backward_inputs(6, 4, 4, 3)
+    grads = tiled_backward(dout, q, k, v, dtype="float32", causal=True, dlse=dlse)
+    dout[:2] = q[:2] = dlse[:2] = math.nan
+    assert tolerance.assert_backward_close(grads, dout, q, k, v, causal=True, dlse=dlse) < 0.5
+
+
+def test_a_failing_gradient_names_the_worst_element_and_the_plan():
+    dout, q, k, v, _ = backward_inputs(5, 7, 4, 3)
+    dq, dk, dv = tiled_backward(dout, q, k, v, dtype="float32")
+    dk[3, 2] += 1
+    with pytest.raises(AssertionError) as caught:
+        tolerance.assert_backward_close((dq, dk, dv), dout, q, k, v, plan="fa2 backward 32x64")
+    for part in ("dk: 1 of 28", "worst at (3, 2): got", "error 1.0", "fa2 backward 32x64"):
+        assert part in str(caught.value)
+    with pytest.raises(AssertionError, match="dk \\(6, 4\\), not \\(7, 4\\)"):
+        tolerance.assert_backward_close((dq, dk[:6], dv), dout, q, k, v)

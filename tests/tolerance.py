@@ -1,4 +1,4 @@
-"""Comparison with the reference, within the bounds that `reference.forward_bound` derives."""
+"""Comparison with the reference, within the bounds that `cuflash.reference` derives."""
 
 from __future__ import annotations
 
@@ -23,21 +23,50 @@ def assert_forward_close(out, lse, q, k, v, *, plan=None, dtype=None, **options)
     assert out.shape == bound.out.shape, f"out {out.shape}, expected {bound.out.shape}\n{plan}"
     if lse is not None:
         assert lse.shape == bound.lse.shape, f"lse {lse.shape}, not {bound.lse.shape}\n{plan}"
-    results = on_host(out), None if lse is None else on_host(lse)
-    ratios = dict(zip(("out", "lse"), bound.ratios(*results), strict=True))
+    results = {"out": on_host(out), "lse": None if lse is None else on_host(lse)}
+    ratios = dict(zip(results, bound.ratios(**results), strict=True))
     # lse first: it tells more of a key too many or too few.
-    for name in ("lse", "out"):
-        if ratios[name] is None or not ratios[name].size or ratios[name].max() <= 1:
-            continue
-        got = on_host(out if name == "out" else lse)
-        expected, limit = getattr(bound, name), getattr(bound, f"{name}_bound")
-        raise AssertionError(_report(name, got, expected, limit, ratios[name], plan))
-    return max((float(r.max()) for r in ratios.values() if r is not None and r.size), default=0.0)
+    return _worst(bound, results, ratios, ("lse", "out"), plan)
+
+
+def assert_backward_close(
+    grads, dout, q, k, v, *, plan=None, dtype=None, dlse=None, **options
+) -> float:
+    """Fail if an element of `grads` is out of bounds; return the worst error over bound.
+
+    `grads` are dq, dk and dv, each in the shape and the type of its operand. `dtype` is the
+    precision that is promised, by default that of the output; `plan` is printed when the test
+    fails.
+    """
+    operands = [on_host(x) for x in (q, k, v)]
+    results = dict(zip(("dq", "dk", "dv"), map(on_host, grads), strict=True))
+    for (name, got), operand in zip(results.items(), operands, strict=True):
+        assert got.shape == operand.shape, f"{name} {got.shape}, not {operand.shape}\n{plan}"
+        assert got.dtype == operand.dtype, f"{name} {got.dtype}, not {operand.dtype}\n{plan}"
+    bound = reference.backward_bound(
+        on_host(dout),
+        *operands,
+        np.result_type(*operands) if dtype is None else dtype,
+        dlse=None if dlse is None else on_host(dlse),
+        **options,
+    )
+    ratios = dict(zip(results, bound.ratios(**results), strict=True))
+    # dv first: it depends on P alone, the others on P and more.
+    return _worst(bound, results, ratios, ("dv", "dq", "dk"), plan)
 
 
 def on_host(array) -> np.ndarray:
     """A NumPy array of what may be a CuPy array."""
     return array.get() if hasattr(array, "get") else np.asarray(array)
+
+
+def _worst(bound, results, ratios, names, plan) -> float:
+    for name in names:
+        # Written so that a ratio that is NaN fails.
+        if ratios[name] is not None and not (ratios[name] <= 1).all():
+            expected, limit = getattr(bound, name), getattr(bound, f"{name}_bound")
+            raise AssertionError(_report(name, results[name], expected, limit, ratios[name], plan))
+    return max((float(r.max()) for r in ratios.values() if r is not None and r.size), default=0.0)
 
 
 def _report(name, got, expected, limit, ratio, plan) -> str:
