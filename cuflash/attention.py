@@ -1,179 +1,10 @@
-"""`attention`: what users call. Checks its arguments, plans, and hands over to an engine."""
+"""`attention` and its gradients: what users call."""
 
 from __future__ import annotations
 
-import functools
-import math
-import numbers
-import sys
-
-import numpy as np
-
-from . import host
-from .masks import Band
-from .operands import (
-    Spec,
-    check_out,
-    check_shapes,
-    clearance,
-    conformed,
-    make_layout,
-    make_problem,
-    result_dtype,
-)
-from .plan import CHUNK_BYTES, CPU, Device, Plan, make_plan
-from .scores import softcap as softcap_score
-
-_MAX_CALLS = 1024  # kinds of call that are remembered
-_DLPACK_CPU = 1  # kDLCPU
-_calls: dict[tuple, _Call] = {}
-_array_types = {np.ndarray}  # and CuPy's, once one was seen
-OPERANDS = ("q", "k", "v", "out", "lse", "q_lengths", "kv_lengths")
-
-
-class _Call:
-    """All that repeats from call to call of one kind: layout, plan and, on a GPU, the launch."""
-
-    __slots__ = (
-        "apart", "copied", "is_empty", "launch", "layout", "lse_dtype", "out_dtype", "plan",
-        "scale", "score", "specs", "stages_out", "workspace_bytes",
-    )  # fmt: skip
-
-    def __init__(self, given, device_id, options):
-        algo, engine, causal, window, cap, scale, enable_gqa, aligned, device = options
-        q, k, v = inputs = tuple(given[name] for name in "qkv")
-        check_shapes(q, k, v)
-        self.out_dtype = result_dtype(q.dtype, k.dtype, v.dtype)
-        self.lse_dtype = np.dtype("float64" if self.out_dtype == np.float64 else "float32")
-        band = Band.from_options(causal, window)
-        self.score = None if cap is None else softcap_score(cap)
-        self.scale = _checked_scale(scale, q.shape[-1])
-        lengths = {name: given.get(name) for name in ("q_lengths", "kv_lengths")}
-        self.specs = tuple(conformed(spec, self.out_dtype) for spec in inputs)
-        self.copied = any(a is not b for a, b in zip(inputs, self.specs))
-        options = {**lengths, "enable_gqa": enable_gqa}
-        self.layout = make_layout(*self.specs, **options)
-        written = out = given.get("out")
-        if out is not None:
-            check_out("out", out, self.layout.out_shape, self.out_dtype)
-            if not (device_id is None and device is None):
-                written = conformed(out, self.out_dtype)  # a kernel's rows are contiguous
-        lse = given.get("lse")
-        if lse is not None:
-            check_out("lse (the second of out)", lse, self.layout.lse_shape, self.lse_dtype)
-        if not (out is None and lse is None):
-            self.layout = make_layout(*self.specs, written, lse, **options)
-        rows = (*self.specs, written or Spec.contiguous(self.layout.out_shape, self.out_dtype))
-        problem = make_problem(
-            self.layout,
-            *self.specs,
-            band=band,
-            score=self.score,
-            lengths={name: spec.dtype.name for name, spec in lengths.items() if spec is not None},
-            aligned=aligned and all(spec.rows_are_aligned() for spec in rows),
-        )
-        self.plan = make_plan(problem, device or _device_facts(device_id), algo, engine)
-        self.workspace_bytes = self.plan.workspace_bytes
-        self.is_empty = 0 in self.layout.out_shape or k.shape[-2] == 0
-        self.stages_out = written is not out  # the kernel writes elsewhere, then out is copied to
-        self.launch = None  # of a GPU's kernel, once it is compiled
-        # Pairs that must not overlap, each with its places in OPERANDS.
-        pairs = [(result, other) for result in ("out", "lse") for other in "qkv"]
-        self.apart = tuple(
-            (a, OPERANDS.index(a), b, OPERANDS.index(b), *clearance(given[a], given[b]))
-            for a, b in (*pairs, ("lse", "out"))
-            if a in given and b in given
-        )
-
-
-@functools.cache
-def _launch_module():
-    from . import launch  # imports CuPy, which a CPU does without
-
-    return launch
-
-
-def _device_facts(device_id: int | None) -> Device:
-    return CPU if device_id is None else _launch_module().device_facts(device_id)
-
-
-def _checked_scale(scale, head_dim: int) -> float:
-    if scale is None:
-        return 1.0 / math.sqrt(head_dim)
-    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
-        raise TypeError(f"scale={scale!r}: give a number")
-    if not (math.isfinite(scale) and scale >= 0):
-        raise ValueError(f"scale={scale!r}: give a finite number that is not negative")
-    return float(scale)
-
-
-def _is_cupy(x) -> bool:
-    cupy = sys.modules.get("cupy")  # an array of it exists only if it is imported
-    return cupy is not None and isinstance(x, cupy.ndarray)
-
-
-def _as_array(name: str, x):
-    """`x` itself if NumPy or CuPy made it; else what DLPack or the CUDA interface shows of it."""
-    if type(x) in _array_types:
-        return x
-    if isinstance(x, np.ndarray) or _is_cupy(x):
-        _array_types.add(type(x))
-        return x
-    if hasattr(x, "__dlpack_device__") and int(x.__dlpack_device__()[0]) == _DLPACK_CPU:
-        try:
-            return np.from_dlpack(x)
-        except (BufferError, RuntimeError, TypeError) as error:
-            given = f"{name} is a {type(x).__name__} that NumPy cannot take by DLPack"
-            raise TypeError(f"{given} ({error}): give a NumPy array") from error
-    if hasattr(x, "__dlpack_device__") or hasattr(x, "__cuda_array_interface__"):
-        return _launch_module().as_array(x)
-    raise TypeError(
-        f"{name} is a {type(x).__name__}: give a NumPy or CuPy array, or one that speaks DLPack"
-    )
-
-
-def _check_places(arrays: dict[str, object]) -> None:
-    """Raise a ValueError that says which array is where, unless all are in one place."""
-    # The device of a CuPy array has a number, that of a NumPy array is the word "cpu".
-    places = {name: getattr(x.device, "id", None) for name, x in arrays.items()}
-    if len(set(places.values())) > 1:
-        words = {n: "on the CPU" if p is None else f"on GPU {p}" for n, p in places.items()}
-        listing = ", ".join(f"{name} {place}" for name, place in words.items())
-        raise ValueError(f"arrays are in different places: {listing}; move them to one device")
-
-
-def _as_lengths(name: str, lengths, like):
-    """Lengths as an array of int32 or int64 where `like` is; None stays None."""
-    if lengths is None:
-        return None
-    if isinstance(lengths, (int, np.integer, list, tuple)):
-        lengths = np.asarray(lengths)
-        lengths = _launch_module().as_array(lengths) if _is_cupy(like) else lengths
-    lengths = _as_array(name, lengths)
-    if lengths.dtype.kind not in "iu":
-        raise TypeError(f"{name} has dtype {lengths.dtype}: lengths are integers")
-    whole = all(s % lengths.itemsize == 0 for s in lengths.strides)
-    if whole and lengths.dtype.name in ("int32", "int64"):
-        return lengths
-    return _converted(lengths, np.int64)
-
-
-def _converted(lengths, dtype):
-    if isinstance(lengths, np.ndarray):
-        return lengths.astype(dtype, order="C")
-    wanted = Spec.contiguous(lengths.shape, dtype)
-    return _launch_module().conform(lengths, wanted)
-
-
-def _both_lengths(q_lengths, kv_lengths, like):
-    """Both lengths in the one type that a kernel reads them as."""
-    if q_lengths is None and kv_lengths is None:
-        return None, None
-    q_lengths = _as_lengths("q_lengths", q_lengths, like)
-    kv_lengths = _as_lengths("kv_lengths", kv_lengths, like)
-    if q_lengths is not None and kv_lengths is not None and q_lengths.dtype != kv_lengths.dtype:
-        q_lengths, kv_lengths = (_converted(x, np.int64) for x in (q_lengths, kv_lengths))
-    return q_lengths, kv_lengths
+from .arrays import as_array, both_lengths
+from .calls import BackwardCall, ForwardCall, find_call, run_call
+from .plan import Device, Plan
 
 
 def attention(
@@ -269,33 +100,215 @@ def attention(
     >>> cuflash.attention(q[:, :, :1], k, v, kv_lengths=np.array([40, 70])).shape
     (2, 8, 1, 64)
     """
-    arrays = _arrays(q, k, v, out, return_lse, q_lengths, kv_lengths)
-    options = (algo, engine, causal, window, softcap, scale, enable_gqa)
-    call, device_id, addresses = _find_call(arrays, options)
-    for name, i, other, j, low, high in call.apart:
-        if low < addresses[j] - addresses[i] < high:
-            raise ValueError(f"{name} overlaps {other} in memory: give it memory of its own")
-    if device_id is None:
-        results = _run_host(call, arrays, return_lse)
-    else:
-        results = _launch_module().run(call, device_id, arrays, addresses, return_lse, workspace)
+    arrays = _forward_arrays(q, k, v, out, return_lse, q_lengths, kv_lengths)
+    options = (algo, engine, causal, window, softcap, scale, enable_gqa, True)
+    results = run_call(ForwardCall, arrays, options, 1 + bool(return_lse), workspace)
     if not return_lse:
         return results[0] if out is None else out
     return tuple(x if mine is None else mine for x, mine in zip(results, out or (None, None)))
 
 
-def plan(
-    q, k, v, *, algo=None, engine=None, causal=False, window=None, softcap=None, q_lengths=None,
-    kv_lengths=None, scale=None, enable_gqa=False, out=None, device=None,
-) -> Plan:  # fmt: skip
-    """What :func:`attention` would run for these arguments.
+def attention_backward(
+    dout, q, k, v, out, lse, *, algo=None, engine=None, causal=False, window=None, softcap=None,
+    q_lengths=None, kv_lengths=None, scale=None, enable_gqa=False, dlse=None, deterministic=True,
+    grads_out=None, workspace=None,
+):  # fmt: skip
+    r"""Gradients of :func:`attention` with respect to q, k and v, given that of its result.
+
+    Give the same options as to the forward call. :func:`attention_vjp` does both calls.
 
     Parameters
     ----------
-    q, k, v, algo, engine, causal, window, softcap, q_lengths, kv_lengths, scale, enable_gqa, out
+    dout : array, shape (..., H, N, Dv)
+        Gradient of a loss with respect to `out`, in the shape of `out`: of its type or of a
+        float type that converts to it without loss.
+    q, k, v : array, shapes (..., H, N, D), (..., H, M, D) and (..., H, M, Dv)
+        As given to :func:`attention`.
+    out : array, shape (..., H, N, Dv)
+        What :func:`attention` returned.
+    lse : array, shape (..., H, N)
+        What :func:`attention` returned with `return_lse`: float32, or float64 for float64.
+    algo : {"fa1", "fa2"}, optional
+        FlashAttention-1 (one thread block per head) or FlashAttention-2 (one per head and key
+        tile). By default the fastest. It need not be that of the forward call.
+    engine : {"numpy", "simt", "mma"}, optional
         As in :func:`attention`.
+    causal, window, softcap, q_lengths, kv_lengths, scale, enable_gqa
+        As given to :func:`attention`.
+    dlse : array, shape (..., H, N), optional
+        Gradient with respect to `lse`, of a float type that converts to that of `lse` without
+        loss. By default the loss does not depend on `lse`.
+    deterministic : bool
+        The same bits each time. False allows sums over blocks in any order where that is faster.
+    grads_out : (array, array, array), optional
+        Where to write dq, dk and dv; None for one that is to be new. Exactly the gradients'
+        shapes and types, overlapping neither an input nor each other.
+    workspace : array, optional
+        Device memory for the kernels' use, at least `plan(..., backward=True).workspace_bytes`;
+        taken from CuPy's pool by default.
+
+    Returns
+    -------
+    dq, dk, dv : array
+        Each of the shape and type of its operand. Where an operand is broadcast, or heads are
+        grouped, its gradient is the sum over all that it served. Queries that see no key have
+        gradient 0, and so have keys and values that no query sees.
+
+    Raises
+    ------
+    ValueError
+        If shapes, lengths, devices, `grads_out` or an option's value do not fit.
+    TypeError
+        For types that are not supported or do not fit.
+    NotImplementedError
+        If no kernel serves; the message gives each one's reason.
+
+    Notes
+    -----
+    The matrix of scores is not kept by the forward pass: each tile of it is computed again. With
+    `x = scale q.k`, scores `s = softcap(x)` and `*` elementwise,
+
+    .. math::
+
+        P &= \exp(s - lse), & \delta &= \operatorname{rowsum}(dout * out) - dlse, \\
+        dV &= P^T dout, & dP &= dout\, V^T, \\
+        dX &= P * (dP - \delta) * softcap'(x), & & \\
+        dQ &= scale\, dX\, K, & dK &= scale\, dX^T Q.
+
+    P is 0 where a key is hidden, and in rows whose lse is -inf. What hidden keys and values hold,
+    and rows of q, dout and out that see nothing, NaN and infinity included, do not reach a
+    gradient. `out` and `lse` are used as given. Halves and float32 accumulate in float32, float64
+    in float64.
+
+    References
+    ----------
+    .. [1] T. Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with
+       IO-Awareness", 2022, arXiv:2205.14135. Algorithm 4.
+    .. [2] T. Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work
+       Partitioning", 2023, arXiv:2307.08691. Algorithm 2.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v, dout = rng.standard_normal((4, 2, 8, 100, 64))
+    >>> out, lse = cuflash.attention(q, k, v, causal=True, return_lse=True)
+    >>> dq, dk, dv = cuflash.attention_backward(dout, q, k, v, out, lse, causal=True)
+    >>> dq.shape, dk.shape, dv.shape
+    ((2, 8, 100, 64), (2, 8, 100, 64), (2, 8, 100, 64))
+
+    A small step along v changes the loss `sum(dout * out)` by as much as its gradient says:
+
+    >>> step = 1e-3 * rng.standard_normal(v.shape)
+    >>> change = np.sum(dout * (cuflash.attention(q, k, v + step, causal=True) - out))
+    >>> np.allclose(change, np.sum(dv * step))
+    True
+
+    Grouped heads: the gradient of a key head sums over the query heads that share it:
+
+    >>> k, v = k[:, :2], v[:, :2]
+    >>> out, lse = cuflash.attention(q, k, v, enable_gqa=True, return_lse=True)
+    >>> dq, dk, dv = cuflash.attention_backward(dout, q, k, v, out, lse, enable_gqa=True)
+    >>> dq.shape, dk.shape
+    ((2, 8, 100, 64), (2, 2, 100, 64))
+    """
+    inputs = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
+    for name in ("dout", "out", "lse"):
+        inputs[name] = as_array(name, inputs[name])
+    arrays = _backward_arrays(inputs, grads_out, q_lengths, kv_lengths)
+    options = (algo, engine, causal, window, softcap, scale, enable_gqa, deterministic)
+    results = run_call(BackwardCall, arrays, options, 3, workspace)
+    return tuple(x if mine is None else mine for x, mine in zip(results, grads_out or (None,) * 3))
+
+
+def attention_vjp(
+    q, k, v, *, algo=None, engine=None, causal=False, window=None, softcap=None, q_lengths=None,
+    kv_lengths=None, scale=None, enable_gqa=False, deterministic=True, return_lse=False,
+):  # fmt: skip
+    """:func:`attention`, and the function from its result's gradient to those of q, k and v.
+
+    Parameters
+    ----------
+    q, k, v, algo, engine, causal, window, softcap, q_lengths, kv_lengths, scale, enable_gqa
+        As in :func:`attention`.
+    deterministic : bool
+        As in :func:`attention_backward`.
+    return_lse : bool
+        Also return the natural logarithm of each row's sum of exponentials.
+
+    Returns
+    -------
+    out : array, shape (..., H, N, Dv)
+        As of :func:`attention`; with `return_lse` the pair (out, lse).
+    vjp : function
+        `vjp(dout, dlse=None)` returns (dq, dk, dv), as :func:`attention_backward` does. It holds
+        the operands, out and lse themselves: do not change them before it is called. It may be
+        called any number of times.
+
+    Raises
+    ------
+    ValueError, TypeError, NotImplementedError
+        As :func:`attention`; `vjp` as :func:`attention_backward`.
+
+    Notes
+    -----
+    The name is short for vector-Jacobian product. See :func:`attention_backward` for the maths.
+
+    References
+    ----------
+    .. [1] T. Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with
+       IO-Awareness", 2022, arXiv:2205.14135.
+    .. [2] T. Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work
+       Partitioning", 2023, arXiv:2307.08691.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 2, 8, 100, 64), dtype=np.float32)
+    >>> out, vjp = cuflash.attention_vjp(q, k, v, causal=True)
+    >>> dq, dk, dv = vjp(np.ones_like(out))
+
+    The weights of each query sum to 1, and so the gradient of the sum of all outputs with
+    respect to the values sums to their number:
+
+    >>> np.allclose(dv.sum(), out.size)
+    True
+    """
+    options = {
+        "algo": algo, "engine": engine, "causal": causal, "window": window, "softcap": softcap,
+        "q_lengths": q_lengths, "kv_lengths": kv_lengths, "scale": scale,
+        "enable_gqa": enable_gqa,
+    }  # fmt: skip
+    out, lse = attention(q, k, v, return_lse=True, **options)
+
+    def vjp(dout, dlse=None):
+        return attention_backward(
+            dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic, **options
+        )
+
+    return ((out, lse) if return_lse else out), vjp
+
+
+def plan(
+    q, k, v, *, algo=None, engine=None, causal=False, window=None, softcap=None, q_lengths=None,
+    kv_lengths=None, scale=None, enable_gqa=False, out=None, device=None, backward=False,
+    deterministic=True,
+) -> Plan:  # fmt: skip
+    """What :func:`attention` or :func:`attention_backward` would run for these arguments.
+
+    Parameters
+    ----------
+    q, k, v, algo, engine, causal, window, softcap, q_lengths, kv_lengths, scale, enable_gqa
+        As in :func:`attention`.
+    out : array or tuple of array, optional
+        As in :func:`attention`; with `backward`, as `grads_out` of :func:`attention_backward`.
     device : Device, optional
         Plan for this GPU instead of the arrays' own place. No GPU is needed for that.
+    backward : bool
+        Plan the gradients, with dout, out and lse contiguous and aligned to 16 bytes.
+    deterministic : bool
+        As in :func:`attention_backward`.
 
     Returns
     -------
@@ -311,26 +324,50 @@ def plan(
     >>> p = cuflash.plan(q, q, q, causal=True, device=h200)
     >>> p.kernel, p.engine, p.grid == 8 * -(-512 // p.block_q)
     ('fa2_forward', 'mma', True)
+    >>> p = cuflash.plan(q, q, q, causal=True, device=h200, backward=True)
+    >>> p.kernel, p.grid == 8 * -(-512 // p.block_k)
+    ('fa2_backward', True)
     """
     if not (device is None or isinstance(device, Device)):
         raise TypeError(f"device={device!r}: give a cuflash.Device, or None for the arrays' own")
-    arrays = _arrays(q, k, v, out, isinstance(out, tuple), q_lengths, kv_lengths)
-    options = (algo, engine, causal, window, softcap, scale, enable_gqa)
-    return _find_call(arrays, options, device)[0].plan
+    options = (algo, engine, causal, window, softcap, scale, enable_gqa, deterministic)
+    lengths = q_lengths, kv_lengths
+    if backward:
+        inputs = dict.fromkeys(("dout", "q", "k", "v", "out", "lse", "dlse"))
+        inputs.update(q=q, k=k, v=v)
+        arrays = _backward_arrays(inputs, out, *lengths)
+        return find_call(BackwardCall, arrays, options, device)[0].plan
+    arrays = _forward_arrays(q, k, v, out, isinstance(out, tuple), *lengths)
+    return find_call(ForwardCall, arrays, options, device)[0].plan
 
 
-def _arrays(q, k, v, out, return_lse, q_lengths, kv_lengths) -> tuple:
-    """The arrays of a call in the order of OPERANDS, None for those not given."""
-    q = _as_array("q", q)
+def _forward_arrays(q, k, v, out, return_lse, q_lengths, kv_lengths) -> tuple:
+    """The arrays of a call in the order of ForwardCall.operands, None for those not given."""
+    q = as_array("q", q)
     out, lse = _split_out(out, return_lse)
     return (
         q,
-        _as_array("k", k),
-        _as_array("v", v),
-        None if out is None else _as_array("out", out),
-        None if lse is None else _as_array("lse", lse),
-        *_both_lengths(q_lengths, kv_lengths, q),
+        as_array("k", k),
+        as_array("v", v),
+        None if out is None else as_array("out", out),
+        None if lse is None else as_array("lse", lse),
+        *both_lengths(q_lengths, kv_lengths, q),
     )
+
+
+def _backward_arrays(inputs, grads_out, q_lengths, kv_lengths) -> tuple:
+    """The arrays of a call in the order of BackwardCall.operands, None for those not given.
+
+    `inputs` maps the names of what is read to the arrays.
+    """
+    if not (grads_out is None or (isinstance(grads_out, tuple) and len(grads_out) == 3)):
+        raise TypeError(f"grads_out is {_kind(grads_out)}: give a triple (dq, dk, dv)")
+    gradients = dict(zip(("dq", "dk", "dv"), grads_out or (None,) * 3))
+    arrays = {
+        name: x if x is None and name not in "qkv" else as_array(name, x)
+        for name, x in (inputs | gradients).items()
+    }
+    return (*arrays.values(), *both_lengths(q_lengths, kv_lengths, arrays["q"]))
 
 
 def _split_out(out, return_lse):
@@ -350,88 +387,3 @@ def _split_out(out, return_lse):
 
 def _kind(x) -> str:
     return f"a tuple of {len(x)}" if isinstance(x, tuple) else f"a {type(x).__name__}"
-
-
-def _find_call(arrays, options, device=None):
-    """The remembered call of this kind, or a new one; the arrays' device; their addresses."""
-    specs, places, addresses = [], [], []
-    for x in arrays:
-        if x is None:
-            specs.append(None)
-            addresses.append(0)
-            continue
-        specs.append((x.shape, x.strides, x.dtype))
-        if isinstance(x, np.ndarray):
-            places.append(None)
-            addresses.append(x.ctypes.data)
-        else:
-            memory = x.data
-            places.append(memory.device_id)
-            addresses.append(memory.ptr)
-    q, k, v, out = addresses[:4]
-    aligned = (q | k | v | out) % CHUNK_BYTES == 0
-    algo, engine, causal, window, cap, scale, enable_gqa = options
-    # 2 == 2.0 and 1 == True, but not all of these are right.
-    types = (type(causal), type(cap), type(scale), type(window))
-    if window is not None and types[-1] is not int:
-        window = tuple(window) if types[-1] is list else window
-        types += tuple(map(type, window)) if type(window) is tuple else ()
-    options = (algo, engine, causal, window, cap, scale, bool(enable_gqa), aligned, device)
-    key = (tuple(specs), tuple(places), options, types)
-    try:
-        call = _calls.get(key)
-    except TypeError:  # an option that cannot be hashed is wrong: _Call says how
-        call = None
-    if call is None:
-        _check_places({name: x for name, x in zip(OPERANDS, arrays) if x is not None})
-        given = {name: Spec(*spec) for name, spec in zip(OPERANDS, specs) if spec is not None}
-        call = _Call(given, places[0], options)
-        if len(_calls) >= _MAX_CALLS:
-            _calls.clear()
-        _calls[key] = call
-    return call, places[0], addresses
-
-
-def _conform(x, wanted: Spec):
-    """`x` as an engine reads it: itself, or a copy that :func:`operands.conformed` asks for."""
-    if x.dtype == wanted.dtype and x.strides == wanted.strides:
-        return x
-    copy = np.empty(wanted.shape, wanted.dtype)
-    copy[...] = x
-    return copy
-
-
-def _spread_view(x, call: _Call, name: str, trailing: int):
-    """`x` broadcast to the problem's leading axes by stride 0."""
-    strides = [s * x.dtype.itemsize for s in call.layout.strides[name]]
-    tail = len(x.shape) - trailing
-    return np.lib.stride_tricks.as_strided(
-        x, call.layout.leading + x.shape[tail:], (*strides, *x.strides[tail:])
-    )
-
-
-def _run_host(call: _Call, arrays, return_lse):
-    """Run a call on NumPy arrays; returns out and lse."""
-    *operands, out, lse, q_lengths, kv_lengths = arrays
-    for name, x in (("out", out), ("lse", lse)):
-        if x is not None and not x.flags.writeable:
-            raise ValueError(f"{name} is read-only: give an array that can be written to")
-    if out is None:
-        out = np.empty(call.layout.out_shape, call.out_dtype)
-    if lse is None and return_lse:
-        lse = np.empty(call.layout.lse_shape, call.lse_dtype)
-
-    def spread(x, name, trailing):
-        return None if x is None else _spread_view(x, call, name, trailing)
-
-    host.forward(
-        call.plan,
-        *(spread(_conform(x, s), n, 2) for n, x, s in zip("qkv", operands, call.specs)),
-        spread(out, "out", 2),
-        spread(lse, "lse", 1),
-        scale=call.scale,
-        score=call.score,
-        q_lengths=spread(q_lengths, "q_lengths", 0),
-        kv_lengths=spread(kv_lengths, "kv_lengths", 0),
-    )
-    return out, lse

@@ -1,4 +1,4 @@
-"""Plan -> compiled kernel -> launch. The only module that needs CuPy and a GPU."""
+"""Plan -> compiled kernels -> launch. Needs CuPy and a GPU."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import functools
 import struct
 
 import cupy
-import numpy as np
 
-from .params import POINTERS, pack
-from .plan import CHUNK_BYTES, Device, Plan
+from .memory import conform, empty, workspace
+from .params import pack, pointers
+from .plan import Device, Launch, Plan
+
+PART_BYTES = 256  # what parts of the workspace start at multiples of
 
 
 @functools.cache
@@ -46,104 +48,87 @@ def _load(source: str, name: str, shared_bytes: int, device_id: int):
 
 
 @functools.lru_cache(maxsize=512)
-def compiled(plan: Plan, device_id: int):
-    """The kernel's function on one device, compiled or taken from CuPy's disk cache."""
-    return _load(plan.source(), plan.kernel, plan.shared_bytes, device_id)
+def compiled(plan: Plan, device_id: int, kernel: Launch | None = None):
+    """The function of one of a plan's kernels, by default the main one, on one device.
+
+    It is compiled, or taken from CuPy's disk cache.
+    """
+    kernel = kernel or next(x for x in plan.kernels if x.name == plan.kernel)
+    return _load(plan.source(kernel.name), kernel.name, kernel.shared_bytes, device_id)
 
 
 def prepare(call, device_id: int):
-    """A function of all pointers that launches a call's kernel on the current stream."""
+    """A function of a call's pointers that launches its kernels on the current stream."""
     plan = call.plan
-    function, pack_into = compiled(plan, device_id), struct.Struct(f"{len(POINTERS)}Q").pack_into
+    names = pointers(plan)
+    pack_into = struct.Struct(f"{len(names)}Q").pack_into
     template = pack(plan, call.layout, call.scale, call.score.values if call.score else ())
     template = template.view(f"V{template.itemsize}")  # CuPy describes each field of a structure
-    grid, block, shared_bytes = (plan.grid,), (plan.threads,), plan.shared_bytes
+    kernels = [
+        (compiled(plan, device_id, x), (x.grid,), (x.threads,), x.shared_bytes)
+        for x in plan.kernels
+    ]
+    starts = workspace_offsets(plan)
+    offsets = [starts.get(name) for name in names[len(call.operands) :]]
+    nowhere = (0,) * len(offsets)
 
-    def launch(*pointers):
+    def launch(addresses, base):
         params = template.copy()  # several threads may be here
-        pack_into(params, 0, *pointers)
-        function(grid, block, (params,), shared_bytes)
+        parts = [0 if x is None else base + x for x in offsets] if base else nowhere
+        pack_into(params, 0, *addresses, *parts)
+        for function, grid, block, shared_bytes in kernels:
+            function(grid, block, (params,), shared_bytes)
 
     return launch
 
 
-def as_array(x) -> cupy.ndarray:
-    """A view of what DLPack or the CUDA array interface shows; a copy of a NumPy array."""
-    if isinstance(x, np.ndarray):
-        refuse_capture()
-    elif hasattr(x, "__dlpack_device__"):
-        return cupy.from_dlpack(x)
-    return cupy.asarray(x)
+def workspace_offsets(plan: Plan) -> dict[str, int]:
+    """Where in the workspace each of its parts starts."""
+    offsets, end = {}, 0
+    for name, size in plan.workspace:
+        offsets[name] = end
+        end += -(-size // PART_BYTES) * PART_BYTES
+    return offsets
 
 
-def refuse_capture() -> None:
-    """Raise a RuntimeError while the current stream records into a CUDA graph."""
-    if cupy.cuda.get_current_stream().is_capturing():
-        raise RuntimeError(
-            "while a CUDA graph is captured, pass out=, workspace= where plan.workspace_bytes is "
-            "not 0, and arrays that need no copy: memory taken now would be reused later"
-        )
+def run(call, device_id: int, arrays, addresses, count: int, given_workspace):
+    """Run a call on CuPy arrays, on the current stream of their device.
 
-
-def empty(shape, dtype) -> cupy.ndarray:
-    """An uninitialised array on the current device, from CuPy's current allocator."""
-    refuse_capture()
-    return cupy.empty(shape, dtype)
-
-
-def conform(x: cupy.ndarray, wanted) -> cupy.ndarray:
-    """`x`, or a copy in the type and layout of the Spec `wanted` where it has another."""
-    if x.dtype == wanted.dtype and x.strides == wanted.strides:
-        return x
-    with x.device:
-        copy = empty(wanted.shape, wanted.dtype)
-        copy[...] = x
-    return copy
-
-
-def workspace(needed: int, given, device_id: int) -> cupy.ndarray:
-    """Memory for the kernel's state: the caller's, or new."""
-    if given is None:
-        return empty((needed,), np.uint8)
-    if not isinstance(given, cupy.ndarray) or not given.flags.c_contiguous:
-        raise ValueError(f"workspace is a {type(given).__name__}: give a contiguous CuPy array")
-    if given.device.id != device_id:
-        raise ValueError(f"workspace is on GPU {given.device.id}: give one on GPU {device_id}")
-    if given.nbytes < needed or given.data.ptr % CHUNK_BYTES:
-        raise ValueError(f"workspace has {given.nbytes} bytes: give {needed}, 16-byte aligned")
-    return given
-
-
-def run(call, device_id: int, arrays, addresses, return_lse, given_workspace):
-    """Run a call on CuPy arrays, on the current stream of their device; returns out and lse."""
+    Returns its first `count` results.
+    """
     if cupy.cuda.runtime.getDevice() != device_id:
         with cupy.cuda.Device(device_id):
-            return run(call, device_id, arrays, addresses, return_lse, given_workspace)
-    out, lse = arrays[3:5]
-    if out is None:
-        out = empty(call.layout.out_shape, call.out_dtype)
-        addresses[3] = out.data.ptr
-    if lse is None and return_lse:
-        lse = empty(call.layout.lse_shape, call.lse_dtype)
-        addresses[4] = lse.data.ptr
+            return run(call, device_id, arrays, addresses, count, given_workspace)
+    results = []
+    for place, spec in call.results[:count]:
+        x = arrays[place]
+        if x is None:
+            x = empty(spec.shape, spec.dtype)
+            addresses[place] = x.data.ptr
+        results.append(x)
     if call.is_empty:
-        out.fill(0)
-        if lse is not None:
-            lse.fill(-np.inf)
-        return out, lse
+        for x, value in zip(results, call.empty_values):
+            x.fill(value)
+        return results
     if call.launch is None:
         call.launch = prepare(call, device_id)
-    state, target = 0, out
+    base = 0
     if call.workspace_bytes:
         held = workspace(call.workspace_bytes, given_workspace, device_id)
-        state = held.data.ptr
-    if call.copied:
-        copies = [conform(x, spec) for x, spec in zip(arrays, call.specs)]
-        addresses[:3] = [x.data.ptr for x in copies]
-    if call.stages_out:
-        target = empty(out.shape, out.dtype)
-        addresses[3] = target.data.ptr
-    call.launch(*addresses, state)
-    if target is not out:
-        out[...] = target
-    return out, lse
+        base = held.data.ptr
+    if call.copied or call.staged:
+        _launch_with_copies(call, arrays, addresses, base, results)
+    else:
+        call.launch(addresses, base)
+    return results
+
+
+def _launch_with_copies(call, arrays, addresses, base, results):
+    """Launch where a kernel cannot read or write the caller's arrays themselves."""
+    copies = [(place, conform(arrays[place], spec)) for place, spec in call.copied]
+    stages = [(place, empty(spec.shape, spec.dtype)) for _, place, spec in call.staged]
+    for place, x in copies + stages:
+        addresses[place] = x.data.ptr
+    call.launch(addresses, base)
+    for (number, *_), (_, stage) in zip(call.staged, stages):
+        results[number][...] = stage

@@ -6,6 +6,7 @@ and options can be kept and used again, and is tested without a GPU.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -60,6 +61,7 @@ class Layout(NamedTuple):
 
     `leading` are the broadcast leading axes, grouped heads split in two; `strides` maps an
     operand's name to its element strides along them. `axes` are the same folded into few.
+    `summed` says how many heads share one row of q, k and v; 1 where axes have no heads.
     """
 
     out_shape: tuple[int, ...]
@@ -69,6 +71,7 @@ class Layout(NamedTuple):
     rows: dict[str, int]
     axes: tuple[int, ...]
     axis_strides: dict[str, tuple[int, ...]]
+    summed: tuple[int, int, int]
 
 
 def result_dtype(q: np.dtype, k: np.dtype, v: np.dtype) -> np.dtype:
@@ -90,13 +93,13 @@ def result_dtype(q: np.dtype, k: np.dtype, v: np.dtype) -> np.dtype:
         raise TypeError(message) from error
 
 
-def conformed(spec: Spec, dtype: np.dtype) -> Spec:
+def conformed(spec: Spec, dtype: np.dtype, rows: bool = True) -> Spec:
     """The spec that an engine reads: `spec` itself, or that of a copy in C order.
 
-    A copy is due for another type, a last axis that is not contiguous, and strides that are not
-    multiples of the item's size.
+    A copy is due for another type, strides that are not multiples of the item's size and, with
+    `rows`, a last axis that is not contiguous.
     """
-    contiguous = spec.shape[-1] == 1 or spec.strides[-1] == dtype.itemsize
+    contiguous = not rows or spec.shape[-1] == 1 or spec.strides[-1] == dtype.itemsize
     if spec.dtype == dtype and contiguous and spec.strides_are_whole():
         return spec
     return Spec.contiguous(spec.shape, dtype)
@@ -188,7 +191,32 @@ def _fold(leading, strides: dict[str, tuple[int, ...]]):
     return tuple(size for size, _ in axes), folded
 
 
-def make_layout(q, k, v, out=None, lse=None, *, q_lengths=None, kv_lengths=None, enable_gqa=False):
+def _leading_axes(q: Spec, k: Spec, v: Spec, enable_gqa: bool) -> tuple[tuple[int, ...], int]:
+    """What the leading axes broadcast to, and how many query heads share a key head."""
+    given = f"q {q.shape}, k {k.shape}, v {v.shape}"
+    group = _group(q, k, v, enable_gqa, given)
+    shapes = [spec.shape[:-2] for spec in (q, k, v)]
+    if group > 1:  # the heads of q count; those of k and v are a fraction of them
+        shapes[1:] = [(*shape[:-1], 1) for shape in shapes[1:]]
+    try:
+        return np.broadcast_shapes(*shapes), group
+    except ValueError:
+        raise ValueError(f"leading axes do not broadcast: {given}") from None
+
+
+def _grouped(name: str, steps: tuple[int, ...], group: int) -> tuple[int, ...]:
+    """Strides along the leading axes with the heads split in (key heads, group)."""
+    if group == 1:
+        return steps
+    if name in ("k", "v", "dk", "dv"):
+        return (*steps, 0)  # a key head for the whole group
+    return (*steps[:-1], steps[-1] * group, steps[-1])
+
+
+def make_layout(
+    q, k, v, out=None, lse=None, *, gradients=None, q_lengths=None, kv_lengths=None,
+    enable_gqa=False,
+):  # fmt: skip
     """Broadcast the operands' leading axes.
 
     Parameters
@@ -196,6 +224,10 @@ def make_layout(q, k, v, out=None, lse=None, *, q_lengths=None, kv_lengths=None,
     q, k, v : Spec
     out, lse : Spec, optional
         Contiguous by default.
+    gradients : dict of str to Spec, optional
+        Of a backward pass: any of dout, dlse, dq, dk and dv; contiguous where not in it. The
+        last three have the shapes of q, k and v, whose broadcast axes they sum over: there their
+        strides are 0.
     q_lengths, kv_lengths : Spec, optional
         Over the batch axes: all leading axes but the heads.
     enable_gqa : bool
@@ -210,33 +242,23 @@ def make_layout(q, k, v, out=None, lse=None, *, q_lengths=None, kv_lengths=None,
         Where axes do not fit; the message names the caller's shapes.
     """
     check_shapes(q, k, v)
-    given = f"q {q.shape}, k {k.shape}, v {v.shape}"
-    group = _group(q, k, v, enable_gqa, given)
-    shapes = {name: spec.shape[:-2] for name, spec in (("q", q), ("k", k), ("v", v))}
-    if group > 1:  # the heads of q count; those of k and v are a fraction of them
-        shapes["k"], shapes["v"] = (*shapes["k"][:-1], 1), (*shapes["v"][:-1], 1)
-    try:
-        whole = np.broadcast_shapes(*shapes.values())
-    except ValueError:
-        raise ValueError(f"leading axes do not broadcast: {given}") from None
+    whole, group = _leading_axes(q, k, v, enable_gqa)
     batch, heads = whole[:-1], whole[-1:]
     out_shape = (*whole, q.shape[-2], v.shape[-1])
     lse_shape = out_shape[:-1]
-    dtype = result_dtype(q.dtype, k.dtype, v.dtype)
-    out = out or Spec.contiguous(out_shape, dtype)
-    lse = lse or Spec.contiguous(lse_shape, np.float32)
+    matrix = Spec.contiguous(out_shape, result_dtype(q.dtype, k.dtype, v.dtype))
+    row = Spec.contiguous(lse_shape, np.float32)
+    specs = {"q": q, "k": k, "v": v, "out": out or matrix, "lse": lse or row}
+    if gradients is not None:
+        own = {f"d{name}": Spec.contiguous(specs[name].shape, matrix.dtype) for name in "qkv"}
+        specs.update({"dout": matrix, "dlse": row, **own, **gradients})
 
-    strides = {}
-    matrices = {"q": q, "k": k, "v": v, "out": out}
-    for name, spec in (*matrices.items(), ("lse", lse)):
-        trailing = 1 if name == "lse" else 2
-        steps = _spread(spec, whole, trailing)
-        if group > 1:
-            last = (steps[-1], 0)  # a key head for the whole group
-            if name in ("q", "out", "lse"):
-                last = (steps[-1] * group, steps[-1])
-            steps = (*steps[:-1], *last)
-        strides[name] = steps
+    strides, rows = {}, {}
+    for name, spec in specs.items():
+        trailing = 1 if name in ("lse", "dlse") else 2
+        strides[name] = _grouped(name, _spread(spec, whole, trailing), group)
+        rows[name] = spec.element_strides()[-trailing]
+    given = f"q {q.shape}, k {k.shape}, v {v.shape}"
     for name, spec in (("q_lengths", q_lengths), ("kv_lengths", kv_lengths)):
         steps = (0,) * len(batch) if spec is None else _length_steps(name, spec, batch, given)
         strides[name] = steps + (0,) * (len(heads) + (group > 1))
@@ -244,14 +266,14 @@ def make_layout(q, k, v, out=None, lse=None, *, q_lengths=None, kv_lengths=None,
         heads = (heads[0] // group, group)
     leading = (*batch, *heads)
     axes, axis_strides = _fold(leading, strides)
-    rows = {name: spec.element_strides()[-2] for name, spec in matrices.items()}
-    rows["lse"] = lse.element_strides()[-1]
-    return Layout(out_shape, lse_shape, leading, strides, rows, axes, axis_strides)
+    count = math.prod(leading)
+    summed = tuple(count // math.prod(x.shape[:-2]) if count else 1 for x in (q, k, v))
+    return Layout(out_shape, lse_shape, leading, strides, rows, axes, axis_strides, summed)
 
 
 def make_problem(
     layout: Layout, q: Spec, k: Spec, v: Spec, *, band: Band, score: ScoreMod | None,
-    lengths: dict[str, str], aligned: bool,
+    lengths: dict[str, str], aligned: bool, backward: bool = False, deterministic: bool = True,
 ) -> Problem:  # fmt: skip
     """The problem that a layout and the options pose."""
     return Problem(
@@ -268,6 +290,9 @@ def make_problem(
         q_lengths=lengths.get("q_lengths", ""),
         kv_lengths=lengths.get("kv_lengths", ""),
         aligned=aligned,
+        backward=backward,
+        deterministic=deterministic,
+        summed=layout.summed if backward else (1, 1, 1),
     )
 
 
@@ -285,6 +310,23 @@ def check_out(name: str, given: Spec, shape: tuple[int, ...], dtype) -> None:
         raise ValueError(
             f"{name} has strides {given.strides}: they must be multiples of its item's "
             f"{given.dtype.itemsize} bytes"
+        )
+
+
+def check_read(name: str, given: Spec, shape: tuple[int, ...], dtype, exact: bool) -> None:
+    """Raise where `given` is not what a forward pass returned, or the gradient of that.
+
+    With `exact` it must be of type `dtype`, else of one that converts to it without loss.
+    """
+    if given.shape != shape:
+        raise ValueError(f"{name} has shape {given.shape}: it must be {shape}")
+    if exact:
+        if given.dtype != dtype:
+            raise TypeError(f"{name} has dtype {given.dtype}: it must be {np.dtype(dtype)}")
+    elif given.dtype.name not in ITEM_BYTES or not np.can_cast(given.dtype, dtype, "safe"):
+        raise TypeError(
+            f"{name} has dtype {given.dtype}: it must be {np.dtype(dtype)}, or a float that "
+            f"converts to it without loss; cast it"
         )
 
 

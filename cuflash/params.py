@@ -11,30 +11,55 @@ from .plan import Plan
 
 OPEN_WIDTH = (1 << 30) - 2  # a band's open side: beyond every position, and sums stay an int
 
-_OPERANDS = ("q", "k", "v", "out", "lse")
+# Operands that have rows along the leading axes, by direction, and their C types.
+_OPERANDS = {
+    False: {"q": "const Element*", "k": "const Element*", "v": "const Element*",
+            "out": "Element*", "lse": "Accumulator*"},
+    True: {"dout": "const Element*", "q": "const Element*", "k": "const Element*",
+           "v": "const Element*", "out": "const Element*", "lse": "const Accumulator*",
+           "dlse": "const Accumulator*", "dq": "Element*", "dk": "Element*", "dv": "Element*"},
+}  # fmt: skip
+_LENGTHS = ("q_lengths", "kv_lengths")
+_WORKSPACE = {
+    False: {"state": "Accumulator*"},
+    True: {"rows": "Accumulator*", "dq_sum": "Accumulator*", "dk_sum": "Accumulator*",
+           "dv_sum": "Accumulator*", "turns": "unsigned int*"},
+}  # fmt: skip
 
-# Fields of the kernel's one argument, as (names, NumPy type, C type). "Accumulator" as the NumPy
-# type stands for the plan's; pointers are 8 bytes.
-_FIELDS = (
-    (("q", "k", "v"), "u8", "const Element*"),
-    (("out",), "u8", "Element*"),
-    (("lse",), "u8", "Accumulator*"),
-    (("q_lengths", "kv_lengths"), "u8", "const Length*"),
-    (("state",), "u8", "Accumulator*"),
-    (tuple(f"{x}_row_stride" for x in _OPERANDS), "i8", "long long"),
-    (tuple(f"{x}_axis_stride" for x in _OPERANDS), "i8 axes", "long long"),
-    (("q_lengths_stride", "kv_lengths_stride"), "i8 axes", "long long"),
+# Fields behind the pointers, as (names, NumPy type, C type). "Accumulator" as the NumPy type
+# stands for the plan's.
+_SCALARS = (
     (("axis_size",), "i4 axes", "int"),
     (("axes", "heads", "head_count", "query_length", "key_length"), "i4", "int"),
-    (("band_left", "band_right", "bottom_right", "query_tiles", "section"), "i4", "int"),
+    (("band_left", "band_right", "bottom_right"), "i4", "int"),
+    (("query_tiles", "key_tiles", "section"), "i4", "int"),
     (("scale",), "Accumulator", "Accumulator"),
-)  # fmt: skip
-POINTERS = ("q", "k", "v", "out", "lse", "q_lengths", "kv_lengths", "state")
+)
+
+
+def pointers(plan: Plan) -> tuple[str, ...]:
+    """Names of the struct's leading fields, all pointers: operands, lengths, workspace."""
+    backward = plan.problem.backward
+    return (*_OPERANDS[backward], *_LENGTHS, *_WORKSPACE[backward])
+
+
+def _fields(plan: Plan):
+    """(names, NumPy type, C type) of the fields before the captured scalars."""
+    operands, workspace = _OPERANDS[plan.problem.backward], _WORKSPACE[plan.problem.backward]
+    for name, c_type in operands.items():
+        yield (name,), "u8", c_type
+    yield _LENGTHS, "u8", "const Length*"
+    for name, c_type in workspace.items():
+        yield (name,), "u8", c_type
+    yield tuple(f"{x}_row_stride" for x in operands), "i8", "long long"
+    yield tuple(f"{x}_axis_stride" for x in operands), "i8 axes", "long long"
+    yield tuple(f"{x}_stride" for x in _LENGTHS), "i8 axes", "long long"
+    yield from _SCALARS
 
 
 def fields(plan: Plan):
     """(name, NumPy type, count, C type) of every field; captured scalars come last."""
-    for names, kind, c_type in _FIELDS:
+    for names, kind, c_type in _fields(plan):
         numpy_type, _, repeated = kind.partition(" ")
         if numpy_type == "Accumulator":
             numpy_type = plan.problem.accumulator
@@ -54,15 +79,15 @@ def params_dtype(plan: Plan) -> np.dtype:
 def pack(plan: Plan, layout: Layout, scale: float, captured: tuple[float, ...]) -> np.ndarray:
     """The argument with everything but its pointers, as an array of one structure.
 
-    A scale of 0 becomes the smallest that keeps `-infinity * scale` infinite: the kernels tell
-    hidden keys by it.
+    Forward, a scale of 0 becomes the smallest that keeps `-infinity * scale` infinite: its kernels
+    tell hidden keys by it.
     """
     problem, dtype = plan.problem, params_dtype(plan)
     params = np.zeros(1, dtype)
-    for name in _OPERANDS:
+    for name in _OPERANDS[problem.backward]:
         params[f"{name}_row_stride"] = layout.rows[name]
         params[f"{name}_axis_stride"][0, : len(layout.axes)] = layout.axis_strides[name]
-    for name in ("q_lengths", "kv_lengths"):
+    for name in _LENGTHS:
         params[f"{name}_stride"][0, : len(layout.axes)] = layout.axis_strides[name]
     params["axis_size"][0, : len(layout.axes)] = layout.axes
     params["axes"] = len(layout.axes)
@@ -74,9 +99,10 @@ def pack(plan: Plan, layout: Layout, scale: float, captured: tuple[float, ...]) 
     params["band_left"] = OPEN_WIDTH if band.left is None else min(band.left, OPEN_WIDTH)
     params["band_right"] = OPEN_WIDTH if band.right is None else min(band.right, OPEN_WIDTH)
     params["bottom_right"] = band.alignment == "bottom_right"
-    params["query_tiles"] = -(-problem.query_length // plan.block_q)
+    params["query_tiles"], params["key_tiles"] = plan.query_tiles, plan.key_tiles
     params["section"] = plan.section
-    params["scale"] = max(scale, 16 * float(np.finfo(problem.accumulator).tiny))
+    smallest = 0.0 if problem.backward else 16 * float(np.finfo(problem.accumulator).tiny)
+    params["scale"] = max(scale, smallest)
     for name, value in zip(problem.captures, captured):
         params[name] = value
     return params

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from .masks import Band
 
@@ -91,7 +92,14 @@ class Problem:
     q_lengths, kv_lengths : str
         Integer type of the lengths, empty where there are none.
     aligned : bool
-        Whether every row of q, k, v and out starts on a multiple of 16 bytes.
+        Whether every row of q, k, v and out (and of the gradients) starts on a multiple of 16
+        bytes.
+    backward : bool
+        The gradients of q, k and v instead of out.
+    deterministic : bool
+        Whether gradients must be the same bits each time.
+    summed : tuple of int
+        How many heads share one row of q, k and v, whose gradient sums over them.
     """
 
     dtype: str
@@ -107,6 +115,9 @@ class Problem:
     q_lengths: str = ""
     kv_lengths: str = ""
     aligned: bool = True
+    backward: bool = False
+    deterministic: bool = True
+    summed: tuple[int, int, int] = (1, 1, 1)
 
     @property
     def head_count(self) -> int:
@@ -120,9 +131,14 @@ class Problem:
 
     @property
     def flops(self) -> int:
-        """2 (D + Dv) per visible pair of query and key, lengths taken as full."""
-        pairs = self.band.count(self.query_length, self.key_length)
-        return 2 * (self.head_dim + self.value_dim) * pairs * self.head_count
+        """Of the products, per visible pair of query and key, lengths taken as full.
+
+        Forward q.k and P v; backward q.k, dS k and dS q over D, and P dout and dout.v over Dv.
+        """
+        pairs = self.band.count(self.query_length, self.key_length) * self.head_count
+        if self.backward:
+            return 2 * (3 * self.head_dim + 2 * self.value_dim) * pairs
+        return 2 * (self.head_dim + self.value_dim) * pairs
 
     def __str__(self):
         lead = "x".join(map(str, self.leading)) or "1"
@@ -137,6 +153,8 @@ class Problem:
         for name in ("q_lengths", "kv_lengths"):
             if getattr(self, name):
                 text += f", {name}"
+        if self.backward:
+            text += ", backward" if self.deterministic else ", backward in any order"
         return text if self.aligned else text + ", rows not aligned to 16 bytes"
 
 
@@ -153,6 +171,11 @@ class Tile:
     (fa1) are under way at a time. A warp owns `slabs` times 16 query rows (mma), or
     `32 / row_lanes * lane_rows` rows (simt: `row_lanes` lanes share a row, each lane holds
     `lane_rows` rows).
+
+    In a backward row the roles are exchanged: a warp owns rows of keys, a block `block_k` of them,
+    and `block_q` queries at a time pass by, `step_q` of them scored at once, `stages` such tiles
+    under way. `split` warps have the same keys: each scores queries of its own and sums columns of
+    its own, and P goes through shared memory.
     """
 
     algo: str
@@ -165,22 +188,27 @@ class Tile:
     stages: int = 1
     load_unroll: int = 2
     slabs: int = 1
+    split: int = 1
     queries_in_registers: bool = False
     row_lanes: int = 1
     lane_rows: int = 1
     min_blocks: int = 1
     fill: float = 0.0  # blocks per multiprocessor from which the row is worth taking
-    block_q: int = 0  # of the NumPy engine; GPU rows derive theirs
+    block_q: int = 0  # of the NumPy engine and of backward rows; forward ones derive theirs
+    step_q: int = 0
+    backward: bool = False
 
     def __post_init__(self):
         if not self.step_k:
             object.__setattr__(self, "step_k", self.block_k)
-        if self.engine != "numpy":
+        if not self.step_q:
+            object.__setattr__(self, "step_q", self.block_q)
+        if self.engine != "numpy" and not self.backward:
             object.__setattr__(self, "block_q", self.warps * self.warp_rows)
 
     @property
     def warp_rows(self) -> int:
-        """Query rows of one warp."""
+        """Rows of one warp: queries, or keys in backward."""
         if self.engine == "mma":
             return 16 * self.slabs
         return 32 // self.row_lanes * self.lane_rows
@@ -190,10 +218,16 @@ class Tile:
         if self.engine == "mma":
             return _round_up(problem.head_dim, 16), _round_up(problem.value_dim, 16)
         chunk = CHUNK_BYTES // ITEM_BYTES[problem.accumulator]
-        share = -(-problem.value_dim // self.row_lanes)
-        group = (4 if share == 3 else share) if share < chunk else chunk
-        values = _round_up(_round_up(share, group) * self.row_lanes, chunk)
-        return _round_up(problem.head_dim, chunk), values
+
+        def accumulated(columns):
+            share = -(-columns // self.row_lanes)
+            group = (4 if share == 3 else share) if share < chunk else chunk
+            return _round_up(_round_up(share, group) * self.row_lanes, chunk)
+
+        head = _round_up(problem.head_dim, chunk)
+        if self.backward:  # queries and keys are summed as well as scored
+            head = accumulated(problem.head_dim)
+        return head, accumulated(problem.value_dim)
 
     def shared_bytes(self, problem: Problem) -> int:
         """Shared memory of one block; the kernel checks that it lays out as many bytes."""
@@ -204,6 +238,11 @@ class Tile:
             return (_round_up(columns, chunk) // chunk | 1) * chunk
 
         head, value = map(pitch, self.widths(problem))
+        if self.backward:
+            rows = self.block_k + self.stages * self.block_q
+            exchange = self.block_k * pitch(self.block_q) * (2 if self.split > 1 else 1)
+            statistics = self.stages * 2 * self.block_q * ITEM_BYTES[problem.accumulator]
+            return (rows * (head + value) + exchange) * itemsize + statistics
         keys = self.block_k * (head + value)
         queries = self.block_q * head
         exchange = 0 if self.engine == "mma" else self.block_q * pitch(self.step_k)
@@ -212,9 +251,23 @@ class Tile:
         return (queries + self.stages * keys + exchange) * itemsize
 
     def blocks(self, problem: Problem) -> int:
-        """Thread blocks of the grid: B * H in fa1, B * H * Tr in fa2."""
-        tiles = -(-problem.query_length // self.block_q) if self.algo == "fa2" else 1
-        return problem.head_count * tiles
+        """Thread blocks: B * H in fa1; B * H * Tr in fa2, B * H * Tc in its backward."""
+        if self.algo == "fa1":
+            return problem.head_count
+        length, block = problem.query_length, self.block_q
+        if self.backward:
+            length, block = problem.key_length, self.block_k
+        return problem.head_count * -(-length // block)
+
+    def dq_per_thread(self, problem: Problem) -> int:
+        """Sums of a dQ tile that one thread of the backward holds."""
+        head, _ = self.widths(problem)
+        if self.engine == "mma":  # a warp: 32 queries and groups of 16 columns
+            across = self.warps * 32 // self.block_q
+            return 16 * -(-head // (16 * across))
+        chunk = CHUNK_BYTES // ITEM_BYTES[problem.accumulator]  # a thread: 4 queries
+        across = self.warps * 32 * 4 // self.block_q
+        return 4 * chunk * -(-head // (chunk * across))
 
     def reject(self, problem: Problem, device: Device) -> str:
         """Why this row cannot or should not serve, or an empty string."""
@@ -241,8 +294,18 @@ class Tile:
     def __str__(self):
         if self.engine == "numpy":
             return f"{self.algo} numpy {self.block_q}x{self.block_k}"
-        text = f"{self.algo} {self.engine} {self.block_q}x{self.block_k}, {self.warps} warps"
+        algo = f"{self.algo} backward" if self.backward else self.algo
+        text = f"{algo} {self.engine} {self.block_q}x{self.block_k}, {self.warps} warps"
         return text + (f", {self.stages} stages" if self.stages > 1 else "")
+
+
+class Launch(NamedTuple):
+    """One kernel of a plan, as it is launched."""
+
+    name: str
+    grid: int
+    threads: int
+    shared_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -276,8 +339,38 @@ class Plan:
 
     @property
     def kernel(self) -> str:
-        """Name of the kernel, and of its file."""
-        return f"{self.algo}_forward"
+        """Name of the kernel that does the work, and of its file."""
+        return f"{self.algo}_{'backward' if self.problem.backward else 'forward'}"
+
+    @property
+    def kernels(self) -> tuple[Launch, ...]:
+        """What is launched, in this order."""
+        main = Launch(self.kernel, self.grid, self.threads, self.shared_bytes)
+        if not self.problem.backward:
+            return (main,)
+        tiles = {"q": self.query_tiles, "k": self.key_tiles, "v": self.key_tiles}
+        sums = [
+            Launch(f"sum_d{name}", self.problem.head_count // heads * tiles[name], self.threads)
+            for name, heads in zip("qkv", self.problem.summed)
+            if name == "q" or heads > 1
+        ]
+        rows = Launch("backward_rows", self.problem.head_count * self.query_tiles, self.threads)
+        return (rows, main, *sums)
+
+    @property
+    def query_tiles(self) -> int:
+        """Tiles of queries in one head."""
+        return -(-self.problem.query_length // self.block_q)
+
+    @property
+    def key_tiles(self) -> int:
+        """Tiles of keys in one head."""
+        return -(-self.problem.key_length // self.block_k)
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether blocks add to dQ one after the other, in the order of their keys."""
+        return self.problem.backward and self.problem.deterministic and self.algo == "fa2"
 
     @property
     def block_q(self) -> int:
@@ -310,12 +403,38 @@ class Plan:
         return self.tile.blocks(self.problem)
 
     @property
+    def workspace(self) -> tuple[tuple[str, int], ...]:
+        """Names and bytes of what the kernels keep in device memory beside their results.
+
+        fa1's O, l and m (state). Backward: two numbers per query (rows), dQ in the type of sums
+        (dq_sum), dK and dV of heads that share a key (dk_sum, dv_sum), and whose turn it is to
+        add to which tile of dQ (turns).
+        """
+        p, item = self.problem, ITEM_BYTES[self.problem.accumulator]
+        if self.engine == "numpy":
+            return ()
+        if not p.backward:
+            state = p.head_count * p.query_length * (p.value_dim + 2) * item
+            return (("state", state),) if self.algo == "fa1" else ()
+        q_tiles, k_tiles = p.head_count * self.query_tiles, p.head_count * self.key_tiles
+        parts = [
+            ("rows", q_tiles * 2 * self.block_q * item),
+            ("dq_sum", q_tiles * self.threads * self.tile.dq_per_thread(p) * item),
+        ]
+        for name, width, heads in zip(("dk_sum", "dv_sum"), self.tile.widths(p), p.summed[1:]):
+            if heads > 1:
+                if self.engine == "mma":
+                    width = _round_up(width, 16 * self.tile.split)
+                parts.append((name, k_tiles * self.block_k * width * item))
+        if self.is_ordered:
+            parts.append(("turns", (q_tiles + 1) * 4))
+        return tuple(parts)
+
+    @property
     def workspace_bytes(self) -> int:
-        """Device memory beyond out and lse: fa1's O, l and m."""
-        if self.engine == "numpy" or self.algo == "fa2":
-            return 0
-        rows = self.problem.head_count * self.problem.query_length
-        return rows * (self.problem.value_dim + 2) * ITEM_BYTES[self.problem.accumulator]
+        """Device memory beside the results; each part starts on a multiple of 256 bytes."""
+        parts = self.workspace
+        return sum(_round_up(size, 256) for _, size in parts[:-1]) + sum(x for _, x in parts[-1:])
 
     @property
     def flops(self) -> int:
@@ -324,16 +443,20 @@ class Plan:
 
     @property
     def section(self) -> int:
-        """Heads whose keys and values share the L2 cache; blocks do one section after another."""
+        """Heads whose keys and values share the L2 cache; blocks do one section after another.
+
+        Sections are of about one size: a small last one would leave multiprocessors idle.
+        """
         p = self.problem
         head_bytes = p.key_length * (p.head_dim + p.value_dim) * ITEM_BYTES[p.dtype]
-        return max(1, min(p.head_count, self.device.cache_bytes // 2 // max(1, head_bytes)))
+        cached = max(1, self.device.cache_bytes // 2 // max(1, head_bytes))
+        return max(1, -(-p.head_count // max(1, round(p.head_count / cached))))
 
-    def source(self) -> str:
-        """The CUDA C source that is compiled."""
+    def source(self, kernel: str | None = None) -> str:
+        """The CUDA C source that is compiled, by default of the kernel that does the work."""
         from .source import kernel_source
 
-        return kernel_source(self)
+        return kernel_source(self, kernel or self.kernel)
 
     def __str__(self):
         p = self.problem
@@ -364,6 +487,18 @@ def _simt(algo, dtypes, max_dim, block_k, warps, row_lanes, lane_rows, **more):
 def _mma(algo, max_dim, block_k, warps, slabs, **more):
     sizes = {"stages": 2 if algo == "fa1" else 1, "slabs": slabs}
     return Tile(algo, "mma", HALF, max_dim, block_k, warps, **{**sizes, **more})
+
+
+def _backward(algo, engine, dtypes, max_dim, block_q, warps, rows, **more):
+    """`rows`: slabs (mma), or row_lanes and lane_rows (simt)."""
+    if engine == "mma":
+        sizes = {"slabs": rows, "block_k": 16 * rows * warps // more.get("split", 1)}
+    else:
+        row_lanes, lane_rows = rows
+        sizes = {"row_lanes": row_lanes, "lane_rows": lane_rows}
+        sizes["block_k"] = 32 // row_lanes * lane_rows * warps
+    sizes.update(more, block_q=block_q, warps=warps, backward=True)
+    return Tile(algo, engine, dtypes, max_dim, **sizes)
 
 
 SINGLE = (*HALF, "float32")
@@ -402,6 +537,26 @@ TILES = (
     _simt("fa1", EVERY, 512, 8, 2, 8, 1),
     Tile("fa2", "numpy", EVERY, 1 << 30, 512, 0, block_q=2048),
     Tile("fa1", "numpy", EVERY, 1 << 30, 512, 0, block_q=2048),
+    *(
+        row
+        for algo in ALGOS[::-1]
+        for row in (
+            _backward(algo, "mma", HALF, 32, 128, 4, 2, step_q=64, stages=2, min_blocks=2),
+            _backward(
+                algo, "mma", HALF, 64, 64, 4, 2, step_q=32, stages=2, load_unroll=8, min_blocks=2
+            ),
+            _backward(algo, "mma", HALF, 128, 64, 8, 2, split=2, step_q=32, stages=2),
+            _backward(algo, "mma", HALF, 256, 64, 8, 2, split=4, step_q=16, stages=2),
+            _backward(algo, "mma", HALF, 256, 64, 8, 2, split=4, step_q=16, stages=1),
+            _backward(algo, "simt", SINGLE, 32, 64, 4, (8, 8), stages=1),
+            _backward(algo, "simt", SINGLE, 64, 32, 4, (8, 8), stages=1, min_blocks=2),
+            _backward(algo, "simt", SINGLE, 128, 32, 8, (16, 8), stages=2),
+            _backward(algo, "simt", EVERY, 128, 32, 4, (16, 4), stages=1),
+            _backward(algo, "simt", EVERY, 256, 16, 4, (16, 2), stages=1),
+            _backward(algo, "simt", EVERY, 512, 16, 4, (16, 1), stages=1),
+            Tile(algo, "numpy", EVERY, 1 << 30, 512, 0, block_q=2048, backward=True),
+        )
+    ),
 )
 
 
@@ -437,6 +592,8 @@ def _first_that_serves(problem, device, algo, engine) -> Plan:
     rejected = []
     for row in TILES:
         if row.algo != (algo or "fa2") or engine not in (None, row.engine):
+            continue
+        if row.backward != problem.backward:
             continue
         reason = row.reject(problem, device)
         if not reason:

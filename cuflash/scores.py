@@ -45,9 +45,66 @@ class ScoreMod:
     def evaluate(self, score, batch=0, head=0, q=0, k=0):
         """The expression on NumPy arrays that broadcast together, in the precision of `score`."""
         score = np.asarray(score)
-        captured = {name: score.dtype.type(value) for name, value in self.captures}
+        return self._evaluate(score, score.dtype, batch, head, q, k)
+
+    def derivative(self, score, batch=0, head=0, q=0, k=0):
+        """The expression's exact derivative with respect to `score`, on the same arrays.
+
+        Examples
+        --------
+        >>> ScoreMod("score * score / 2 + k").derivative(np.array([1.0, 3.0]))
+        array([1., 3.])
+        """
+        return self.linearize(score, batch, head, q, k)[1]
+
+    def linearize(self, score, batch=0, head=0, q=0, k=0):
+        """The expression and its derivative, from one evaluation."""
+        score = np.asarray(score)
+        one = score.dtype.type(1)
+        result = self._evaluate(_Dual(score, one), score.dtype, batch, head, q, k)
+        if not isinstance(result, _Dual):  # The expression does not read `score`.
+            return result, np.zeros(np.shape(result), score.dtype)
+        return result.value, np.broadcast_to(result.slope, np.shape(result.value))
+
+    def _evaluate(self, score, dtype, batch, head, q, k):
+        captured = {name: dtype.type(value) for name, value in self.captures}
         names = {"score": score, "batch": batch, "head": head, "q": q, "k": k, **captured}
         return eval(self.expression, {"__builtins__": {}, **_FUNCTIONS}, names)
+
+
+# Partial derivatives of y = f(a) or y = f(a, b), one for each argument.
+_PARTIALS = {
+    np.add: (lambda y, a, b: 1, lambda y, a, b: 1),
+    np.subtract: (lambda y, a, b: 1, lambda y, a, b: -1),
+    np.multiply: (lambda y, a, b: b, lambda y, a, b: a),
+    np.divide: (lambda y, a, b: 1 / b, lambda y, a, b: -y / b),
+    np.positive: (lambda y, a: 1,),
+    np.negative: (lambda y, a: -1,),
+    np.tanh: (lambda y, a: 1 - y * y,),
+    np.exp: (lambda y, a: y,),
+    np.log: (lambda y, a: 1 / a,),
+    np.sqrt: (lambda y, a: 0.5 / y,),
+    np.abs: (lambda y, a: np.sign(a),),
+}
+
+
+class _Dual(np.lib.mixins.NDArrayOperatorsMixin):
+    """A value and its derivative, which every operation carries along."""
+
+    def __init__(self, value, slope):
+        self.value, self.slope = value, slope
+
+    def __array_ufunc__(self, ufunc, method, *inputs, **options):
+        if method != "__call__" or options or ufunc not in _PARTIALS:
+            return NotImplemented
+        values = [x.value if isinstance(x, _Dual) else x for x in inputs]
+        result = ufunc(*values)
+        slopes = [
+            partial(result, *values) * x.slope
+            for x, partial in zip(inputs, _PARTIALS[ufunc])
+            if isinstance(x, _Dual)
+        ]
+        return _Dual(result, sum(slopes[1:], slopes[0]))
 
 
 def softcap(value: float) -> ScoreMod:

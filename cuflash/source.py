@@ -33,11 +33,13 @@ def _constants(plan: Plan) -> dict[str, int | bool]:
         "THREADS": plan.threads,
         "WARPS": tile.warps,
         "MIN_BLOCKS": tile.min_blocks,
+        "BLOCK_Q": tile.block_q,
         "BLOCK_K": tile.block_k,
         "STEP_K": tile.step_k,
         "STAGES": tile.stages,
         "LOAD_UNROLL": tile.load_unroll,
         "WARP_SLABS": tile.slabs,
+        "WARP_SPLIT": tile.split,
         "QUERIES_IN_REGISTERS": tile.queries_in_registers,
         "ROW_LANES": tile.row_lanes,
         "LANE_ROWS": tile.lane_rows,
@@ -46,6 +48,7 @@ def _constants(plan: Plan) -> dict[str, int | bool]:
         "ALIGNED": plan.problem.aligned,
         "SHARED_BYTES": plan.shared_bytes,
         "SCORE_IS_MODIFIED": bool(plan.problem.score),
+        **({"STEP_Q": tile.step_q, "ORDERED": plan.is_ordered} if tile.backward else {}),
     }
 
 
@@ -109,8 +112,8 @@ def expand(name: str) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def kernel_source(plan: Plan) -> str:
-    """The whole string that is compiled for `plan`."""
+def kernel_source(plan: Plan, kernel: str) -> str:
+    """The whole string that is compiled for one of the plan's kernels."""
     if plan.engine == "numpy":
         raise ValueError("the numpy engine compiles nothing")
-    return prelude(plan) + expand(f"{plan.kernel}.cu")
+    return prelude(plan) + expand(f"{kernel}.cu")

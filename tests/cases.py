@@ -87,13 +87,79 @@ class Case:
                 np.nan,
             )
         elif self.poison:
-            names = ("causal", "window", "q_lengths", "kv_lengths")
-            shape = (*q.shape[:-1], k.shape[-2])
-            seen = reference.visible_keys(
-                shape, **{n: self.options[n] for n in names if n in self.options}
-            )
+            seen = self._seen()
             k[~seen.any(-2)], v[~seen.any(-2)], q[~seen.any(-1)] = np.nan, np.inf, np.nan
             v[~seen.any(-2), 0] = np.nan
+
+    def _seen(self):
+        """Which query sees which key."""
+        names = ("causal", "window", "q_lengths", "kv_lengths")
+        shape = (*self.q[:-1], self.k[-2])
+        return reference.visible_keys(
+            shape, **{n: self.options[n] for n in names if n in self.options}
+        )
+
+
+@dataclass(frozen=True)
+class BackwardCase(Case):
+    """One call of attention_backward().
+
+    `layouts` may also name dout, and dq, dk and dv, which are then given; `out` is an input here.
+    Hidden NaN are also in the rows of dout, out and dlse that see nothing, visible ones in dout.
+
+    Parameters
+    ----------
+    deterministic, with_dlse : bool
+        Whether gradients are the same bits each time, and whether lse has a gradient.
+    """
+
+    deterministic: bool = True
+    with_dlse: bool = False
+
+    def __str__(self):
+        return super().__str__().replace("-", "-backward-", 1)
+
+    def call(self):
+        """The keyword arguments of attention_backward()."""
+        return dict(super().call(), deterministic=self.deterministic)
+
+    def inputs(self):
+        """dout, q, k, v, out, lse and dlse, which may be None, laid out as the case says.
+
+        `out` and `lse` are the reference's, rounded to their types.
+        """
+        q, k, v = self.operands()
+        rng = np.random.default_rng(zlib.crc32(f"dout of {self}".encode()))
+        with np.errstate(all="ignore"):
+            out, lse = reference.attention(q, k, v, return_lse=True, **self.options)
+        dout = rng.standard_normal(out.shape).astype(q.dtype)
+        out = out.astype(q.dtype)
+        lse = lse.astype(np.float64 if self.dtype == "float64" else np.float32)
+        dlse = rng.standard_normal(lse.shape).astype(lse.dtype) if self.with_dlse else None
+        if self.poison == "visible":
+            dout[..., dout.shape[-2] // 2, 0] = np.nan
+            dout[..., dout.shape[-2] // 3, -1] = np.inf
+        elif self.poison:
+            blind = ~self._seen().any(-1)
+            dout[blind], out[blind] = np.nan, np.inf
+            dout[blind, 0] = -np.inf
+            if dlse is not None:
+                dlse[blind] = np.nan
+        dout, out = (
+            place(x, self.layouts.get(n, "dense")) for n, x in (("dout", dout), ("out", out))
+        )
+        return dout, q, k, v, out, lse, dlse
+
+    def grads_out(self, blank=np.nan):
+        """Memory full of `blank` for dq, dk and dv in their layouts, or None."""
+        if not self.layouts.keys() & {"dq", "dk", "dv"}:
+            return None
+        grads = []
+        for name, shape in zip(("dq", "dk", "dv"), (self.q, self.k, self.v), strict=True):
+            x = place(np.zeros(shape, numpy_dtype(self.dtype)), self.layouts.get(name, "dense"))
+            owner(x).view(x.dtype)[...] = blank
+            grads.append(x)
+        return tuple(grads)
 
 
 def place(values, layout):
@@ -150,10 +216,10 @@ def owner(view):
     return view
 
 
-def tile_of(algo, engine, dtype, head_dim=None, value_dim=None):
+def tile_of(algo, engine, dtype, head_dim=None, value_dim=None, backward=False):
     """The table's row that serves small problems of these head dims."""
     head_dim = head_dim or DIMS[engine]
-    problem = Problem(dtype, (1,), 64, 64, head_dim, value_dim or head_dim)
+    problem = Problem(dtype, (1,), 64, 64, head_dim, value_dim or head_dim, backward=backward)
     return make_plan(problem, H200, algo, engine).tile
 
 
@@ -393,28 +459,182 @@ class _Cases:
                     f"scale {scale}", dtype, (n + 1, dim), (m + 2, dim), scale=scale, causal=True
                 )
 
+    def orders(self):
+        """The forward pass has none to choose."""
 
-def _all_cases():
+
+class _BackwardCases(_Cases):
+    """Collects the backward cases of one kernel: smaller and fewer, with an eye on sums."""
+
+    def tile(self, dtype, *dims):
+        return tile_of(self.algo, self.engine, dtype, *dims, backward=True)
+
+    def add(
+        self, name, dtype, q, k, v=None, layouts=None, poison="", deterministic=True, **options
+    ):
+        case = BackwardCase(
+            name, self.algo, self.engine, dtype, tuple(q), tuple(k), tuple(v or k), options,
+            layouts or {}, poison, deterministic, with_dlse=len(self.list) % 3 == 0,
+        )  # fmt: skip
+        self.list.append(case)
+
+    def edges(self):
+        n, m, dim = self.sizes(self.dtypes[0])
+        lengths = [(a, b) for a in (1, n - 1, n + 1) for b in (1, m - 1, m + 1)]
+        for i, (a, b) in enumerate([*lengths, (n, m), (n, 2 * m), (2 * n, m)]):
+            causal = (False, True, "top_left")[i % 3]
+            self.add(f"edges {a}x{b}", self.dtypes[0], (1, a, dim), (1, b, dim), causal=causal)
+        for dtype in self.dtypes:
+            n, m, dim = self.sizes(dtype)
+            for causal in (False, True):
+                name = f"edges beyond two tiles causal {causal}"
+                q, k = (1, 2 * n + 3, dim), (1, 2 * m + 5, dim)
+                self.add(name, dtype, q, k, causal=causal)
+
+    def windows(self):
+        n, m, dim = self.sizes(self.dtypes[0])
+        windows = [
+            (0, False), (3, True), ((0, 5), False), ((7, 0), "top_left"), ((m // 2, None), True),
+            ((None, m // 3), False), ((m, n), False), ((m - 1, 2), "top_left"), ((9, 2), False),
+        ]  # fmt: skip
+        shapes = [(2 * n + 5, m + 3), (n + 9, 3), (5, 2 * m + 1)]
+        for i, (window, causal) in enumerate(windows):
+            a, b = shapes[i % 3]
+            self.add(f"windows {a}x{b} {window} causal {causal}", self.turn(), (2, a, dim),
+                     (2, b, dim), window=window, causal=causal)  # fmt: skip
+
+    def softcaps(self):
+        for dtype in self.dtypes:
+            n, m, dim = self.sizes(dtype)
+            q, k = (2, n + 3, dim), (2, m + 7, dim)
+            self.add("softcap 1.5", dtype, q, k, softcap=1.5, causal=True, window=(m // 2, None))
+        self.add("softcap and scale", dtype, (2, 3, dim), k, softcap=20.0, scale=0.7)
+
+    def lengths(self):
+        for kind in ("int32", "int64"):
+            for causal, window in ((False, None), (True, (9, 4)), ("top_left", None)):
+                dtype = self.turn() if kind == "int32" else self.dtypes[0]
+                n, m, dim = 39, 47, DIMS[self.engine]
+                q_lengths = np.array([0, 1, n - 8, n, n + 100, -3, n // 2], kind)
+                kv_lengths = np.array([m, 0, m // 2, 1 << 30, m - 8, 5, 1], kind)
+                self.add(f"lengths {kind} causal {causal} window {window}", dtype, (7, 1, n, dim),
+                         (7, 1, m, dim), causal=causal, window=window, q_lengths=q_lengths,
+                         kv_lengths=kv_lengths)  # fmt: skip
+        n, m, dim = self.sizes(dtype)
+        count = np.arange(6, dtype=np.int32).reshape(2, 3) * 3
+        q, k = (3, 2, n + 1, dim), (3, 2, m + 1, dim)
+        self.add("lengths of keys", dtype, q, k, kv_lengths=np.int32([m - 1, 0, 3]))
+        self.add("lengths of queries", dtype, q, k, q_lengths=np.int32([n + 1, 0, 3]), causal=True)
+        self.add("lengths without keys", dtype, q, k, kv_lengths=np.int32([0, 0, 0]))
+        self.add("lengths at the edges", dtype, q, k, causal=True,
+                 q_lengths=np.int32([n - 1, n, n + 1]),
+                 kv_lengths=np.int32([m, m + 1, m - 1]))  # fmt: skip
+        self.add("lengths of two batch axes", dtype, (2, 3, 2, 9, dim), (2, 3, 2, 17, dim),
+                 q_lengths=count[:, :1], kv_lengths=count, causal=True)  # fmt: skip
+
+    def heads(self):
+        super().heads()
+        n, m, dim = 9, 21, DIMS[self.engine]
+        q, k = (2, 4, n, dim), (2, 4, m, dim)
+        self.add("heads one query head", self.turn(), (2, 1, n, dim), k)
+        self.add("heads one head of all", self.turn(), (1, n, dim), (m, dim), k, causal=True)
+        self.add("heads one key, own values", self.turn(), q, (1, 1, m, dim), k)
+        long = (1, 2, self.tile(self.dtypes[0]).block_k + 3, dim)
+        self.add("heads group 2 of several tiles", self.dtypes[0], (1, 4, n, dim), long,
+                 enable_gqa=True)  # fmt: skip
+
+    def strides(self):
+        """Layouts of all arrays: alike, and each alone."""
+        n, m, dim = 19, 37, DIMS[self.engine]
+        q, k = (2, 3, n, dim), (2, 3, m, dim)
+        names = ("q", "k", "v", "dout", "out", "dq", "dk", "dv")
+        for layout in ("bnhd", "padded", "odd", "offset", "reversed", "sparse", "columns"):
+            everything = dict.fromkeys(names, layout)
+            self.add(f"strides {layout}", self.turn(), q, k, layouts=everything, causal=True)
+        inputs = dict.fromkeys(names[:5], "repeated")
+        self.add("strides repeated", self.turn(), q, k, layouts=inputs, causal=True)
+        for i, name in enumerate(names):
+            layout = ("odd", "reversed", "padded")[i % 3]
+            self.add(f"strides {layout} {name} only", self.dtypes[0], q, k, layouts={name: layout})
+        shared = (2, 1, m, dim)
+        self.add("strides of summed gradients", self.dtypes[0], q, shared,
+                 layouts=dict.fromkeys(("dq", "dk", "dv"), "bnhd"))  # fmt: skip
+        self.add("strides odd of summed gradients", self.dtypes[0], q, shared,
+                 layouts=dict.fromkeys(("dq", "dk", "dv"), "odd"))  # fmt: skip
+
+    def dims(self):
+        dims = {
+            "mma": [8, 17, 40, 80, 96, 128, (64, 32), (32, 64), (17, 40), (40, 3), (128, 8)],
+            "simt": [
+                1, 3, 17, 40, 64, 96, 128, 160, 256, 300, 512, (17, 40), (40, 3), (1, 128),
+            ],
+        }[self.engine]  # fmt: skip
+        for i, dim in enumerate(dims):
+            dim, value_dim = dim if isinstance(dim, tuple) else (dim, dim)
+            dtype = self.turn() if max(dim, value_dim) <= 64 else self.dtypes[i % 2 * -1]
+            tile = self.tile(dtype, dim, value_dim)
+            n, m = tile.block_q + 1, tile.block_k + 3
+            name = f"dims {dim} and {value_dim}"
+            self.add(name, dtype, (n, dim), (m, dim), (m, value_dim), causal=i % 2 == 0)
+
+    def masked(self):
+        """Rows and keys that see nothing, and NaN where nobody looks."""
+        for dtype in self.dtypes:
+            n, m, dim = self.sizes(dtype)
+            more = (2, n + 12, dim)
+            self.add("masked rows, more queries", dtype, more, (2, 7, dim), causal=True)
+            self.add("masked rows, right of all keys", dtype, (2, n + 5, dim), (2, 3, dim),
+                     causal="top_left", window=(2, 0))  # fmt: skip
+            q, k = (2, 2, n + 5, dim), (2, 2, m + 9, dim)
+            lengths = {"q_lengths": np.int32([n, 3]), "kv_lengths": np.int32([m // 2, m + 1])}
+            hidden = {"poison": "hidden"}
+            self.add("masked hidden, lengths", dtype, q, k, **hidden, **lengths)
+            self.add("masked hidden, all", dtype, q, k, **hidden, causal=True, window=9, **lengths)
+            self.add("masked hidden, more queries", dtype, (2, *more), (2, 2, 7, dim), **hidden,
+                     causal=True)  # fmt: skip
+            self.add("masked hidden, more keys", dtype, (2, 2, 4, dim), k, **hidden,
+                     causal="top_left")  # fmt: skip
+            self.add("masked visible, causal", dtype, q, k, poison="visible", causal="top_left")
+            self.add("masked visible", dtype, q, k, poison="visible")
+
+    def scales(self):
+        n, m, dim = self.sizes(self.dtypes[0])
+        for scale in (0, 1e-3, 3):
+            q, k = (n + 1, dim), (m + 2, dim)
+            self.add(f"scale {scale}", self.turn(), q, k, scale=scale, causal=True)
+
+    def orders(self):
+        """Blocks that add to dQ in any order."""
+        for dtype in self.dtypes:
+            n, m, dim = self.sizes(dtype)
+            self.add("orders any", dtype, (2, n + 1, dim), (2, 2 * m + 3, dim), causal=True,
+                     deterministic=False)  # fmt: skip
+        self.add("orders any of groups", dtype, (4, n + 1, dim), (2, m + 3, dim), enable_gqa=True,
+                 deterministic=False)  # fmt: skip
+
+
+def _all_cases(kind):
     cases = []
     for kernel in KERNELS:
-        of_kernel = _Cases(*kernel)
-        families = [f for name, f in vars(_Cases).items() if name in FAMILIES]
-        for add_family in families:
-            add_family(of_kernel)
+        of_kernel = kind(*kernel)
+        for family in FAMILIES:
+            getattr(of_kernel, family)()
         cases += of_kernel.list
     assert len({str(case) for case in cases}) == len(cases)
     return cases
 
 
-FAMILIES = "edges windows softcaps lengths heads axes strides dims masked scales".split()
-CASES = _all_cases()
+FAMILIES = "edges windows softcaps lengths heads axes strides dims masked scales orders".split()
+CASES = _all_cases(_Cases)
+BACKWARD_CASES = _all_cases(_BackwardCases)
 
 
 def row_problem(row, dtype, device=H200):
     """A problem that puts a row of the table to work: its largest dims, across its tile's edges."""
     dim = row.max_dim
     while True:
-        problem = Problem(dtype, (1,), row.block_q + 1, row.block_k + 1, dim, dim)
+        lengths = row.block_q + 1, row.block_k + 1
+        problem = Problem(dtype, (1,), *lengths, dim, dim, backward=row.backward)
         if row.shared_bytes(problem) <= device.shared_bytes:
             return problem
         dim -= 8
@@ -425,10 +645,10 @@ def on_row(plan, row):
     return dataclasses.replace(plan, tile=row)
 
 
-def groups(most=None):
+def groups(most=None, cases=CASES):
     """(name, cases): of one kernel, type and family, at most so many together."""
     together = {}
-    for case in CASES:
+    for case in cases:
         together.setdefault(f"{case.algo}-{case.engine}-{case.dtype}-{case.family}", []).append(
             case
         )

@@ -95,6 +95,7 @@ def messages(log: str) -> tuple[str, ...]:
         for line in log.splitlines()
         if re.search(r"warning|\bC7\d{3}\b|[Pp]erformance|wgmma.*serialized", line)
         and "was declared but never referenced" not in line
+        and not line.startswith("Remark: The warnings can be suppressed")
     )
 
 

@@ -10,6 +10,8 @@ from cases import H200, on_row
 from emulator import Memory, Module
 
 import cuflash
+from cuflash.arrays import both_lengths, conform
+from cuflash.calls import BackwardCall, find_call
 from cuflash.operands import Spec, conformed, make_layout
 from cuflash.params import pack
 from cuflash.plan import Plan
@@ -67,19 +69,75 @@ def attention(
         params[name] = 0 if x is None else memory.place(x)
     params["out"] = memory.place(target, initialised=not fresh and target is result)
     params["lse"] = 0 if lse is None else memory.place(lse, initialised=not fresh_lse)
-    if plan.workspace_bytes:
-        state = np.empty(plan.workspace_bytes, np.uint8)
-        params["state"] = memory.place(state, initialised=False)
-    module = Module(plan.source(), mode=mode, arch=plan.device.arch * 10)
-    module.launch(
-        plan.kernel, plan.grid, plan.threads, [params],
-        shared_bytes=plan.shared_bytes, seed=seed, memory=memory,
-    )  # fmt: skip
-    memory.fetch()
-    memory.close()
+    stats = _launch(plan, params, memory, mode, seed)
     if target is not result:
         result[...] = target
-    return Result(result, lse, plan, module.stats)
+    return Result(result, lse, plan, stats)
+
+
+class Gradients(NamedTuple):
+    """What the kernels of a backward pass wrote, what they were, and the emulator's counts."""
+
+    dq: np.ndarray
+    dk: np.ndarray
+    dv: np.ndarray
+    plan: Plan
+    stats: dict
+
+
+def attention_backward(
+    dout, q, k, v, out, lse, *, dlse=None, grads_out=None, algo=None, engine=None, causal=False,
+    window=None, softcap=None, q_lengths=None, kv_lengths=None, scale=None, enable_gqa=False,
+    deterministic=True, mode="check", seed=0, row=None, device=H200,
+):  # fmt: skip
+    """attention_backward() as `device` would run it; `row`, `mode` and `seed` as in attention().
+
+    New gradients are never-written memory to the kernels; `grads_out=` counts as written.
+    """
+    given = (dout, q, k, v, out, lse, dlse, *(grads_out or (None,) * 3))
+    arrays = [*given, *both_lengths(q_lengths, kv_lengths, q)]
+    options = (algo, engine, causal, window, softcap, scale, enable_gqa, deterministic)
+    call = find_call(BackwardCall, tuple(arrays), options, device)[0]
+    plan = call.plan if row is None else on_row(call.plan, row)
+    results, fresh = [], set()
+    for place, spec in call.results:
+        if arrays[place] is None:
+            arrays[place] = np.empty(spec.shape, spec.dtype)
+            fresh.add(place)
+        results.append(arrays[place])
+    for place, spec in call.copied:
+        arrays[place] = conform(arrays[place], spec)
+    for _, place, spec in call.staged:
+        arrays[place] = np.empty(spec.shape, spec.dtype)
+        fresh.add(place)
+
+    memory = Memory()
+    params = pack(plan, call.layout, call.scale, call.score.values if call.score else ())
+    for place, (name, x) in enumerate(zip(BackwardCall.operands, arrays, strict=True)):
+        params[name] = 0 if x is None else memory.place(x, initialised=place not in fresh)
+    stats = _launch(plan, params, memory, mode, seed)
+    for number, place, _ in call.staged:
+        results[number][...] = arrays[place]
+    return Gradients(*results, plan, stats)
+
+
+def _launch(plan, params, memory, mode, seed) -> dict:
+    """Run the plan's kernels one after the other; the counts of the one that does the work."""
+    for name, size in plan.workspace:
+        part = np.empty(size, np.uint8)
+        params[name] = memory.place(part, initialised=False)
+    stats = {}
+    for kernel in plan.kernels:
+        module = Module(plan.source(kernel.name), mode=mode, arch=plan.device.arch * 10)
+        module.launch(
+            kernel.name, kernel.grid, kernel.threads, [params],
+            shared_bytes=kernel.shared_bytes, seed=seed, memory=memory,
+        )  # fmt: skip
+        if kernel.name == plan.kernel:
+            stats = module.stats
+    memory.fetch()
+    memory.close()
+    return stats
 
 
 def _spec(x):

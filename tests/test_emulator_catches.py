@@ -1,13 +1,21 @@
-"""Bugs planted in small kernels, one of each kind, which the emulator must catch.
+"""Bugs planted in small kernels, one of each kind, and in ours, which the emulator must catch.
 
 Each case is a kernel with a statement ``GOOD`` that is replaced by a wrong one. The wrong twin must
 be reported with the expected words, the right one must pass with every schedule and give the
 expected result.
 """
 
+import functools
+import re
+
 import numpy as np
 import pytest
+from cases import numpy_dtype, tile_of
+from emulated import attention_backward
 from emulator import EmulatorError, Memory, Module, TensorMap, available
+from tolerance import assert_backward_close
+
+from cuflash import reference, source
 
 pytestmark = pytest.mark.skipif(available() is not None, reason=str(available()))
 
@@ -613,3 +621,99 @@ def test_arguments_of_the_wrong_size():
     memory = Memory()
     with pytest.raises(EmulatorError, match=r"\[8, 8, 4\] bytes given, its parameters have"):
         Module(PRELUDE + HEAD + "}").launch("k", 1, 32, [0, 0, np.int32(1)], memory=memory)
+
+
+# ------------------------------------------------------------------- bugs in the backward kernels
+# (what is wrong, text, what stands there instead, what shows it). Texts are regular expressions.
+COMMON = {"causal": True}
+IN_FLOAT32 = {"engine": "simt", "causal": False}  # where another order shows in the last bit
+PLANTED = [
+    ("dS is read before it is there", r"__syncthreads\(\);(?=  // dS of all keys)", "", {}),
+    ("the next tile overwrites this one", r"__syncthreads\(\);(?=  // the next tile has arrived; )",
+     "", {}),
+    ("the turn is not waited for", r"wait_turn\(turn, ", "if (false) wait_turn(turn, ",
+     IN_FLOAT32),
+    ("the turn is passed before it is used", r"(const bool cut = tiles\.is_cut\(tile\))",
+     r"if (ORDERED && threadIdx.x == 0) pass_turn(p.turns + first_tile + tile, key_tile + 1); \1",
+     IN_FLOAT32),
+    ("the turn is never passed", r"if \(threadIdx.x == 0\)\s+pass_turn\(", "if (false) pass_turn(",
+     {}),
+    ("delta is left out", r"deltas\[row\] = delta;", "deltas[row] = Accumulator(0);", {}),
+    ("dlse is added", r"delta -= p\.dlse", "delta += p.dlse", {}),
+    ("dK is not scaled", r"k_begin, p\.scale\)", "k_begin, Accumulator(1))", {}),
+    ("dQ is not scaled", r"BLOCK_Q,\s+p\.scale\)", "BLOCK_Q, Accumulator(1))", {}),
+    ("a ragged key tile is not masked", r"if \(k_last >= head\.key_length\) uncut_end = 0;", "",
+     {"kv_lengths": 150, "causal": False}),
+    ("the diagonal is not masked", r"return tile < uncut_begin \|\| tile >= uncut_end;",
+     "return tile < uncut_begin - 1 || tile >= uncut_end;", {}),
+    ("dS is not transposed", r"load_matrices_transposed\(a\[slab\]", "load_matrices(a[slab]", {}),
+    ("dQ is stored, not added", r"add_unit\((sums \+ .*?), unit\);",
+     r"*reinterpret_cast<Vector<A>*>(\1) = unit;", {}),
+    ("dQ is added without atomics",
+     r"add_unit\((sums \+ .*?), unit\);",
+     r"{ A* at = \1; for (int c = 0; c < CHUNK<A>; ++c) at[c] += unit.at[c]; }",
+     {"deterministic": False}),
+    ("dQ starts anywhere", r"store_units<THREADS>\(p\.dq_sum.*?;", "", {}),
+    ("one head is summed twice", r"heads\[i\]", "heads[0]", {"enable_gqa": True}),
+]  # fmt: skip
+
+
+@functools.cache
+def backward_inputs(engine, grouped):
+    """dout, q, k, v and a gradient of lse; more than two tiles of keys, whose order matters."""
+    rng, dtype = np.random.default_rng(0), "bfloat16" if engine == "mma" else "float32"
+    tile = tile_of("fa2", engine, dtype, 32, backward=True)
+    n, m, heads = 2 * tile.block_q + 3, 3 * tile.block_k + 5, 2 if grouped else 1
+    shapes = (heads, n, 32), (heads, n, 32), (1, m, 32), (1, m, 32)
+    made = [rng.standard_normal(shape).astype(numpy_dtype(dtype)) for shape in shapes]
+    return (*made, rng.standard_normal((heads, n)).astype(np.float32))
+
+
+def backward_is_right(options):
+    """Compare with the reference under several schedules; raises where something is wrong."""
+    options = {**COMMON, **options}
+    order = {"deterministic": options.pop("deterministic", True)}
+    engine = options.pop("engine", "mma")
+    if "kv_lengths" in options:
+        options["kv_lengths"] = np.array(options["kv_lengths"], np.int32)
+    dout, q, k, v, dlse = backward_inputs(engine, options.get("enable_gqa", False))
+    if "kv_lengths" in options:  # of a batch of one
+        dout, q, k, v, dlse = (x[None] for x in (dout, q, k, v, dlse))
+        options["kv_lengths"] = options["kv_lengths"][None]
+    out, lse = reference.attention(q, k, v, return_lse=True, **options)
+    inputs = dout, q, k, v, out.astype(q.dtype), lse.astype(np.float32)
+    first = None
+    for seed in (*SEEDS, 4, 5):
+        result = attention_backward(
+            *inputs, dlse=dlse, algo="fa2", engine=engine, seed=seed, **order, **options
+        )
+        assert_backward_close(result[:3], dout, q, k, v, dlse=dlse, **options)
+        bits = [x.tobytes() for x in result[:3]]
+        first = first or bits
+        assert bits == first or not order["deterministic"], f"other bits with seed {seed}"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, *(bug[-1] for bug in PLANTED if bug[-1] not in ({}, IN_FLOAT32)), IN_FLOAT32],
+    ids=str,
+)
+def test_backward_kernels_without_a_planted_bug(options):
+    backward_is_right(options)
+
+
+@pytest.mark.parametrize(("text", "wrong", "options"), [x[1:] for x in PLANTED],
+                         ids=[x[0] for x in PLANTED])  # fmt: skip
+def test_bugs_planted_in_the_backward_kernels(monkeypatch, text, wrong, options):
+    """Each is reported by the emulator, moves a gradient out of bounds, or changes its bits."""
+    found = []
+
+    def broken(plan, kernel, right=source.kernel_source):
+        changed, count = re.subn(text, wrong, right(plan, kernel), flags=re.DOTALL)
+        found.append(count)
+        return changed
+
+    monkeypatch.setattr(source, "kernel_source", broken)
+    with pytest.raises((EmulatorError, AssertionError)):
+        backward_is_right(options)
+    assert any(found), "no kernel has this text any more"

@@ -1,4 +1,4 @@
-"""attention() on a GPU: the emulator's cases, larger ones, and what only a device shows."""
+"""attention() and its gradients on a GPU: the emulator's cases, larger ones, what devices show."""
 
 import functools
 import threading
@@ -7,8 +7,18 @@ import warnings
 
 import numpy as np
 import pytest
-from cases import DIMS, DTYPES, KERNELS, check_all, groups, numpy_dtype, owner, place
-from tolerance import assert_forward_close
+from cases import (
+    BACKWARD_CASES,
+    DIMS,
+    DTYPES,
+    KERNELS,
+    check_all,
+    groups,
+    numpy_dtype,
+    owner,
+    place,
+)
+from tolerance import assert_backward_close, assert_forward_close
 
 import cuflash
 
@@ -16,6 +26,7 @@ pytestmark = pytest.mark.gpu
 
 EACH_KERNEL = pytest.mark.parametrize(("algo", "engine"), KERNELS)
 GROUPS = dict(groups())
+BACKWARD_GROUPS = dict(groups(cases=BACKWARD_CASES))
 
 
 @pytest.fixture(scope="session")
@@ -124,6 +135,36 @@ def test_case(cupy, group):
     check_all(GROUPS[group], functools.partial(check, cupy))
 
 
+def check_backward(cupy, case):
+    host = case.inputs()
+    dout, q, k, v, out, lse, dlse = (None if x is None else to_device(cupy, x) for x in host)
+    options = dict(options_on_device(cupy, case.call()), dlse=dlse)
+    grads = cuflash.attention_backward(dout, q, k, v, out, lse, **options)
+    named = dict(case.options, dlse=host[-1])
+    assert_backward_close(grads, *host[:4], plan=case, **named)
+
+    # Again into memory that holds NaN, and, where the case says so, in its layout.
+    likes = case.grads_out() or [place(x.get() * 0, "dense") for x in grads]
+    for like in likes:
+        owner(like).view(like.dtype)[...] = np.nan
+    before = [owner(like).view(np.uint8).copy() for like in likes]
+    given = tuple(to_device(cupy, like) for like in likes)
+    again = cuflash.attention_backward(dout, q, k, v, out, lse, grads_out=given, **options)
+    assert all(a is b for a, b in zip(again, given, strict=True))
+    for array, like in zip(given, likes, strict=True):
+        owner(like).view(np.uint8)[...] = memory_of(cupy, array, like)
+    results = [np.ascontiguousarray(like) for like in likes]
+    assert_backward_close(results, *host[:4], plan=case, **named)
+    for like, pattern in zip(likes, before, strict=True):
+        like[...] = np.nan
+        assert (owner(like).view(np.uint8) == pattern).all(), "wrote beside a gradient's rows"
+
+
+@pytest.mark.parametrize("group", BACKWARD_GROUPS)
+def test_backward_case(cupy, group):
+    check_all(BACKWARD_GROUPS[group], functools.partial(check_backward, cupy))
+
+
 LARGE = [
     ((1, 1, 4096, 64), (1, 1, 4096, 64), {}),
     ((1, 1, 4000, 128), (1, 1, 3001, 128), {"causal": True}),
@@ -171,6 +212,192 @@ def test_twenty_runs_leave_the_same_bits(cupy, algo, engine):
             again = cuflash.attention(q, k, v, causal=True, return_lse=True, **kernel)
             assert same_bits(first[0], again[0])
             assert same_bits(first[1], again[1])
+
+
+def gradients_of(cupy, dtype, shape, k_shape=None, **options):
+    """dout, q, k, v, out and lse on the device."""
+    q, dout = random(cupy, dtype, 2, *shape, seed=3)
+    k, v = random(cupy, dtype, 2, *(k_shape or shape), seed=4)
+    out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+    return dout, q, k, v, out, lse
+
+
+@pytest.mark.parametrize("large", range(len(LARGE)))
+@EACH_KERNEL
+def test_large_gradients(cupy, algo, engine, large):
+    for dtype in DTYPES[engine][-2:]:
+        q_shape, k_shape, options = LARGE[large]
+        # The reference is dense: one batch entry.
+        q_shape, k_shape = ((1, *s[1:]) for s in (q_shape, k_shape))
+        options = {n: x[-1:] if "lengths" in n else x for n, x in options.items()}
+        if dtype == "float64" or large == 0:
+            q_shape, k_shape = ((*s[:2], -(-s[2] // 4), s[3]) for s in (q_shape, k_shape))
+        if engine == "mma" and algo == "fa1":
+            q_shape = (*q_shape[:2], min(q_shape[2], 1000), q_shape[3])
+        given = dict(options_on_device(cupy, options), algo=algo, engine=engine)
+        inputs = gradients_of(cupy, dtype, q_shape, k_shape, **given)
+        grads = cuflash.attention_backward(*inputs, **given)
+        plan = cuflash.plan(*inputs[1:4], backward=True, **given)
+        assert_backward_close(grads, *inputs[:4], plan=plan, **options)
+
+
+@EACH_KERNEL
+def test_twenty_backward_runs_leave_the_same_bits(cupy, algo, engine):
+    """Many key tiles add to each tile of dQ; blocks of many heads compete."""
+    for dtype in DTYPES[engine]:
+        for causal, keys in ((True, 8), (False, 2)):
+            kernel, _, dim = wants(algo, engine)
+            options = dict(kernel, causal=causal, enable_gqa=keys < 8)
+            inputs = gradients_of(cupy, dtype, (2, 8, 1001, dim), (2, keys, 1001, dim), **options)
+            first = cuflash.attention_backward(*inputs, **options)
+            for _ in range(20):
+                again = cuflash.attention_backward(*inputs, **options)
+                assert all(same_bits(a, b) for a, b in zip(first, again, strict=True))
+
+
+@EACH_KERNEL
+def test_any_order_is_within_bounds(cupy, algo, engine):
+    for dtype in DTYPES[engine]:
+        kernel, _, dim = wants(algo, engine)
+        options = {"causal": True, "enable_gqa": True}
+        inputs = gradients_of(cupy, dtype, (1, 4, 500, dim), (1, 2, 700, dim), **options, **kernel)
+        for _ in range(3):
+            grads = cuflash.attention_backward(*inputs, deterministic=False, **options, **kernel)
+            assert_backward_close(grads, *inputs[:4], **options)
+
+
+@EACH_KERNEL
+def test_backward_graph_replays_with_changed_inputs(cupy, algo, engine):
+    kernel, dtype, dim = wants(algo, engine)
+    options = dict(kernel, causal=True)
+    inputs = gradients_of(cupy, dtype, (2, 4, 300, dim), **options)
+    grads = tuple(cupy.empty_like(x) for x in inputs[1:4])
+    plan = cuflash.plan(*inputs[1:4], backward=True, **options)
+    workspace = cupy.empty(plan.workspace_bytes, np.uint8)
+    given = {"grads_out": grads, "workspace": workspace}
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+
+    def call():
+        cuflash.attention_backward(*inputs, **options, **given)
+
+    with stream:
+        call()  # compiles
+        stream.synchronize()
+        stream.begin_capture()
+        try:
+            call()
+        finally:
+            graph = stream.end_capture()
+        for turn in range(3):
+            changed = random(cupy, dtype, *inputs[0].shape, seed=20 + turn)
+            size = changed.nbytes
+            cupy.cuda.runtime.memcpyAsync(inputs[0].data.ptr, changed.data.ptr, size, 3, stream.ptr)
+            stream.synchronize()
+            graph.launch(stream)
+            stream.synchronize()
+            assert_backward_close(grads, *inputs[:4], causal=True)
+
+
+@EACH_KERNEL
+def test_backward_capture_takes_no_memory(cupy, algo, engine):
+    kernel, dtype, dim = wants(algo, engine)
+    inputs = gradients_of(cupy, dtype, (2, 4, 100, dim), **kernel)
+    grads = tuple(cupy.empty_like(x) for x in inputs[1:4])
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    for given in ({"grads_out": grads}, {"workspace": cupy.empty(1 << 22, np.uint8)}):
+        with stream:
+            cuflash.attention_backward(*inputs, **given, **kernel)
+            stream.synchronize()
+            stream.begin_capture()
+            try:
+                with pytest.raises(RuntimeError, match="captured"):
+                    cuflash.attention_backward(*inputs, **given, **kernel)
+            finally:
+                stream.end_capture()
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+@EACH_KERNEL
+def test_backward_takes_memory_linear_in_the_length(cupy, pool, algo, engine, deterministic):
+    kernel, dtype, dim = wants(algo, engine)
+    options = dict(kernel, causal=True, deterministic=deterministic)
+    forward = dict(kernel, causal=True)
+    taken = []
+    for length in (1024, 2048, 4096):
+        inputs = gradients_of(cupy, dtype, (1, 2, length, dim), **forward)
+        plan = cuflash.plan(*inputs[1:4], backward=True, **options)
+        with hook_of(cupy) as hook:
+            grads = cuflash.attention_backward(*inputs, **options)
+        expected = [x.nbytes for x in grads] + [plan.workspace_bytes]
+        assert sorted(hook.sizes) == sorted(expected)
+        taken.append(sum(hook.sizes))
+    assert taken[1] - taken[0] == pytest.approx(taken[0], rel=0.02)
+    assert taken[2] - taken[1] == pytest.approx(2 * taken[0], rel=0.02)
+    workspace = cupy.empty(plan.workspace_bytes, np.uint8)
+    with hook_of(cupy) as hook:
+        cuflash.attention_backward(*inputs, grads_out=grads, workspace=workspace, **options)
+    assert hook.sizes == []
+
+
+@EACH_KERNEL
+def test_vjp(cupy, algo, engine):
+    kernel, dtype, dim = wants(algo, engine)
+    options = {"causal": True, "window": (60, 0)}
+    dout, q, k, v, out, lse = gradients_of(cupy, dtype, (2, 2, 150, dim), **options, **kernel)
+    dlse = cupy.asarray(np.random.default_rng(5).standard_normal(lse.shape).astype(lse.dtype))
+    (mine, of_rows), vjp = cuflash.attention_vjp(q, k, v, return_lse=True, **options, **kernel)
+    assert same_bits(mine, out)
+    assert same_bits(of_rows, lse)
+    for gradient in (None, dlse):
+        grads = vjp(dout, gradient)
+        direct = cuflash.attention_backward(
+            dout, q, k, v, out, lse, dlse=gradient, **options, **kernel
+        )
+        assert all(same_bits(a, b) for a, b in zip(grads, direct, strict=True))
+        assert_backward_close(grads, dout, q, k, v, dlse=gradient, **options)
+
+
+@EACH_KERNEL
+def test_backward_on_the_current_stream(cupy, delay, algo, engine):
+    kernel, dtype, dim = wants(algo, engine)
+    inputs = list(gradients_of(cupy, dtype, (2, 4, 300, dim), **kernel))
+    wanted, late = inputs[0], cupy.zeros_like(inputs[0])
+    cuflash.attention_backward(*inputs, **kernel)
+    cupy.cuda.Device().synchronize()
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        delay(0.3)
+        copied = late.data.ptr, wanted.data.ptr, wanted.nbytes, 3, stream.ptr
+        cupy.cuda.runtime.memcpyAsync(*copied)  # on the device
+        grads = cuflash.attention_backward(late, *inputs[1:], **kernel)
+        assert not stream.done
+    stream.synchronize()
+    assert_backward_close(grads, wanted, *inputs[1:4])
+
+
+@EACH_KERNEL
+def test_gradients_of_no_keys_and_no_queries(cupy, algo, engine):
+    kernel, dtype, dim = wants(algo, engine)
+    inputs = gradients_of(cupy, dtype, (2, 3, 5, dim), (2, 3, 0, dim), **kernel)
+    dq, dk, dv = cuflash.attention_backward(*inputs, **kernel)
+    assert dk.shape == dv.shape == (2, 3, 0, dim)
+    assert not dq.get().astype(np.float32).any()
+    inputs = gradients_of(cupy, dtype, (2, 3, 0, dim), (2, 3, 5, dim), **kernel)
+    dq, dk, dv = cuflash.attention_backward(*inputs, **kernel)
+    assert dq.shape == (2, 3, 0, dim)
+    assert not dk.get().astype(np.float32).any()
+    assert not dv.get().astype(np.float32).any()
+
+
+def test_gradients_of_mixed_types(cupy):
+    q, dout = random(cupy, "float32", 2, 2, 33, 32)
+    k, v = random(cupy, "float16", 2, 2, 41, 32)
+    out, lse = cuflash.attention(q, k, v, return_lse=True)
+    grads = cuflash.attention_backward(dout, q, k, v, out, lse)
+    assert [x.dtype.name for x in grads] == ["float32", "float16", "float16"]
+    assert_backward_close(grads, dout, q, k, v)
 
 
 @EACH_KERNEL
@@ -428,8 +655,8 @@ def test_grid(cupy, monkeypatch, algo, engine):
     kernel, dtype, dim = wants(algo, engine)
     seen = []
 
-    def recording(plan, device_id, compiled=launch.compiled):
-        function = compiled(plan, device_id)
+    def recording(plan, device_id, kernel, compiled=launch.compiled):
+        function = compiled(plan, device_id, kernel)
 
         def run(grid, block, *rest):
             seen.append((grid, block))
@@ -578,7 +805,7 @@ def test_kernel_that_does_not_compile(cupy, monkeypatch):
         ("this is no CUDA;\n", "does not compile"),
     ):
         launch.compiled.cache_clear()
-        monkeypatch.setattr(Plan, "source", lambda self, text=source: text)
+        monkeypatch.setattr(Plan, "source", lambda self, kernel, text=source: text)
         with pytest.raises(RuntimeError, match=message):
             launch.compiled(plan, q.device.id)
     launch.compiled.cache_clear()

@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 from cases import (
+    BACKWARD_CASES,
     CASES,
     DIMS,
     DTYPES,
@@ -19,9 +20,9 @@ from cases import (
     row_problem,
     tile_of,
 )  # fmt: skip
-from emulated import attention
+from emulated import attention, attention_backward
 from emulator import available
-from tolerance import assert_forward_close
+from tolerance import assert_backward_close, assert_forward_close
 
 from cuflash import reference
 from cuflash.plan import TILES, Device
@@ -62,6 +63,15 @@ def random(rng, dtype, *shape):
     return rng.standard_normal(shape).astype(numpy_dtype(dtype))
 
 
+def assert_written_inside(view, name):
+    """What lies between and around the view's rows still holds the sentinel."""
+    memory = owner(view).view(view.dtype).copy()
+    start = (view.ctypes.data - owner(view).ctypes.data) // view.itemsize
+    inside = np.ndarray(view.shape, view.dtype, memory, start * view.itemsize, view.strides)
+    inside[...] = SENTINEL
+    assert (memory == SENTINEL).all(), f"wrote beside the rows of {name}"
+
+
 # ---------------------------------------------------------------------- against the reference
 def check(case):
     out = out_of(case)
@@ -69,11 +79,7 @@ def check(case):
     assert_close(case, result)
     if out is not None:
         assert result.out is out[0]
-        memory = owner(result.out).view(result.out.dtype).copy()
-        place_of_out = np.lib.stride_tricks.as_strided  # the gaps between rows are not ours
-        start = (result.out.ctypes.data - owner(result.out).ctypes.data) // result.out.itemsize
-        place_of_out(memory[start:], result.out.shape, result.out.strides)[...] = SENTINEL
-        assert (memory == SENTINEL).all(), "wrote beside the rows of out"
+        assert_written_inside(result.out, "out")
         assert (result.lse.base[..., 1] == SENTINEL).all(), "wrote beside lse"
 
 
@@ -83,6 +89,60 @@ GROUPS = dict(groups(most=24))
 @pytest.mark.parametrize("group", GROUPS)
 def test_case(group):
     check_all(GROUPS[group], check)
+
+
+def run_backward(case, **more):
+    dout, q, k, v, out, lse, dlse = case.inputs()
+    given = {"dlse": dlse, "grads_out": case.grads_out(SENTINEL)}
+    return attention_backward(dout, q, k, v, out, lse, **given, **case.call(), **more)
+
+
+def check_backward(case, **more):
+    result = run_backward(case, **more)
+    dout, q, k, v, _, _, dlse = case.inputs()
+    assert_backward_close(result[:3], dout, q, k, v, dlse=dlse, plan=result.plan, **case.options)
+    if case.grads_out() is not None:
+        for name, gradient in zip(("dq", "dk", "dv"), result[:3], strict=True):
+            assert_written_inside(gradient, name)
+    return result
+
+
+# The checker takes several times as long as running fast: it gets part of the cases, small ones.
+CHECKED = [
+    case
+    for i, case in enumerate(BACKWARD_CASES)
+    if case.family in ("masked", "orders") or i % 4 == 0
+]
+BACKWARD_GROUPS = dict(groups(most=24, cases=[c for c in BACKWARD_CASES if c not in CHECKED]))
+CHECKED_GROUPS = dict(groups(most=24, cases=CHECKED))
+
+
+@pytest.mark.parametrize("group", CHECKED_GROUPS)
+def test_backward_case(group):
+    check_all(CHECKED_GROUPS[group], check_backward)
+
+
+@pytest.mark.parametrize("group", BACKWARD_GROUPS)
+def test_backward_case_fast(group):
+    check_all(BACKWARD_GROUPS[group], lambda case: check_backward(case, mode="fast"))
+
+
+BACKWARD_SCHEDULED = CHECKED[::9]
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_gradients_do_not_depend_on_the_schedule(part):
+    def check(case):
+        first = run_backward(case, seed=0)
+        for seed in (1, 2, 3):
+            other = check_backward(case, seed=seed)
+            if case.deterministic:
+                for one, another in zip(first[:3], other[:3], strict=True):
+                    assert np.ascontiguousarray(one).tobytes() == (
+                        np.ascontiguousarray(another).tobytes()
+                    )
+
+    check_all(BACKWARD_SCHEDULED[part::4], check)
 
 
 SCHEDULED = [c for c in CASES[::25] if math.prod(c.q) < 1 << 16]
@@ -107,15 +167,38 @@ def test_fast_mode(group):
 
 
 # ---------------------------------------------------------------------- every row of the table
-ROWS = [
-    pytest.param(row, dtype, id=f"{i}-{row.algo}-{row.engine}-{row.max_dim}-{dtype}")
-    for i, row in enumerate(TILES)
-    if row.engine != "numpy"
-    for dtype in row.dtypes
-]
+def rows_of(backward):
+    return [
+        pytest.param(row, dtype, id=f"{i}-{row.algo}-{row.engine}-{row.max_dim}-{dtype}")
+        for i, row in enumerate(TILES)
+        if row.engine != "numpy" and row.backward == backward
+        for dtype in (row.dtypes[-2:] if backward else row.dtypes)
+    ]
 
 
-@pytest.mark.parametrize(("row", "dtype"), ROWS)
+def with_forward(dtype, dout, q, k, v, **options):
+    """dout, q, k, v, and out and lse rounded to their types."""
+    out, lse = reference.attention(q, k, v, return_lse=True, **options)
+    return (
+        dout, q, k, v, out.astype(q.dtype), lse.astype(np.float64 if dtype == "float64" else "f4"),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("row", "dtype"), rows_of(backward=True))
+def test_every_backward_row_of_the_table(row, dtype):
+    problem = row_problem(row, dtype)
+    rng = np.random.default_rng(0)
+    kernel = {"algo": row.algo, "engine": row.engine, "row": row, "mode": "fast"}
+    for step, options in ((0, {}), (row.block_q // 2, {"causal": True})):
+        q, dout = random(rng, dtype, 2, problem.query_length + step, problem.head_dim)
+        k, v = random(rng, dtype, 2, problem.key_length + 2 * step, problem.head_dim)
+        inputs = with_forward(dtype, dout, q, k, v, **options)
+        result = attention_backward(*inputs, **kernel, **options)
+        assert result.plan.tile is row
+        assert_backward_close(result[:3], dout, q, k, v, plan=result.plan, **options)
+
+
+@pytest.mark.parametrize(("row", "dtype"), rows_of(backward=False))
 def test_every_row_of_the_table(row, dtype):
     problem = row_problem(row, dtype)
     rng = np.random.default_rng(0)
@@ -158,7 +241,92 @@ def test_other_architectures(algo, engine, arch):
         assert_forward_close(result.out, result.lse, q, k, v, plan=result.plan, causal=True)
 
 
+@pytest.mark.parametrize(
+    ("algo", "engine", "arch"),
+    [
+        (*kernel, arch)
+        for kernel in KERNELS
+        for arch in (75, 80, 120)
+        if arch >= 80 or "simt" in kernel
+    ],
+)
+def test_gradients_on_other_architectures(algo, engine, arch):
+    """Before sm_90 there is no vector atomic addition; before sm_80 no cp.async."""
+    rng, dtype = np.random.default_rng(13), DTYPES[engine][-2 if engine == "simt" else -1]
+    dout, q, k, v = random(rng, dtype, 4, 2, 75, DIMS[engine])
+    inputs = with_forward(dtype, dout, q, k, v, causal=True)
+    kernel = {"algo": algo, "engine": engine, "causal": True}
+    result = attention_backward(*inputs, **kernel, device=Device(arch))
+    assert_backward_close(result[:3], dout, q, k, v, plan=result.plan, causal=True)
+
+
 # ------------------------------------------------------------------------------ exact laws
+@EACH_TYPE
+def test_gradients_of_keys_sum_to_zero(algo, engine, dtype):
+    """Adding the same vector to all keys changes no weight."""
+    rng, dim = np.random.default_rng(14), DIMS[engine]
+    q, dout = random(rng, dtype, 2, 2, 33, dim)
+    k, v = random(rng, dtype, 2, 2, 79, dim)
+    inputs = with_forward(dtype, dout, q, k, v)
+    result = attention_backward(*inputs, algo=algo, engine=engine, mode="fast")
+    bound = reference.backward_bound(dout, q, k, v, dtype)
+    total = result.dk.astype(bound.dk.dtype).sum(axis=-2)
+    assert (np.abs(total) <= bound.dk_bound.sum(axis=-2)).all()
+
+
+@EACH_TYPE
+def test_values_of_one_have_no_gradient_behind_them(algo, engine, dtype):
+    """With equal values the output depends on neither queries nor keys."""
+    rng, dim = np.random.default_rng(15), DIMS[engine]
+    q, dout, k = random(rng, dtype, 3, 2, 40, dim)
+    ones = np.ones_like(k)
+    inputs = with_forward(dtype, dout, q, k, ones, causal=True)
+    kernel = {"algo": algo, "engine": engine, "causal": True, "mode": "fast"}
+    result = attention_backward(*inputs, **kernel)
+    assert_backward_close(result[:3], dout, q, k, ones, plan=result.plan, causal=True)
+    u = UNIT_ROUNDOFF["float64" if dtype == "float64" else "float32"]
+    largest = u * dim * np.abs(dout.astype(float)).max() * 40
+    assert np.abs(result.dq.astype(float)).max() <= largest * np.abs(k.astype(float)).max()
+    assert np.abs(result.dk.astype(float)).max() <= largest * np.abs(q.astype(float)).max()
+
+
+@EACH_TYPE
+def test_gradients_of_the_past_do_not_see_the_future(algo, engine, dtype):
+    """Of keys, whose later ones no query of a causal prefix sees; of queries, likewise."""
+    tile, dim = tile_of(algo, engine, dtype, backward=True), DIMS[engine]
+    rng, prefix = np.random.default_rng(16), min(tile.block_q, tile.block_k) + 3
+    n = prefix + tile.block_q
+    dout, q, k, v = random(rng, dtype, 4, n, dim)
+    kernel = {"algo": algo, "engine": engine, "causal": True, "mode": "fast"}
+    one = attention_backward(*with_forward(dtype, dout, q, k, v, causal=True), **kernel)
+    dout, q, k, v = (x.copy() for x in (dout, q, k, v))
+    for x in (dout, q, k, v):
+        x[prefix:] = random(rng, dtype, n - prefix, dim)
+    other = attention_backward(*with_forward(dtype, dout, q, k, v, causal=True), **kernel)
+    assert one.dq[:prefix].tobytes() == other.dq[:prefix].tobytes()
+    assert not np.array_equal(one.dk[:prefix], other.dk[:prefix])
+
+
+@EACH_KERNEL
+def test_gradients_of_grouped_heads_are_sums(algo, engine):
+    """In the type of sums and in the order of the heads, so that the last bit is known."""
+    rng, dim = np.random.default_rng(17), DIMS[engine]
+    dtype = "float16" if engine == "mma" else "float32"
+    q, dout = random(rng, dtype, 2, 2, 6, 20, dim)
+    k, v = random(rng, dtype, 2, 2, 2, 30, dim)
+    kernel = {"algo": algo, "engine": engine, "causal": True, "mode": "fast"}
+    inputs = with_forward(dtype, dout, q, k, v, enable_gqa=True, causal=True)
+    grouped = attention_backward(*inputs, enable_gqa=True, **kernel)
+    repeated = (np.repeat(x, 3, axis=1) for x in (k, v))
+    plain = attention_backward(*with_forward(dtype, dout, q, *repeated, causal=True), **kernel)
+    assert grouped.dq.tobytes() == plain.dq.tobytes()
+    for mine, each in ((grouped.dk, plain.dk), (grouped.dv, plain.dv)):
+        each = each.reshape(2, 2, 3, 30, dim)
+        rounded = UNIT_ROUNDOFF[dtype] * np.abs(each.astype(float)).sum(2)
+        error = np.abs(mine.astype(float) - each.astype(float).sum(2))
+        assert (error <= 2 * rounded + 2**-24).all()
+
+
 @EACH_TYPE
 def test_lse_of_equal_scores_counts_the_visible_keys(algo, engine, dtype):
     """With q = 0 the sum of exponentials is a count: a key too many or too few shows."""
@@ -353,6 +521,21 @@ def test_grid_is_what_the_papers_say(algo, engine):
     assert result.stats["blocks"] == result.plan.grid == (6 if algo == "fa1" else 6 * 3)
     needed = 6 * (2 * block_q + 1) * (dim + 2) * 4
     assert result.plan.workspace_bytes == (needed if algo == "fa1" else 0)
+
+
+@EACH_KERNEL
+def test_backward_grid_is_what_the_papers_say(algo, engine):
+    """fa1: one block per head, fa2: one per head and key tile. Counted by the emulator."""
+    dtype, dim = DTYPES[engine][0], DIMS[engine]
+    block_k = tile_of(algo, engine, dtype, backward=True).block_k
+    rng = np.random.default_rng(18)
+    (q, dout), (k, v) = (
+        random(rng, dtype, 2, 3, 9, dim),
+        random(rng, dtype, 2, 3, 2 * block_k + 1, dim),
+    )
+    inputs = with_forward(dtype, dout, q, k, v)
+    result = attention_backward(*inputs, algo=algo, engine=engine, mode="fast")
+    assert result.stats["blocks"] == result.plan.grid == (3 if algo == "fa1" else 3 * 3)
 
 
 def test_device_of_the_tests():

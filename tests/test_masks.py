@@ -98,6 +98,36 @@ def test_an_expression_sees_positions_and_captures():
     np.testing.assert_array_equal(got, expected)
 
 
+@pytest.mark.parametrize(
+    "expression",
+    ["score", "+score", "-score", "score + 2", "2 + score", "score - k", "k - score",
+     "slope * score", "score * score", "score / slope", "slope / score", "score / (1 + score)",
+     "tanh(score)", "exp(-score)", "log(score)", "sqrt(score)", "abs(score)", "abs(-score)", "2.5",
+     "slope * tanh(exp(score / slope) - sqrt(score) * k)"],
+)  # fmt: skip
+def test_a_derivative_is_the_limit_of_differences(expression):
+    score = ScoreMod(expression, (("slope", 1.5),))
+    points, k, step = np.linspace(0.3, 2, 6).reshape(2, 3), np.arange(3), 1e-5
+    value, got = score.linearize(points, k=k)
+    np.testing.assert_array_equal(value, score.evaluate(points, k=k))
+    difference = score.evaluate(points + step, k=k) - score.evaluate(points - step, k=k)
+    np.testing.assert_allclose(got, difference / (2 * step), rtol=1e-8, atol=1e-10)
+    np.testing.assert_array_equal(score.derivative(points, k=k), got)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_derivative_has_the_precision_of_the_score(dtype):
+    value, derivative = softcap(3.0).linearize(np.array([-np.inf, -1e9, 0, 1e9, np.inf], dtype))
+    assert value.dtype == derivative.dtype == dtype
+    np.testing.assert_array_equal(value, [-3, -3, 0, 3, 3])
+    np.testing.assert_allclose(derivative, [0, 0, 1, 0, 0], rtol=1e-6)
+
+
+def test_a_derivative_needs_functions_it_knows():
+    with pytest.raises(TypeError, match="power"):
+        ScoreMod("score ** 2").derivative(1.0)
+
+
 def test_an_expression_has_no_builtins():
     with pytest.raises(NameError):
         ScoreMod("open('file')").evaluate(1.0)

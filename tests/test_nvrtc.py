@@ -6,6 +6,7 @@ architecture ("sm_80") as argument, for that one.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import re
 import sys
@@ -21,7 +22,8 @@ ARCHES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_100", "sm_120")
 
 # Bytes of (stack, spills) that a kernel may use at the head dim its row is for, as measured with
 # NVRTC 13.0. What is not listed must use none. On sm_90a, which the table is tuned on, mma kernels,
-# and simt kernels up to head dim 128 but for float64, cannot be listed.
+# and simt kernels up to head dim 128 but for float64, cannot be listed, except what does the work
+# of backward: it keeps two tiles of sums in registers and may spill a little.
 BUDGETS: dict[str, tuple[int, int]] = {
     "fa1 simt 8x8, 2 warps, 2 stages, D 512, float64, sm_90a": (48, 276),
     "fa2 simt 8x8, 2 warps, D 512, float64, sm_80": (88, 434),
@@ -41,35 +43,90 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "fa1 simt 8x8, 2 warps, 2 stages, D 512, float64, sm_100": (24, 116),
     "fa2 mma 128x64, 4 warps, 2 stages, D 64, float16, sm_120": (8, 8),
     "fa2 mma 128x64, 4 warps, 2 stages, D 64, bfloat16, sm_120": (8, 8),
+    "fa2 backward mma 128x128, 4 warps, 2 stages, D 32, bfloat16, sm_90a": (48, 132),
+    "fa2 backward mma 64x128, 4 warps, 2 stages, D 64, bfloat16, sm_90a": (72, 232),
+    "fa2 backward mma 64x128, 8 warps, 2 stages, D 128, bfloat16, sm_90a": (40, 124),
+    "fa2 backward mma 64x64, 8 warps, 2 stages, D 256, bfloat16, sm_90a": (152, 500),
+    "fa2 backward mma 64x64, 8 warps, D 256, bfloat16, sm_90a": (168, 520),
+    "fa1 backward mma 128x128, 4 warps, 2 stages, D 32, bfloat16, sm_90a": (48, 160),
+    "fa1 backward mma 64x128, 4 warps, 2 stages, D 64, bfloat16, sm_90a": (64, 200),
+    "fa1 backward mma 64x128, 8 warps, 2 stages, D 128, bfloat16, sm_90a": (32, 96),
+    "fa1 backward mma 64x64, 8 warps, 2 stages, D 256, bfloat16, sm_90a": (136, 456),
+    "fa1 backward mma 64x64, 8 warps, D 256, bfloat16, sm_90a": (144, 456),
+    "fa2 backward simt 64x128, 4 warps, D 32, float32, sm_90a": (96, 364),
+    "fa2 backward simt 32x128, 4 warps, D 64, float32, sm_90a": (104, 300),
+    "fa2 backward simt 32x128, 8 warps, 2 stages, D 128, float32, sm_90a": (8, 8),
+    "fa2 backward simt 32x32, 4 warps, D 128, float64, sm_90a": (72, 232),
+    "fa2 backward simt 16x16, 4 warps, D 256, float64, sm_90a": (40, 72),
+    "fa2 backward simt 16x8, 4 warps, D 512, float64, sm_90a": (256, 1536),
+    "fa1 backward simt 64x128, 4 warps, D 32, float32, sm_90a": (120, 460),
+    "fa1 backward simt 32x128, 4 warps, D 64, float32, sm_90a": (104, 428),
+    "fa1 backward simt 32x128, 8 warps, 2 stages, D 128, float32, sm_90a": (40, 92),
+    "fa1 backward simt 32x32, 4 warps, D 128, float64, sm_90a": (64, 168),
+    "fa1 backward simt 16x16, 4 warps, D 256, float64, sm_90a": (24, 52),
+    "fa1 backward simt 16x8, 4 warps, D 512, float64, sm_90a": (264, 1288),
+    "fa1 backward simt 32x128, 4 warps, D 64, float32, sm_80": (72, 188),
+    "fa1 backward mma 64x128, 4 warps, 2 stages, D 64, bfloat16, sm_80": (40, 92),
+    "fa2 backward mma 64x128, 4 warps, 2 stages, D 64, bfloat16, sm_80": (48, 104),
+    "fa1 backward mma 64x128, 4 warps, 2 stages, D 64, bfloat16, sm_86": (24, 56),
+    "fa2 backward mma 64x128, 4 warps, 2 stages, D 64, bfloat16, sm_86": (48, 104),
+    "fa1 backward mma 64x128, 4 warps, 2 stages, D 64, bfloat16, sm_89": (24, 56),
+    "fa2 backward mma 64x128, 4 warps, 2 stages, D 64, bfloat16, sm_89": (48, 104),
+    "fa1 backward simt 32x128, 4 warps, D 64, float32, sm_100": (24, 56),
+    "fa1 backward mma 64x128, 4 warps, 2 stages, D 64, bfloat16, sm_100": (32, 68),
+    "fa2 backward simt 32x128, 4 warps, D 64, float32, sm_100": (16, 36),
+    "fa2 backward mma 64x128, 4 warps, 2 stages, D 64, bfloat16, sm_100": (32, 96),
+    "fa2 backward mma 64x128, 4 warps, 2 stages, D 64, bfloat16, sm_120": (24, 48),
 }
 
 
 class Kernel(NamedTuple):
-    """A row of the table, compiled for one type and architecture at the row's head dim."""
+    """One kernel of a row of the table, for one type and architecture at the row's head dim.
+
+    `name` is that of the kernel, empty for the one that does the work.
+    """
 
     row: Tile
     dtype: str
     arch: str
     head_dim: int
+    name: str = ""
 
     def __str__(self):
-        return f"{self.row}, D {self.head_dim}, {self.dtype}, {self.arch}"
+        text = f"{self.row}, D {self.head_dim}, {self.dtype}, {self.arch}"
+        return f"{text}, {self.name}" if self.name else text
+
+    @property
+    def problem(self) -> Problem:
+        return problem(self.dtype, self.head_dim, self.row.backward)
 
     @property
     def plan(self) -> Plan:
-        return Plan(problem(self.dtype, self.head_dim), device(self.arch), self.row)
+        return Plan(self.problem, device(self.arch), self.row)
 
     def reject(self) -> str:
-        return self.row.reject(problem(self.dtype, self.head_dim), device(self.arch))
+        return self.row.reject(self.problem, device(self.arch))
+
+    def all_of_plan(self) -> list[Kernel]:
+        """This one, and those that the plan launches before and after it."""
+        plan = self.plan
+        others = [x.name for x in plan.kernels if x.name != plan.kernel]
+        return [self, *(self._replace(name=name) for name in others)]
 
     @property
     def must_not_spill(self) -> bool:
+        if self.row.backward and not self.name:
+            return False
         small = self.head_dim <= 128 and self.dtype != "float64"
         return self.arch == "sm_90a" and (self.row.engine == "mma" or small)
 
 
-def problem(dtype, head_dim):
-    return Problem(dtype, (32, 32), 4096, 4096, head_dim, head_dim, heads=32)
+def problem(dtype, head_dim, backward=False):
+    """Backward, of keys and values that all heads share, so that all kernels run."""
+    return Problem(
+        dtype, (32, 32), 4096, 4096, head_dim, head_dim, heads=32, backward=backward,
+        summed=(1, 1024, 1024),
+    )  # fmt: skip
 
 
 def device(arch):
@@ -84,7 +141,7 @@ def kernels(arch, dtypes) -> list[Kernel]:
         for dtype in dtypes
         if row.engine != "numpy" and dtype in row.dtypes
     ]
-    return [kernel for kernel in made if not kernel.reject()]
+    return [each for kernel in made if not kernel.reject() for each in kernel.all_of_plan()]
 
 
 def every_row() -> list[Kernel]:
@@ -97,10 +154,11 @@ def every_row() -> list[Kernel]:
 def one_row_each() -> list[Kernel]:
     """For the other architectures the row that a common problem gets, per algorithm and engine."""
     made = []
-    for arch, algo, engine in itertools.product(ARCHES, ("fa1", "fa2"), ("simt", "mma")):
+    directions = itertools.product(ARCHES, ("fa1", "fa2"), ("simt", "mma"), (False, True))
+    for arch, algo, engine, backward in directions:
         dtype = "bfloat16" if engine == "mma" else "float32"
         try:
-            plan = make_plan(problem(dtype, 64), device(arch), algo, engine)
+            plan = make_plan(problem(dtype, 64, backward), device(arch), algo, engine)
         except NotImplementedError:
             continue
         made.append(Kernel(plan.tile, dtype, arch, 64))
@@ -108,7 +166,7 @@ def one_row_each() -> list[Kernel]:
 
 
 def compiled(kernel: Kernel, compiler=None) -> Compiled:
-    return compile_source(kernel.plan.source(), kernel.arch, compiler)
+    return compile_source(kernel.plan.source(kernel.name or None), kernel.arch, compiler)
 
 
 def check(kernel: Kernel) -> None:
@@ -121,7 +179,8 @@ def check(kernel: Kernel) -> None:
     assert cost.registers <= 255
     # Registers are given out in units of 8 per thread.
     of_block = -(-cost.registers // 8) * 8 * 32 * kernel.row.warps
-    assert of_block * kernel.row.min_blocks <= REGISTERS, f"{kernel}: {cost}"
+    blocks = 1 if kernel.name else kernel.row.min_blocks
+    assert of_block * blocks <= REGISTERS, f"{kernel}: {cost}"
 
 
 @pytest.mark.parametrize("kernel", every_row(), ids=str)
@@ -135,9 +194,12 @@ def test_cost_on_other_architectures(kernel):
 
 
 def test_every_architecture_has_its_kernels():
-    found = {(x.arch, x.row.algo, x.row.engine) for x in one_row_each()}
-    expected = set(itertools.product(ARCHES, ("fa1", "fa2"), ("simt", "mma")))
-    assert expected - found == {("sm_75", algo, "mma") for algo in ("fa1", "fa2")}  # bf16: sm_80
+    for backward in (False, True):
+        rows = [x for x in one_row_each() if x.row.backward == backward]
+        found = {(x.arch, x.row.algo, x.row.engine) for x in rows}
+        expected = set(itertools.product(ARCHES, ("fa1", "fa2"), ("simt", "mma")))
+        missing = {("sm_75", algo, "mma") for algo in ("fa1", "fa2")}  # bfloat16: sm_80
+        assert expected - found == missing
 
 
 def test_budgets_are_of_rows_that_exist_and_may_spill():
@@ -163,17 +225,21 @@ def odd_plans() -> list[Plan]:
     """Plans with what else changes the code: odd head dims, unaligned rows, lengths, a score."""
     more = {"aligned": False, "kv_lengths": "int64", "captures": ("slope",), "heads": 32}
     sizes = (32, 32), 4096, 4096, 72, 37
-    return [
-        make_plan(Problem(dtype, *sizes, score="score * slope", **more), Device(90), algo)
+    more["summed"] = (1, 2, 2)
+    problems = [
+        Problem(dtype, *sizes, score="score * slope", backward=backward, **more)
+        for backward in (False, True)
         for dtype in ITEM_BYTES
-        for algo in ("fa1", "fa2")
     ]
+    problems.append(dataclasses.replace(problems[-1], deterministic=False))
+    return [make_plan(p, Device(90), algo) for p in problems for algo in ("fa1", "fa2")]
 
 
-@pytest.mark.parametrize("plan", odd_plans(), ids=lambda p: f"{p.algo}-{p.problem.dtype}")
+@pytest.mark.parametrize("plan", odd_plans(), ids=lambda p: f"{p.kernel}-{p.problem.dtype}")
 def test_odd_problems_compile(plan):
     require_nvrtc()
-    assert compile_source(plan.source(), "sm_90a").messages == ()
+    for kernel in plan.kernels:
+        assert compile_source(plan.source(kernel.name), "sm_90a").messages == ()
 
 
 @pytest.mark.full

@@ -11,6 +11,7 @@ from cuflash.operands import (
     MAX_AXES,
     MAX_LENGTH,
     Spec,
+    check_read,
     check_shapes,
     clearance,
     conformed,
@@ -138,6 +139,64 @@ def test_results_and_lengths(arrays, data):
             np.testing.assert_array_equal(view.reshape(full.shape), full)
 
 
+@given(st.booleans(), st.data())
+def test_gradients(enable_gqa, data):
+    """dq, dk and dv lie as q, k and v would; dout and dlse as out and lse."""
+    arrays = data.draw(operands(enable_gqa=enable_gqa))
+    plain = make_layout(*map(spec_of, arrays), enable_gqa=enable_gqa)
+    own = {f"d{name}": data.draw(strided(x.shape)) for name, x in zip("qkv", arrays, strict=True)}
+    shapes = {"dout": plain.out_shape, "dlse": plain.lse_shape}
+    given_arrays = {**own, **{name: data.draw(strided(x)) for name, x in shapes.items()}}
+    layout = make_layout(
+        *map(spec_of, arrays), enable_gqa=enable_gqa,
+        gradients={name: spec_of(x) for name, x in given_arrays.items()},
+    )  # fmt: skip
+    assert layout.leading == plain.leading
+    like = dict(zip("qkv", own.values(), strict=True))
+    same = make_layout(*map(spec_of, own.values()), enable_gqa=enable_gqa)
+    for name, x in like.items():
+        for got, expected, sizes in (
+            (layout.strides, same.strides, layout.leading),
+            (layout.axis_strides, same.axis_strides, layout.axes),
+        ):
+            folded = same.leading if expected is same.strides else same.axes
+            a = view_by(layout, f"d{name}", x, 2, sizes, got)
+            b = view_by(same, name, x, 2, folded, expected)
+            np.testing.assert_array_equal(
+                a.reshape(-1, *x.shape[-2:]), b.reshape(-1, *x.shape[-2:])
+            )
+        if x.shape[-2] > 1:
+            assert layout.rows[f"d{name}"] * x.itemsize == x.strides[-2]
+    for sizes, strides in ((layout.leading, layout.strides), (layout.axes, layout.axis_strides)):
+        for name, trailing in (("dout", 2), ("dlse", 1)):
+            x = given_arrays[name]
+            view = view_by(layout, name, x, trailing, sizes, strides)
+            np.testing.assert_array_equal(view.reshape(x.shape), x)
+    heads = np.prod(plain.leading, dtype=int)
+    for x, shared in zip(arrays, layout.summed, strict=True):
+        assert shared * np.prod(x.shape[:-2], dtype=int) == heads
+
+
+def test_gradients_are_contiguous_by_default_and_absent_from_a_forward_layout():
+    q = Spec.contiguous((2, 6, 5, 8), np.dtype("f4"))
+    k = Spec.contiguous((3, 7, 8), np.dtype("f4"))
+    layout = make_layout(q, k, k, enable_gqa=True, gradients={})
+    assert layout.leading == (2, 3, 2)
+    assert layout.strides["dq"] == layout.strides["dout"] == (240, 80, 40)
+    assert layout.strides["dk"] == layout.strides["dv"] == (0, 56, 0)
+    assert layout.strides["dlse"] == (30, 10, 5)
+    assert layout.rows["dlse"] == 1
+    assert layout.rows["dk"] == 8
+    assert layout.summed == (1, 4, 4)
+    assert "dq" not in make_layout(q, k, k, enable_gqa=True).strides
+
+
+def test_what_is_summed_where_there_is_nothing():
+    q = Spec.contiguous((0, 3, 5, 8), np.dtype("f4"))
+    k = Spec.contiguous((1, 3, 5, 8), np.dtype("f4"))
+    assert make_layout(q, k, k).summed == (1, 1, 1)
+
+
 def test_contiguous_axes_fold_into_one():
     spec = Spec.contiguous((2, 3, 4, 5, 8), np.dtype("f4"))
     layout = make_layout(spec, spec, spec)
@@ -212,6 +271,31 @@ def test_conformed():
         assert conformed(spec, f4) is spec
     for view in (x[..., ::2], x[..., ::-1], x.swapaxes(-1, -2), x.astype("f8"), x.astype(">f4")):
         assert conformed(spec_of(view), f4) == Spec.contiguous(view.shape, f4)
+
+
+def test_conformed_rows_of_one_number_need_not_be_contiguous():
+    f4 = np.dtype("f4")
+    x = np.zeros((3, 4, 6), f4)
+    record = np.zeros((3, 4), [("flag", "i1"), ("x", "f4")])["x"]
+    for view in (x[..., ::2], x[..., ::-1], np.broadcast_to(f4.type(1), (3, 4))):
+        spec = spec_of(view)
+        assert conformed(spec, f4, rows=False) is spec
+    for view in (x.astype("f8"), x.astype(">f4"), record):
+        assert conformed(spec_of(view), f4, rows=False) == Spec.contiguous(view.shape, f4)
+
+
+def test_what_a_backward_pass_reads():
+    f2, f4 = np.dtype("f2"), np.dtype("f4")
+    spec = Spec.contiguous((2, 3), f2)
+    check_read("dout", spec, (2, 3), f4, exact=False)
+    with pytest.raises(ValueError, match=r"dout has shape \(2, 3\): it must be \(3, 2\)"):
+        check_read("dout", spec, (3, 2), f4, exact=False)
+    with pytest.raises(TypeError, match="lse has dtype float16: it must be float32"):
+        check_read("lse", spec, (2, 3), f4, exact=True)
+    for dtype in ("f8", "i1", "?", "c8"):
+        wrong = Spec.contiguous((2, 3), np.dtype(dtype))
+        with pytest.raises(TypeError, match="converts to it without loss; cast it"):
+            check_read("dout", wrong, (2, 3), f4, exact=False)
 
 
 def test_alignment_of_rows():

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tolerance import assert_forward_close, forward_bound
+from tolerance import assert_backward_close, assert_forward_close, forward_bound
 
 import cuflash
 
@@ -64,6 +64,120 @@ def test_any_options_equal_the_reference(call):
     q, k, v, options = call
     out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
     assert_forward_close(out, lse, q, k, v, **without_algo(options))
+
+
+def upstream(q, k, v, options, seed=0):
+    """Gradients of some loss with respect to out and lse."""
+    out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+    rng = np.random.default_rng(seed)
+    return tuple(rng.standard_normal(x.shape).astype(x.dtype) for x in (out, lse))
+
+
+def gradients(q, k, v, dout, dlse, options, **more):
+    _, vjp = cuflash.attention_vjp(q, k, v, **options, **more)
+    return vjp(dout, dlse)
+
+
+def gradient_bound(q, k, v, dout, dlse, options):
+    return cuflash.reference.backward_bound(
+        dout, q, k, v, q.dtype, dlse=dlse, **without_algo(options)
+    )
+
+
+@settings(max_examples=150)
+@given(calls(), st.booleans(), st.booleans())
+def test_gradients_of_any_options_equal_the_reference(call, with_dlse, deterministic):
+    q, k, v, options = call
+    dout, dlse = upstream(q, k, v, options)
+    dlse = dlse if with_dlse else None
+    grads = gradients(q, k, v, dout, dlse, options, deterministic=deterministic)
+    assert_backward_close(grads, dout, q, k, v, dlse=dlse, **without_algo(options))
+
+
+@given(calls(leading=[2, 2]), st.data())
+def test_gradients_of_broadcast_heads_and_strided_views(call, data):
+    """Every operand with axes of its own, in an order of its own."""
+    arrays, options = list(call[:3]), call[3]
+    for i, x in enumerate(arrays):
+        part = tuple(data.draw(st.sampled_from([slice(None), slice(1)])) for _ in "bh")
+        order = data.draw(st.permutations(range(x.ndim)))
+        x = x[part]
+        arrays[i] = np.ascontiguousarray(x.transpose(order)).transpose(np.argsort(order))
+    heads = {x.shape[1] for x in arrays}
+    batch = np.broadcast_shapes(*(x.shape[:1] for x in arrays))
+    for name in ("q_lengths", "kv_lengths"):
+        if name in options:
+            options[name] = options[name][: batch[0]]
+    options["enable_gqa"] = heads == {1, 2} and data.draw(st.booleans())
+    if options["enable_gqa"] and (arrays[0].shape[1] == 1 or arrays[1].shape != arrays[2].shape):
+        options["enable_gqa"] = False
+    dout, dlse = upstream(*arrays, options)
+    grads = gradients(*arrays, dout, dlse, options)
+    assert_backward_close(grads, dout, *arrays, dlse=dlse, **without_algo(options))
+
+
+@given(calls(leading=[2, 3]), st.integers(1, 3))
+def test_gradients_of_grouped_heads_are_sums_of_repeated_ones(call, group):
+    q, k, v, options = call
+    q = np.concatenate([q] * group, axis=-3)
+    dout, dlse = upstream(q, k, v, {**options, "enable_gqa": True})
+    grads = gradients(q, k, v, dout, dlse, options, enable_gqa=True)
+    given_options = {**without_algo(options), "enable_gqa": True}
+    assert_backward_close(grads, dout, q, k, v, dlse=dlse, **given_options)
+    repeated = gradients(q, *(np.repeat(x, group, -3) for x in (k, v)), dout, dlse, options)
+    np.testing.assert_array_equal(grads[0], repeated[0])
+
+
+@given(calls())
+def test_gradients_of_both_algorithms_agree(call):
+    q, k, v, options = call
+    dout, dlse = upstream(q, k, v, options)
+    bound = gradient_bound(q, k, v, dout, dlse, options)
+    a, b = (gradients(q, k, v, dout, dlse, {**options, "algo": x}) for x in ("fa1", "fa2"))
+    for x, y, name in zip(a, b, ("dq", "dk", "dv"), strict=True):
+        assert_within(x, y, getattr(bound, f"{name}_bound"))
+
+
+@given(calls())
+def test_gradients_are_the_same_bits_each_time(call):
+    q, k, v, options = call
+    dout, dlse = upstream(q, k, v, options)
+    first, second = (gradients(q, k, v, dout, dlse, options) for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@given(calls(), st.sampled_from([-2.0, 0.5, 4.0]))
+def test_gradients_are_linear_in_what_comes_from_above(call, factor):
+    """Bit for bit, as factors are powers of two and no number is subnormal."""
+    q, k, v, options = call
+    options["scale"] = None
+    dout, dlse = upstream(q, k, v, options)
+    if q.dtype == np.float16:
+        q, k, v = (x.astype(np.float32) for x in (q, k, v))
+        dout = dout.astype(np.float32)
+    grads = gradients(q, k, v, dout, dlse, options)
+    dtype = dout.dtype.type
+    scaled = gradients(q, k, v, dout * dtype(factor), dlse * dlse.dtype.type(factor), options)
+    for a, b in zip(grads, scaled, strict=True):
+        np.testing.assert_array_equal(a * dtype(factor), b)
+
+
+@given(calls(masked=True), st.data())
+def test_hidden_keys_have_no_gradient_and_no_influence_on_one(call, data):
+    q, k, v, options = call
+    length = data.draw(st.integers(0, k.shape[-2]))
+    options.pop("q_lengths", None)
+    options["kv_lengths"] = length
+    dout, dlse = upstream(q, k, v, options)
+    expected = gradients(q, k, v, dout, dlse, options)
+    k, v = k.copy(), v.copy()
+    k[..., length:, :], v[..., length:, :] = np.nan, np.inf
+    grads = gradients(q, k, v, dout, dlse, options)
+    for a, b in zip(grads, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+    assert (grads[1][..., length:, :] == 0).all()
+    assert (grads[2][..., length:, :] == 0).all()
 
 
 @given(calls())

@@ -12,13 +12,16 @@ import pytest
 from compile_kernels import compile_source, require_nvrtc
 
 from cuflash import source as source_module
-from cuflash.params import POINTERS, fields, pack, params_dtype
+from cuflash.params import fields, pack, params_dtype, pointers
 from cuflash.plan import CPU, TILES, Device, Plan, Problem, make_plan
 from cuflash.scores import softcap
 
 H200 = Device(90, "NVIDIA H200", multiprocessors=132)
 KERNELS = files("cuflash") / "kernels"
-NAMES = ["fa1_forward.cu", "fa2_forward.cu"]
+NAMES = [
+    "fa1_forward.cu", "fa2_forward.cu", "fa1_backward.cu", "fa2_backward.cu", "backward_rows.cu",
+    "sum_dq.cu", "sum_dk.cu", "sum_dv.cu",
+]  # fmt: skip
 kernels = pytest.mark.parametrize("name", NAMES)
 
 
@@ -101,18 +104,20 @@ def test_text_depends_on_what_changes_the_code_alone():
     assert len(set(texts)) == 4
 
 
-def test_prelude_names_are_its_own():
+@pytest.mark.parametrize("backward", [False, True])
+def test_prelude_names_are_its_own(backward):
     """A header that declared a name of the prelude would hide it or not compile."""
     text = "".join(kernel_lines_joined(path) for path in KERNELS.iterdir())
     declared = set(
         re.findall(r"^(?:constexpr \w+|struct|using|typedef .*?) (\w+)\b", text, re.MULTILINE)
     )
-    prelude = source_module.prelude(plan())
+    made = plan(backward=backward)
+    prelude = source_module.prelude(made)
     names = set(re.findall(r"constexpr \w+ (\w+) =|using (\w+) =|struct (\w+) \{", prelude))
     names = {name for group in names for name in group if name}
     assert {"Element", "Accumulator", "Length", "Params", "BLOCK_K", "THREADS"} <= names
     assert not names & declared
-    members = [name for name, *_ in fields(plan())]
+    members = [name for name, *_ in fields(made)]
     assert len(members) == len(set(members))
     assert not names & set(members)
 
@@ -145,13 +150,15 @@ def test_numpy_plans_have_no_source():
         make_plan(plan().problem, CPU).source()
 
 
-def test_params():
+@pytest.mark.parametrize("backward", [False, True])
+def test_params(backward):
     problem = Problem("float64", (2, 3), 100, 90, 64, 64, heads=3, captures=("slope", "cap"),
-                      score="score")  # fmt: skip
+                      score="score", backward=backward)  # fmt: skip
     made = make_plan(problem, H200)
-    dtype = params_dtype(made)
-    assert dtype.names[: len(POINTERS)] == POINTERS
-    assert [dtype.fields[name][1] for name in POINTERS] == [8 * i for i in range(len(POINTERS))]
+    dtype, names = params_dtype(made), pointers(made)
+    assert dtype.names[: len(names)] == names
+    assert [dtype.fields[name][1] for name in names] == [8 * i for i in range(len(names))]
+    assert {name for name, _ in made.workspace} <= set(names)
     assert dtype.names[-2:] == ("slope", "cap")
     assert dtype["scale"] == dtype["cap"] == np.float64
     assert dtype.itemsize % 8 == 0
@@ -182,14 +189,49 @@ def test_packing():
     assert params["heads"] == 3
 
 
+def test_packing_gradients():
+    """The backward's operands by their names; heads that share a key have its gradient's row."""
+    from cuflash.operands import Spec, make_layout
+
+    spec, half = Spec.contiguous((2, 4, 100, 64), np.dtype("f2")), np.dtype("f2")
+    keys, rows = Spec.contiguous((2, 1, 90, 64), half), Spec.contiguous((2, 4, 100), np.dtype("f4"))
+    gradients = {"dout": spec, "dq": spec, "dk": keys, "dv": keys}
+    problem = Problem("float16", (2, 4), 100, 90, 64, 64, heads=4, backward=True, summed=(1, 4, 4))
+    made = make_plan(problem, H200)
+    layout = make_layout(spec, keys, keys, spec, rows, gradients=gradients)
+    params = pack(made, layout, 0.5, ())[0]
+    for name in pointers(made):
+        assert params[name] == 0
+    for name in ("dout", "q", "out", "dq"):
+        assert params[f"{name}_row_stride"] == 64
+        assert params[f"{name}_axis_stride"][:2].tolist() == [25600, 6400]
+    for name in ("k", "v", "dk", "dv"):
+        assert params[f"{name}_axis_stride"][:2].tolist() == [5760, 0]
+    assert params["lse_row_stride"] == 1
+    assert params["scale"] == 0.5
+
+
+@pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize(
     ("algo", "engine"), list(itertools.product(["fa1", "fa2"], ["simt", "mma"]))
 )
-def test_source_compiles_alone(algo, engine):
+def test_source_compiles_alone(algo, engine, backward):
     require_nvrtc()
     made = plan("float16", algo, engine, kv_lengths="int32", score="score + slope * (k - q)",
-                captures=("slope",))  # fmt: skip
-    assert compile_source(made.source(), "sm_90").messages == ()
+                captures=("slope",), backward=backward, summed=(1, 3, 3))  # fmt: skip
+    assert len(made.kernels) == (5 if backward else 1)
+    for kernel in made.kernels:
+        assert compile_source(made.source(kernel.name), "sm_90").messages == ()
+
+
+@pytest.mark.parametrize("algo", ["fa1", "fa2"])
+def test_each_kernel_has_its_source(algo):
+    made = plan(algo=algo, backward=True, summed=(1, 3, 3))
+    assert made.source() == made.source(made.kernel)
+    texts = {kernel.name: made.source(kernel.name) for kernel in made.kernels}
+    assert len(set(texts.values())) == len(texts) == 5
+    for name, text in texts.items():
+        assert re.search(rf'extern "C" __global__ void __launch_bounds__\([^)]*\)\s+{name}\(', text)
 
 
 def test_errors_point_at_the_score_expression():
@@ -214,4 +256,6 @@ def test_errors_point_at_the_true_line_of_a_header():
 def test_tiles_name_kernels_that_exist():
     for row in TILES:
         if row.engine != "numpy":
-            assert (KERNELS / f"{row.algo}_forward.cu").is_file()
+            made = Plan(plan(backward=row.backward, summed=(1, 3, 3)).problem, H200, row)
+            for kernel in made.kernels:
+                assert (KERNELS / f"{kernel.name}.cu").is_file()

@@ -3,6 +3,9 @@
 #include "mma.cuh"
 #include "simt.cuh"
 
-using Mma = MmaTile<Element, WARP_SLABS, STEP_K, HEAD_DIM, HEAD_DIM_V, QUERIES_IN_REGISTERS>;
-using Simt = SimtTile<Accumulator, ROW_LANES, LANE_ROWS, STEP_K, HEAD_DIM, HEAD_DIM_V>;
-using Tile = Select<ENGINE_IS_MMA, Mma, Simt>::type;
+// A warp's rows against STEP columns at a time: scores over D, sums of DV columns.
+template <int STEP, int D, int DV>
+using TileOf =
+    typename Select<ENGINE_IS_MMA,
+                    MmaTile<Element, WARP_SLABS, STEP, D, DV, QUERIES_IN_REGISTERS, WARP_SPLIT>,
+                    SimtTile<Accumulator, ROW_LANES, LANE_ROWS, STEP, D, DV>>::type;

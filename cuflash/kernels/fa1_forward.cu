@@ -32,6 +32,7 @@
 #include "output.cuh"
 #include "engine.cuh"
 
+using Tile = TileOf<STEP_K, HEAD_DIM, HEAD_DIM_V>;
 constexpr int STEPS = BLOCK_K / STEP_K;
 constexpr int K_TILE = BLOCK_K * Tile::PITCH, V_TILE = BLOCK_K * Tile::VALUE_PITCH;
 constexpr int Q_SLAB = Tile::WARP_ROWS * Tile::PITCH;

@@ -34,7 +34,7 @@
 #include "output.cuh"
 #include "engine.cuh"
 
-constexpr int BLOCK_Q = WARPS * Tile::WARP_ROWS;
+using Tile = TileOf<STEP_K, HEAD_DIM, HEAD_DIM_V>;
 constexpr int K_TILE = BLOCK_K * Tile::PITCH, V_TILE = BLOCK_K * Tile::VALUE_PITCH;
 constexpr int Q_TILE = BLOCK_Q * Tile::PITCH;
 static_assert(STAGES > 1 || BLOCK_K == STEP_K, "with one stage, a tile is one step");
@@ -42,19 +42,6 @@ static_assert((Q_TILE + STAGES * (K_TILE + V_TILE) + WARPS * Tile::EXCHANGE) *
                       sizeof(Tile::Shared) ==
                   SHARED_BYTES,
               "the plan and the kernel lay out shared memory alike");
-
-// Heads come in sections whose keys and values share the L2 cache; within a section the query
-// tiles with the highest index, which a causal mask leaves most keys, start first.
-struct Work {
-    int head, query_tile;
-    __device__ __forceinline__ Work(const Params& p, int index) {
-        const int section = p.section < p.head_count ? index / (p.section * p.query_tiles) : 0;
-        const int heads = min(p.section, p.head_count - section * p.section);
-        const int rest = index - section * p.section * p.query_tiles;
-        head = section * p.section + rest % heads;
-        query_tile = p.query_tiles - 1 - rest / heads;
-    }
-};
 
 __device__ __forceinline__ void load_keys(Tile::Shared* K_smem, const Params& p, const Head& head,
                                           int tile) {
@@ -79,9 +66,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     Tile::Shared* const exchange = V_smem + STAGES * V_TILE;
 
     const int warp = threadIdx.x / 32;
-    const Work work(p, blockIdx.x);
+    const Work work(p, blockIdx.x, p.query_tiles);
+    const int query_tile = p.query_tiles - 1 - work.tile;  // of those that see most, first
     const Head head = locate_head(p, work.head);
-    const int q_block = work.query_tile * BLOCK_Q, q_begin = q_block + warp * Tile::WARP_ROWS;
+    const int q_block = query_tile * BLOCK_Q, q_begin = q_block + warp * Tile::WARP_ROWS;
     const KeyTiles<BLOCK_K> tiles(p, head, q_block, BLOCK_Q);
     const Accumulator multiplier = score_multiplier(p);
 

@@ -54,6 +54,43 @@ struct QuerySlabs {
     }
 };
 
+// Query tiles of SIZE queries that a tile of keys visits, last one first. With `rotation` the walk
+// begins that many tiles further on and comes round to the others at the end.
+template <int SIZE>
+struct QueryTiles {
+    int first, count, start;
+    int uncut_begin, uncut_end;  // tiles [uncut_begin, uncut_end) see all the keys
+
+    __device__ __forceinline__ QueryTiles(const Params& p, const Head& head, int k_begin, int rows,
+                                          int rotation) {
+        const QuerySlabs<SIZE> slabs(p, head, k_begin, k_begin + rows);
+        first = slabs.begin;
+        count = slabs.end - slabs.begin;
+        start = rotation % max(1, count);
+        const int k_last = k_begin + rows - 1;
+        uncut_begin = divide_up(max(0, k_last - head.shift - p.band_right), SIZE);
+        uncut_end = max(0, k_begin - head.shift + p.band_left + 1) / SIZE;
+        if (k_last >= head.key_length) uncut_end = 0;
+    }
+    __device__ __forceinline__ int operator[](int i) const {
+        i += start;
+        return first + count - 1 - (i < count ? i : i - count);
+    }
+    __device__ __forceinline__ bool is_cut(int tile) const {
+        return tile < uncut_begin || tile >= uncut_end;
+    }
+};
+
+// Queries that see one key: [first, last].
+struct VisibleQueries {
+    int first, last;
+    __device__ __forceinline__ VisibleQueries(const Params& p, const Head& head, int k) {
+        first = k - head.shift - p.band_right;
+        last = k < head.key_length ? min(head.query_length - 1, k - head.shift + p.band_left) : -1;
+    }
+    __device__ __forceinline__ bool has(int q) const { return q >= first && q <= last; }
+};
+
 // Keys that one query sees: [first, last].
 struct VisibleKeys {
     int first, last;

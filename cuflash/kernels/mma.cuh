@@ -48,13 +48,15 @@ __device__ __forceinline__ void multiply(float& c0, float& c1, float& c2, float&
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// A warp's 16 * SLABS query rows against STEP_K keys.
-template <typename T, int SLABS, int STEP_K, int D, int DV, bool QUERIES_IN_REGISTERS>
+// A warp's 16 * SLABS query rows against STEP_K keys. With SPLIT > 1 as many warps have the same
+// rows: each scores keys of its own, and of O each sums every SPLIT-th group of 16 columns.
+template <typename T, int SLABS, int STEP_K, int D, int DV, bool QUERIES_IN_REGISTERS, int SPLIT>
 struct MmaTile {
     using Shared = T;
     static constexpr int ROWS = 2 * SLABS, COLUMNS = STEP_K / 4, WARP_ROWS = 16 * SLABS;
     static constexpr int PADDED_D = round_up(D, 16), PADDED_DV = round_up(DV, 16);
-    static constexpr int VALUE_COLUMNS = PADDED_DV / 4, ROW_THREADS = 4;
+    static constexpr int VALUE_GROUPS = PADDED_DV / 16, ROW_THREADS = 4;
+    static constexpr int VALUE_COLUMNS = 4 * (round_up(VALUE_GROUPS, SPLIT) / SPLIT);
     static constexpr int PITCH = pitch<T>(PADDED_D), VALUE_PITCH = pitch<T>(PADDED_DV);
     static constexpr int DEPTHS = PADDED_D / 16;
     static constexpr int EXCHANGE = 0;      // elements of shared memory per warp for P
@@ -68,7 +70,11 @@ struct MmaTile {
 
     __device__ __forceinline__ int row(int i) const { return i / 2 * 16 + i % 2 * 8 + lane / 4; }
     __device__ __forceinline__ int column(int j) const { return j / 2 * 8 + lane % 4 * 2 + j % 2; }
-    __device__ __forceinline__ int value_column(int j) const { return column(j); }
+    __device__ __forceinline__ int value_column(int j) const {
+        return SPLIT == 1 ? column(j) : (j / 4 * SPLIT + part()) * 16 + column(j % 4);
+    }
+    // Which of the warps that share the rows this is.
+    static __device__ __forceinline__ int part() { return threadIdx.x / 32 % SPLIT; }
 
     // Q_slab: the warp's rows in shared memory. Call when they have arrived.
     __device__ __forceinline__ void take_queries(const T* Q_slab) {
@@ -145,6 +151,44 @@ struct MmaTile {
                     multiply_pair(O, slab, columns, a[slab], b);
             }
         }
+    }
+
+    // O += P V with P as the warps that share the rows have published it: STEPS keys of it.
+    template <int STEPS>
+    __device__ __forceinline__ void accumulate_published(float (&O)[ROWS][VALUE_COLUMNS],
+                                                         const T* P_slab, const T* V_smem) const {
+        constexpr int P_PITCH = pitch<T>(STEPS);
+        const u32 P_address = shared_address(P_slab + lane % 16 * P_PITCH + lane / 16 * 8);
+        const u32 V_address =
+            shared_address(V_smem + lane % 16 * VALUE_PITCH + part() * 16 + lane / 16 * 8);
+#pragma unroll
+        for (int keys = 0; keys < STEPS / 16; ++keys) {
+            u32 a[SLABS][4];
+#pragma unroll
+            for (int slab = 0; slab < SLABS; ++slab)
+                load_matrices(a[slab],
+                              P_address + (slab * 16 * P_PITCH + keys * 16) * int(sizeof(T)));
+#pragma unroll
+            for (int group = 0; group < VALUE_COLUMNS / 4; ++group) {
+                if (VALUE_GROUPS % SPLIT != 0 && group * SPLIT + part() >= VALUE_GROUPS) break;
+                u32 b[4];
+                load_matrices_transposed(
+                    b, V_address + (keys * 16 * VALUE_PITCH + group * SPLIT * 16) * int(sizeof(T)));
+#pragma unroll
+                for (int slab = 0; slab < SLABS; ++slab) multiply_pair(O, slab, group, a[slab], b);
+            }
+        }
+    }
+
+    // Leaves S where all warps can read it, in the operands' type: S_slab is the warp's part.
+    __device__ __forceinline__ void publish(T* S_slab, int S_pitch,
+                                            const float (&S)[ROWS][COLUMNS]) const {
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+            for (int j = 0; j < COLUMNS; j += 2)
+                *reinterpret_cast<u32*>(S_slab + row(i) * S_pitch + column(j)) =
+                    pack(S[i][j], S[i][j + 1], T());
     }
 
     // C[slab's 16 rows][16 columns from 16 * group on] += A B, as two products of 8 columns.

@@ -3,6 +3,18 @@
 #include "score.cuh"
 #include "tile.cuh"
 
+// Where a head's results go. Apart from Head, because the addresses would otherwise sit in
+// registers all through the loop over keys.
+struct HeadOutput {
+    Element* out;
+    Accumulator* lse;  // null when not wanted
+};
+
+__device__ __forceinline__ HeadOutput locate_output(const Params& p, int index) {
+    return {p.out + locate(p, index, p.out_axis_stride),
+            p.lse == nullptr ? nullptr : p.lse + locate(p, index, p.lse_axis_stride)};
+}
+
 // Writes the slab of rows from q_begin on. A row that saw no key, or lies at or beyond the valid
 // query length, is 0 and -infinity.
 template <typename Tile, typename Softmax, int ROWS, int COLUMNS>

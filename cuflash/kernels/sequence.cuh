@@ -43,20 +43,25 @@ __device__ __forceinline__ Head locate_head(const Params& p, int index) {
     return head;
 }
 
-// Where a head's results go. Apart from Head, because the addresses would otherwise sit in
-// registers all through the loop over keys.
-struct HeadOutput {
-    Element* out;
-    Accumulator* lse;  // null when not wanted
-};
-
-__device__ __forceinline__ HeadOutput locate_output(const Params& p, int index) {
-    i64 out = 0, lse = 0;
+// Where the rows of a head begin in an operand with those strides along the leading axes.
+__device__ __forceinline__ i64 locate(const Params& p, int index, const long long* strides) {
+    i64 offset = 0;
     for (int axis = p.axes - 1; axis >= 0; --axis) {
-        const int position = index % p.axis_size[axis];
+        offset += index % p.axis_size[axis] * strides[axis];
         index /= p.axis_size[axis];
-        out += position * p.out_axis_stride[axis];
-        lse += position * p.lse_axis_stride[axis];
     }
-    return {p.out + out, p.lse == nullptr ? nullptr : p.lse + lse};
+    return offset;
 }
+
+// Which tile of which head a block works on. Heads come in sections whose operands share the L2
+// cache; within a section the first tiles of all heads start first.
+struct Work {
+    int head, tile;
+    __device__ __forceinline__ Work(const Params& p, int index, int tiles) {
+        const int section = p.section < p.head_count ? index / (p.section * tiles) : 0;
+        const int heads = min(p.section, p.head_count - section * p.section);
+        const int rest = index - section * p.section * tiles;
+        head = section * p.section + rest % heads;
+        tile = rest / heads;
+    }
+};

@@ -99,4 +99,12 @@ struct SimtTile {
         }
         __syncwarp();  // the next step overwrites P_smem
     }
+
+    // Only tensor-core tiles share rows between warps.
+    template <int STEPS>
+    __device__ __forceinline__ void accumulate_published(A (&)[ROWS][VALUE_COLUMNS], const A*,
+                                                         const A*) const {}
+
+    // Leaves S where all warps can read it: accumulate() of S has done so, if S_slab is P_smem.
+    __device__ __forceinline__ void publish(A*, int, const A (&)[ROWS][COLUMNS]) const {}
 };

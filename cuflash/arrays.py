@@ -1,0 +1,99 @@
+"""What callers pass as arrays, made into NumPy or CuPy arrays that an engine reads."""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+import numpy as np
+
+from .operands import Spec
+
+_DLPACK_CPU = 1  # kDLCPU
+_array_types = {np.ndarray}  # and CuPy's, once one was seen
+
+
+@functools.cache
+def memory_module():
+    """`cuflash.memory`, which imports CuPy: a CPU does without."""
+    from . import memory
+
+    return memory
+
+
+def _is_cupy(x) -> bool:
+    cupy = sys.modules.get("cupy")  # an array of it exists only if it is imported
+    return cupy is not None and isinstance(x, cupy.ndarray)
+
+
+def as_array(name: str, x):
+    """`x` itself if NumPy or CuPy made it; else what DLPack or the CUDA interface shows of it."""
+    if type(x) in _array_types:
+        return x
+    if isinstance(x, np.ndarray) or _is_cupy(x):
+        _array_types.add(type(x))
+        return x
+    if hasattr(x, "__dlpack_device__") and int(x.__dlpack_device__()[0]) == _DLPACK_CPU:
+        try:
+            return np.from_dlpack(x)
+        except (BufferError, RuntimeError, TypeError) as error:
+            given = f"{name} is a {type(x).__name__} that NumPy cannot take by DLPack"
+            raise TypeError(f"{given} ({error}): give a NumPy array") from error
+    if hasattr(x, "__dlpack_device__") or hasattr(x, "__cuda_array_interface__"):
+        return memory_module().as_array(x)
+    raise TypeError(
+        f"{name} is a {type(x).__name__}: give a NumPy or CuPy array, or one that speaks DLPack"
+    )
+
+
+def check_places(arrays: dict[str, object]) -> None:
+    """Raise a ValueError that says which array is where, unless all are in one place."""
+    # The device of a CuPy array has a number, that of a NumPy array is the word "cpu".
+    places = {name: getattr(x.device, "id", None) for name, x in arrays.items()}
+    if len(set(places.values())) > 1:
+        words = {n: "on the CPU" if p is None else f"on GPU {p}" for n, p in places.items()}
+        listing = ", ".join(f"{name} {place}" for name, place in words.items())
+        raise ValueError(f"arrays are in different places: {listing}; move them to one device")
+
+
+def _as_lengths(name: str, lengths, like):
+    """Lengths as an array of int32 or int64 where `like` is; None stays None."""
+    if lengths is None:
+        return None
+    if isinstance(lengths, (int, np.integer, list, tuple)):
+        lengths = np.asarray(lengths)
+        lengths = memory_module().as_array(lengths) if _is_cupy(like) else lengths
+    lengths = as_array(name, lengths)
+    if lengths.dtype.kind not in "iu":
+        raise TypeError(f"{name} has dtype {lengths.dtype}: lengths are integers")
+    whole = all(s % lengths.itemsize == 0 for s in lengths.strides)
+    if whole and lengths.dtype.name in ("int32", "int64"):
+        return lengths
+    return _converted(lengths, np.int64)
+
+
+def _converted(lengths, dtype):
+    if isinstance(lengths, np.ndarray):
+        return lengths.astype(dtype, order="C")
+    wanted = Spec.contiguous(lengths.shape, dtype)
+    return memory_module().conform(lengths, wanted)
+
+
+def both_lengths(q_lengths, kv_lengths, like):
+    """Both lengths in the one type that a kernel reads them as."""
+    if q_lengths is None and kv_lengths is None:
+        return None, None
+    q_lengths = _as_lengths("q_lengths", q_lengths, like)
+    kv_lengths = _as_lengths("kv_lengths", kv_lengths, like)
+    if q_lengths is not None and kv_lengths is not None and q_lengths.dtype != kv_lengths.dtype:
+        q_lengths, kv_lengths = (_converted(x, np.int64) for x in (q_lengths, kv_lengths))
+    return q_lengths, kv_lengths
+
+
+def conform(x: np.ndarray, wanted: Spec) -> np.ndarray:
+    """`x` as an engine reads it: itself, or a copy that :func:`operands.conformed` asks for."""
+    if x.dtype == wanted.dtype and x.strides == wanted.strides:
+        return x
+    copy = np.empty(wanted.shape, wanted.dtype)
+    copy[...] = x
+    return copy

@@ -1,0 +1,328 @@
+"""Kinds of call: what is checked and planned once for arguments of one form, and remembered."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from functools import cache
+
+import numpy as np
+
+from . import host
+from .arrays import check_places, conform
+from .masks import Band
+from .operands import (
+    Spec,
+    check_out,
+    check_read,
+    check_shapes,
+    clearance,
+    conformed,
+    make_layout,
+    make_problem,
+    result_dtype,
+)
+from .plan import CHUNK_BYTES, CPU, Device, make_plan
+from .scores import softcap as softcap_score
+
+_MAX_CALLS = 1024  # kinds of call that are remembered
+_calls: dict[tuple, _Call] = {}
+_LENGTHS = ("q_lengths", "kv_lengths")
+_TRAILING = {"lse": 1, "dlse": 1, "q_lengths": 0, "kv_lengths": 0}  # axes; 2 of all others
+
+
+class _Call:
+    """All that repeats from call to call of one kind: layout, plan and, on a GPU, the launch.
+
+    Subclasses say which arrays there are, which of them are written, and what is expected of them.
+    """
+
+    __slots__ = (
+        "apart", "copied", "is_empty", "launch", "layout", "lse_dtype", "out_dtype", "plan",
+        "results", "scale", "score", "staged", "workspace_bytes",
+    )  # fmt: skip
+    operands: tuple[str, ...]  # in the order of the kernels' pointers, four matrices first
+    written: dict[str, str]  # the results among them, and what errors call these
+    empty_values: tuple[float, ...]  # of the results where there is no query or no key
+    more_matrices: tuple[int, ...]  # places of those beside the first four
+    backward: bool
+
+    def __init__(self, given, device_id, options):
+        algo, engine, causal, window, cap, scale, gqa, deterministic, aligned, device = options
+        inputs = q, k, v = tuple(given[name] for name in "qkv")
+        check_shapes(q, k, v)
+        self.out_dtype = result_dtype(q.dtype, k.dtype, v.dtype)
+        self.lse_dtype = np.dtype("float64" if self.out_dtype == np.float64 else "float32")
+        band = Band.from_options(causal, window)
+        self.score = None if cap is None else softcap_score(cap)
+        self.scale = _checked_scale(scale, q.shape[-1])
+        lengths = {name: given.get(name) for name in _LENGTHS}
+        broadcast = {**lengths, "enable_gqa": gqa}
+        on_gpu = not (device_id is None and device is None)
+        specs = self._specs(given, inputs, broadcast, on_gpu)
+        self.layout = self._layout(specs, broadcast)
+        rows = (spec for name, spec in specs.items() if name not in _TRAILING)
+        problem = make_problem(
+            self.layout,
+            *inputs,
+            band=band,
+            score=self.score,
+            lengths={name: spec.dtype.name for name, spec in lengths.items() if spec is not None},
+            aligned=aligned and all(spec.rows_are_aligned() for spec in rows),
+            backward=self.backward,
+            deterministic=deterministic,
+        )
+        self.plan = make_plan(problem, device or _device_facts(device_id), algo, engine)
+        self.workspace_bytes = self.plan.workspace_bytes
+        self.is_empty = 0 in self.layout.out_shape or k.shape[-2] == 0
+        self.launch = None  # of a GPU's kernels, once they are compiled
+
+    def _specs(self, given, inputs, broadcast, on_gpu):
+        """The spec of each array that an engine is given, and what has to be done for that."""
+        read = (conformed(spec, self.out_dtype) for spec in inputs)
+        expected = self._expected(inputs, make_layout(*read, **broadcast))
+        for name, spec in expected.items():
+            if name in given:
+                self._check(name, given[name], spec)
+        known = {name: given.get(name, spec) for name, spec in expected.items()}
+        specs = {name: self._seen(name, spec, on_gpu) for name, spec in known.items()}
+        place = {name: i for i, name in enumerate(self.operands)}
+        self.results = tuple((place[name], expected[name]) for name in self.written)
+        changed = [name for name in self.operands if name in specs and specs[name] != known[name]]
+        # What is read, and of which an engine needs a copy.
+        self.copied = tuple(
+            (place[name], specs[name])
+            for name in changed
+            if name in given and name not in self.written
+        )
+        # What an engine cannot write itself: it writes elsewhere, and that is copied.
+        self.staged = tuple(
+            (number, place[name], specs[name])
+            for number, name in enumerate(self.written)
+            if name in changed
+        )
+        self.apart = tuple(
+            (a, place[a], b, place[b], *clearance(given[a], given[b]))
+            for a, b in self._pairs(expected)
+            if a in given and b in given
+        )
+        return specs
+
+    def _pairs(self, names):
+        """Pairs of a result and what it must not overlap."""
+        written = list(self.written)
+        read = [name for name in names if name not in written]
+        pairs = [(result, other) for result in written for other in read]
+        return pairs + [(a, b) for i, a in enumerate(written) for b in written[:i]]
+
+    def _check(self, name, spec, expected):
+        if name in self.written:
+            check_out(self.written[name], spec, expected.shape, expected.dtype)
+        elif name not in "qkv":
+            check_read(name, spec, expected.shape, expected.dtype, exact=name == "lse")
+
+
+class ForwardCall(_Call):
+    """Calls of `attention`."""
+
+    __slots__ = ()
+    operands = ("q", "k", "v", "out", "lse", *_LENGTHS)
+    written = {"out": "out", "lse": "lse (the second of out)"}  # noqa: RUF012
+    more_matrices = ()
+    empty_values = (0, -np.inf)
+    backward = False
+
+    def _expected(self, inputs, shapes):
+        return {
+            **dict(zip("qkv", inputs)),
+            "out": Spec.contiguous(shapes.out_shape, self.out_dtype),
+            "lse": Spec.contiguous(shapes.lse_shape, self.lse_dtype),
+        }
+
+    def _seen(self, name, spec, on_gpu):
+        """The spec of the array that an engine is given for the operand `spec`."""
+        if name == "lse" or (name == "out" and not on_gpu):
+            return spec
+        return conformed(spec, self.out_dtype)  # a kernel's rows are contiguous
+
+    def _layout(self, specs, options):
+        return make_layout(*(specs[x] for x in ("q", "k", "v", "out", "lse")), **options)
+
+    def run_host(self, arrays) -> None:
+        """Run on arrays that are ready to be read and written."""
+        *views, q_lengths, kv_lengths = _spread_views(self, arrays)
+        lengths = {"q_lengths": q_lengths, "kv_lengths": kv_lengths}
+        host.forward(self.plan, *views, scale=self.scale, score=self.score, **lengths)
+
+
+class BackwardCall(_Call):
+    """Calls of `attention_backward`."""
+
+    __slots__ = ()
+    operands = (
+        "dout", "q", "k", "v", "out", "lse", "dlse", "dq", "dk", "dv", *_LENGTHS,
+    )  # fmt: skip
+    written = {  # noqa: RUF012
+        f"d{name}": f"d{name} (the {number} of grads_out)"
+        for name, number in zip("qkv", ("first", "second", "third"))
+    }
+    more_matrices = (4, 7, 8, 9)
+    empty_values = (0, 0, 0)
+    backward = True
+
+    def _expected(self, inputs, shapes):
+        matrix = Spec.contiguous(shapes.out_shape, self.out_dtype)
+        row = Spec.contiguous(shapes.lse_shape, self.lse_dtype)
+        return {
+            **dict(zip("qkv", inputs)),
+            **dict.fromkeys(("dout", "out"), matrix),
+            **dict.fromkeys(("lse", "dlse"), row),
+            **{f"d{x}": Spec.contiguous(own.shape, own.dtype) for x, own in zip("qkv", inputs)},
+        }
+
+    def _seen(self, name, spec, on_gpu):
+        """The spec of the array that an engine is given for the operand `spec`."""
+        if name in ("lse", "dlse"):
+            return conformed(spec, self.lse_dtype, rows=False)
+        if name in self.written and not on_gpu:  # the sums themselves
+            return conformed(spec, self.lse_dtype, rows=False)
+        return conformed(spec, self.out_dtype)
+
+    def _layout(self, specs, options):
+        gradients = {name: specs[name] for name in ("dout", "dlse", *self.written)}
+        operands = (specs[x] for x in ("q", "k", "v", "out", "lse"))
+        return make_layout(*operands, gradients=gradients, **options)
+
+    def run_host(self, arrays) -> None:
+        """Run on arrays that are ready to be read and written."""
+        for place, _ in self.results:
+            arrays[place][...] = 0
+        *views, q_lengths, kv_lengths = _spread_views(self, arrays)
+        lengths = {"q_lengths": q_lengths, "kv_lengths": kv_lengths}
+        host.backward(self.plan, *views, scale=self.scale, score=self.score, **lengths)
+
+
+@cache
+def launch_module():
+    """`cuflash.launch`, which imports CuPy: a CPU does without."""
+    from . import launch
+
+    return launch
+
+
+def _device_facts(device_id: int | None) -> Device:
+    return CPU if device_id is None else launch_module().device_facts(device_id)
+
+
+def _checked_scale(scale, head_dim: int) -> float:
+    if scale is None:
+        return 1.0 / math.sqrt(head_dim)
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+        raise TypeError(f"scale={scale!r}: give a number")
+    if not (math.isfinite(scale) and scale >= 0):
+        raise ValueError(f"scale={scale!r}: give a finite number that is not negative")
+    return float(scale)
+
+
+def find_call(kind: type[_Call], arrays, options, device=None):
+    """The remembered call of this kind, or a new one; the arrays' device; their addresses.
+
+    Parameters
+    ----------
+    kind : type
+        ForwardCall or BackwardCall.
+    arrays : tuple
+        In the order of `kind.operands`, None for those not given.
+    options : tuple
+        algo, engine, causal, window, softcap, scale, enable_gqa, deterministic.
+    device : Device, optional
+        To plan for, instead of the arrays' own.
+    """
+    specs, places, addresses = [], [], []
+    for x in arrays:
+        if x is None:
+            specs.append(None)
+            addresses.append(0)
+            continue
+        specs.append((x.shape, x.strides, x.dtype))
+        if isinstance(x, np.ndarray):
+            places.append(None)
+            addresses.append(x.ctypes.data)
+        else:
+            memory = x.data
+            places.append(memory.device_id)
+            addresses.append(memory.ptr)
+    a, b, c, d = addresses[:4]
+    bits = a | b | c | d
+    for place in kind.more_matrices:
+        bits |= addresses[place]
+    aligned = bits % CHUNK_BYTES == 0
+    algo, engine, causal, window, cap, scale, enable_gqa, deterministic = options
+    # 2 == 2.0 and 1 == True, but not all of these are right.
+    types = (type(causal), type(cap), type(scale), type(window))
+    if window is not None and types[-1] is not int:
+        window = tuple(window) if types[-1] is list else window
+        types += tuple(map(type, window)) if type(window) is tuple else ()
+    enable_gqa, deterministic = bool(enable_gqa), bool(deterministic)
+    options = (
+        algo, engine, causal, window, cap, scale, enable_gqa, deterministic, aligned, device,
+    )  # fmt: skip
+    key = (kind, tuple(specs), tuple(places), options, types)
+    try:
+        call = _calls.get(key)
+    except TypeError:  # an option that cannot be hashed is wrong: _Call says how
+        call = None
+    if call is None:
+        check_places({name: x for name, x in zip(kind.operands, arrays) if x is not None})
+        given = {name: Spec(*spec) for name, spec in zip(kind.operands, specs) if spec is not None}
+        call = kind(given, places[0], options)
+        if len(_calls) >= _MAX_CALLS:
+            _calls.clear()
+        _calls[key] = call
+    return call, places[0], addresses
+
+
+def run_call(kind: type[_Call], arrays, options, count: int, workspace=None):
+    """Find the call for these arguments and run it; returns its first `count` results."""
+    call, device_id, addresses = find_call(kind, arrays, options)
+    for name, i, other, j, low, high in call.apart:
+        if low < addresses[j] - addresses[i] < high:
+            raise ValueError(f"{name} overlaps {other} in memory: give it memory of its own")
+    if device_id is None:
+        return _run_host(call, list(arrays), count)
+    return launch_module().run(call, device_id, arrays, addresses, count, workspace)
+
+
+def _run_host(call: _Call, arrays, count: int):
+    """Run a call on NumPy arrays; returns its first `count` results."""
+    names = list(call.written)
+    results = [arrays[place] for place, _ in call.results[:count]]
+    for name, x in zip(names, results):
+        if x is not None and not x.flags.writeable:
+            title = call.written[name]
+            raise ValueError(f"{title} is read-only: give an array that can be written to")
+    for number, (place, spec) in enumerate(call.results[:count]):
+        if results[number] is None:
+            arrays[place] = results[number] = np.empty(spec.shape, spec.dtype)
+    for place, spec in call.copied:
+        arrays[place] = conform(arrays[place], spec)
+    for _, place, spec in call.staged:
+        arrays[place] = np.empty(spec.shape, spec.dtype)
+    call.run_host(arrays)
+    with np.errstate(all="ignore"):  # half precision may overflow
+        for number, place, _ in call.staged:
+            results[number][...] = arrays[place]
+    return results
+
+
+def _spread_views(call: _Call, arrays):
+    """Views of the operands, broadcast to the problem's leading axes by stride 0."""
+    views = []
+    for name, x in zip(call.operands, arrays):
+        if x is not None:
+            steps = [s * x.dtype.itemsize for s in call.layout.strides[name]]
+            tail = len(x.shape) - _TRAILING.get(name, 2)
+            shape, strides = call.layout.leading + x.shape[tail:], (*steps, *x.strides[tail:])
+            x = np.lib.stride_tricks.as_strided(x, shape, strides)
+        views.append(x)
+    return views

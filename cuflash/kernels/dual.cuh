@@ -1,0 +1,42 @@
+// Dual numbers: a value and its derivative by the score, so that backward differentiates a score
+// expression by evaluating it. Plain numbers in the expression are constants.
+#pragma once
+#include "numeric.cuh"
+
+template <typename A>
+struct Dual {
+    A value, slope;
+    __device__ __forceinline__ Dual(A value, A slope = A(0)) : value(value), slope(slope) {}
+
+    // Friends, so that a plain number on either side converts.
+    friend __device__ __forceinline__ Dual operator-(Dual x) { return {-x.value, -x.slope}; }
+    friend __device__ __forceinline__ Dual operator+(Dual x, Dual y) {
+        return {x.value + y.value, x.slope + y.slope};
+    }
+    friend __device__ __forceinline__ Dual operator-(Dual x, Dual y) {
+        return {x.value - y.value, x.slope - y.slope};
+    }
+    friend __device__ __forceinline__ Dual operator*(Dual x, Dual y) {
+        return {x.value * y.value, x.slope * y.value + x.value * y.slope};
+    }
+    friend __device__ __forceinline__ Dual operator/(Dual x, Dual y) {
+        const A quotient = x.value / y.value;
+        return {quotient, (x.slope - quotient * y.slope) / y.value};
+    }
+    friend __device__ __forceinline__ Dual tanh(Dual x) {
+        const A y = ::tanh(x.value);
+        return {y, (A(1) - y * y) * x.slope};
+    }
+    friend __device__ __forceinline__ Dual exp(Dual x) {
+        const A y = ::exp(x.value);
+        return {y, y * x.slope};
+    }
+    friend __device__ __forceinline__ Dual log(Dual x) {
+        return {::log(x.value), x.slope / x.value};
+    }
+    friend __device__ __forceinline__ Dual sqrt(Dual x) {
+        const A y = ::sqrt(x.value);
+        return {y, x.slope / (A(2) * y)};
+    }
+    friend __device__ __forceinline__ Dual abs(Dual x) { return x.value < A(0) ? -x : x; }
+};

@@ -1,0 +1,29 @@
+// FlashAttention-2 backward (Dao 2023, Algorithm 2): dQ, dK and dV from q, k, v, dO and lse.
+//
+// Grid: one block per (head, key tile), B * H * Tc in all. A block keeps dK and dV of its keys in
+// registers and adds to dQ of every query that sees one of them, in global memory in the type of
+// sums. Where the result must be deterministic, blocks add to a tile of dQ in the order of their
+// keys: each waits until the one before it has added (gradients.cuh has the products).
+//
+// The kernel backward_rows ran before, sum_dq runs after this one.
+#include "gradients.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    fa2_backward(const __grid_constant__ Params p) {
+    extern __shared__ __align__(16) unsigned char smem[];
+    int index = blockIdx.x;
+    if (ORDERED) {
+        // Numbers in the order in which blocks start, which that of blockIdx need not be.
+        u32* const number = reinterpret_cast<u32*>(smem);
+        if (threadIdx.x == 0) *number = atomicAdd(p.turns + i64(p.head_count) * p.query_tiles, 1u);
+        __syncthreads();  // the number is there
+        index = *number;
+        __syncthreads();  // all have it; its place is needed
+    }
+    // Key tiles with the lowest index, which a causal mask leaves most queries, start first.
+    const Work work(p, index, p.key_tiles);
+    const Head head = locate_head(p, work.head);
+    Gradients gradients = {};
+    visit_queries(gradients, smem, p, head, work.tile);
+    store_key_gradients(gradients, p, head, work.tile);
+}

@@ -1,0 +1,349 @@
+// Backward of one key tile: dK and dV of its keys, and what its keys add to every query's dQ.
+// Both algorithms run this; they differ in who runs it when.
+//
+// A warp owns WARP_ROWS keys, whose dK and dV stay in registers while the query tiles pass through
+// shared memory. The tile of scores stands on its side, S^T = K Q^T, so that four of the five
+// products are the two of the forward pass with keys and queries exchanged, and P^T and dS^T go
+// from one product to the next inside a warp:
+//
+//     S^T  = K Q^T          P^T  = exp(S^T - lse)           dV += P^T dO
+//     dP^T = V dO^T         dS^T = P^T (dP^T - delta)       dK += dS^T Q
+//
+// dQ = dS K sums over the keys of all warps: dS^T meets in dS_smem, and each warp computes a part
+// of the tile of dQ, which is added in global memory.
+//
+// At head dims above 64 the registers of a warp do not hold dK and dV of 32 keys: WARP_SPLIT warps
+// then share keys. Each scores queries of its own, P^T meets in P_smem as dS^T does, and each sums
+// columns of its own. (16 keys per warp instead, P in registers, were 0.90 times as fast: each
+// matrix that ldmatrix brings then feeds one product in place of two.)
+//
+// Shared memory:  K_smem, V_smem [BLOCK_K]            loaded once
+//                 Q_smem, dO_smem [STAGES][BLOCK_Q]   a ring
+//                 dS_smem, P_smem [BLOCK_K][BLOCK_Q]  P_smem where warps share keys
+//                 rows_smem [STAGES][2][BLOCK_Q]      lse and delta
+//
+// Floor, for halves, per tile of 64 queries and 128 keys at D = 64 (4 warps): five products, 1280
+// mma.sync at 1.5 clocks of a multiprocessor, 1920; 450 ldmatrix and as much again for tiles that
+// come in and dS going out, about 2050 clocks of shared memory; 8192 exp2, 512; 16 KB added to dQ
+// in global memory, 1.3 TB/s at the speed reached (3.8 TB/s is what red.v4 sustains in this
+// layout). So shared memory bounds it, at 600 TFLOP/s; at D = 128 (8 warps, two to a slab) at 490.
+// Expected were 280 to 320, as others reach with these instructions. Measured on an H200
+// (asv_bench/against_peers.py backward): 275 to 310 at D = 64, 268 to 303 at D = 128, in any order.
+// Eight warps per multiprocessor and two barriers a tile do not hide every latency.
+//
+// What counted: sharing keys between warps at D = 128 (1.11 times); adding units of 16 bytes in
+// this kernel's own layout; starting blocks at different tiles of dQ (1.02 at D = 128); equal
+// sections of heads, so that no small one comes last (1.04 for causal masks). The order of a
+// deterministic result costs 10 to 22 %; passing the turn on one tile later, when what was added
+// has long arrived, won 4 % back.
+#pragma once
+#include "dual.cuh"
+#include "engine.cuh"
+#include "key_tiles.cuh"
+#include "query_sums.cuh"
+#include "score.cuh"
+#include "sequence.cuh"
+
+// Rows of queries and keys are both scored and summed: tiles as wide as the wider of the two.
+template <int D>
+using GradientTile = TileOf<STEP_Q, TileOf<STEP_Q, D, D>::PADDED_DV, D>;
+using KeyTile = GradientTile<HEAD_DIM>;
+using ValueTile = GradientTile<HEAD_DIM_V>;
+using Shared = KeyTile::Shared;
+using QuerySums =
+    typename Select<ENGINE_IS_MMA,
+                    MmaQuerySums<Element, WARPS, BLOCK_Q, BLOCK_K, KeyTile::PADDED_D>,
+                    SimtQuerySums<Accumulator, WARPS, BLOCK_Q, BLOCK_K, KeyTile::PADDED_D>>::type;
+
+static_assert(STEP_Q * WARP_SPLIT <= BLOCK_Q, "every warp scores some queries");
+static_assert(STEP_Q == BLOCK_Q || ENGINE_IS_MMA, "simt leaves dS where accumulate() has put it");
+constexpr int ROWS = KeyTile::ROWS, COLUMNS = KeyTile::COLUMNS;
+constexpr int STEPS = STEP_Q * WARP_SPLIT;  // queries that all warps score at a time
+constexpr int ROWS_TILE = 2 * BLOCK_Q;      // lse and delta of a tile
+constexpr int QUERY_SUMS = THREADS * QuerySums::ROWS * QuerySums::COLUMNS;
+constexpr int KEY_SUMS = THREADS * ROWS * KeyTile::VALUE_COLUMNS;
+constexpr int VALUE_SUMS = THREADS * ROWS * ValueTile::VALUE_COLUMNS;
+
+// Whose turn it is to add to a tile of dQ: the key tile after the one that added last, 0 at first.
+// Blocks wait for blocks with a lower number only, which started earlier.
+__device__ __forceinline__ void wait_turn(const u32* turn, u32 wanted) {
+    u32 now;
+    do {
+        // ld.acquire: what the previous block added is added before this block adds
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+    } while (now != wanted);
+}
+__device__ __forceinline__ void pass_turn(u32* turn, u32 next) {
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" : : "l"(turn), "r"(next) : "memory");
+}
+
+// Warps that share keys stand side by side.
+__device__ __forceinline__ int first_row_of_warp() {
+    return threadIdx.x / 32 / WARP_SPLIT * KeyTile::WARP_ROWS;
+}
+
+struct Gradients {
+    Accumulator dK_regs[ROWS][KeyTile::VALUE_COLUMNS];
+    Accumulator dV_regs[ROWS][ValueTile::VALUE_COLUMNS];
+};
+
+template <int TILE_ROWS, typename Tile, int D>
+__device__ __forceinline__ void load_rows(Shared* tile, const Element* rows, i64 row_stride,
+                                          int first, int length) {
+    load_tile<TILE_ROWS, D, Tile::PADDED_D, THREADS, ALIGNED, LOAD_UNROLL>(
+        tile, rows + first * row_stride, row_stride, length - first, threadIdx.x);
+}
+
+// P^T from S^T, and the derivative of the score's modification where there is one. In a cut tile
+// what is hidden becomes 0, whatever score, lse or delta hold.
+template <bool CUT>
+__device__ __forceinline__ void to_probabilities(Accumulator (&S)[ROWS][COLUMNS],
+                                                 Accumulator (&slope)[ROWS][COLUMNS],
+                                                 const KeyTile& tile, const Params& p,
+                                                 const Head& head, const Accumulator* log2_sums,
+                                                 int q_begin, int k_begin) {
+    const Accumulator multiplier = score_multiplier(p);
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+        const int k = k_begin + tile.row(i);
+        const VisibleQueries visible(p, head, k);
+        const int first = visible.first - q_begin, last = visible.last - q_begin;
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j) {
+            const int column = tile.column(j);
+            if constexpr (SCORE_IS_MODIFIED) {
+                using Number = Dual<Accumulator>;
+                const Number score(S[i][j] * p.scale, Accumulator(1));
+                const Number modified =
+                    modify(score, head.batch, head.head, q_begin + column, k, p);
+                S[i][j] = modified.value;
+                slope[i][j] = modified.slope;
+            }
+            S[i][j] = exp2_of(multiply_add(S[i][j], multiplier, -log2_sums[column]));
+            if (CUT && (column < first || column > last)) S[i][j] = Accumulator(0);
+        }
+    }
+}
+
+// dS^T from P^T and dP^T, into dP.
+template <bool CUT>
+__device__ __forceinline__ void to_score_gradients(Accumulator (&dP)[ROWS][COLUMNS],
+                                                   const Accumulator (&P)[ROWS][COLUMNS],
+                                                   const Accumulator (&slope)[ROWS][COLUMNS],
+                                                   const KeyTile& tile, const Params& p,
+                                                   const Head& head, const Accumulator* deltas,
+                                                   int q_begin, int k_begin) {
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j) {
+            const int column = tile.column(j);
+            Accumulator dS = P[i][j] * (dP[i][j] - deltas[column]);
+            if constexpr (SCORE_IS_MODIFIED) dS *= slope[i][j];
+            dP[i][j] = CUT && P[i][j] == Accumulator(0) ? Accumulator(0) : dS;
+            store_dscore(p, head, q_begin + column, k_begin + tile.row(i), dP[i][j]);
+        }
+}
+
+// dV += the infinities and NaN of dO that each key sees: see add_nonfinite_values in score.cuh.
+__device__ __forceinline__ void add_nonfinite_gradients(
+    Accumulator (&dV)[ROWS][ValueTile::VALUE_COLUMNS], const ValueTile& tile, const Params& p,
+    const Head& head, const Element* dout, int q_begin, int k_begin) {
+#pragma unroll 1
+    for (int q = q_begin; q < min(q_begin + STEPS, head.query_length); ++q) {
+#pragma unroll
+        for (int j = 0; j < ValueTile::VALUE_COLUMNS; ++j) {
+            const int column = tile.value_column(j);
+            if (column >= HEAD_DIM_V) continue;
+            const Accumulator value = widen(dout[q * p.dout_row_stride + column]);
+            if (is_finite(value)) continue;
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i)
+                if (VisibleQueries(p, head, k_begin + tile.row(i)).has(q)) dV[i][j] += value;
+        }
+    }
+}
+
+// Adds to the gradients of the keys of `key_tile` and to dQ, for all queries that see some.
+__device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned char* smem,
+                                              const Params& p, const Head& head, int key_tile) {
+    constexpr int K_TILE = BLOCK_K * KeyTile::PITCH, V_TILE = BLOCK_K * ValueTile::PITCH;
+    constexpr int Q_TILE = BLOCK_Q * KeyTile::PITCH, O_TILE = BLOCK_Q * ValueTile::PITCH;
+    constexpr int S_PITCH = pitch<Shared>(BLOCK_Q), S_TILE = BLOCK_K * S_PITCH;
+    constexpr bool SHARE_P = WARP_SPLIT > 1;
+    static_assert(
+        (K_TILE + V_TILE + STAGES * (Q_TILE + O_TILE) + (1 + SHARE_P) * S_TILE) * sizeof(Shared) +
+                STAGES * ROWS_TILE * sizeof(Accumulator) ==
+            SHARED_BYTES,
+        "the plan and the kernel lay out shared memory alike");
+    Shared* const K_smem = reinterpret_cast<Shared*>(smem);
+    Shared* const V_smem = K_smem + K_TILE;
+    Shared* const Q_smem = V_smem + V_TILE;
+    Shared* const dO_smem = Q_smem + STAGES * Q_TILE;
+    Shared* const dS_smem = dO_smem + STAGES * O_TILE;
+    Shared* const P_smem = dS_smem + S_TILE;
+    Accumulator* const rows_smem = reinterpret_cast<Accumulator*>(P_smem + SHARE_P * S_TILE);
+
+    const int warp_row = first_row_of_warp();
+    const int first_step = threadIdx.x / 32 % WARP_SPLIT * STEP_Q;
+    const int k_block = key_tile * BLOCK_K, k_begin = k_block + warp_row;
+    // Blocks that may add in any order start at different tiles of dQ and seldom meet.
+    const QueryTiles<BLOCK_Q> tiles(p, head, k_block, BLOCK_K, ORDERED ? 0 : key_tile);
+    const Element* const dout = p.dout + locate(p, head.index, p.dout_axis_stride);
+    const i64 first_tile = i64(head.index) * p.query_tiles;
+    Shared* const dS_slab = dS_smem + warp_row * S_PITCH;
+    KeyTile keys(threadIdx.x % 32, dS_slab);
+    ValueTile values(threadIdx.x % 32, dS_slab);
+
+    auto load_queries = [&](int stage, int tile) {
+        const int q = tile * BLOCK_Q;
+        load_rows<BLOCK_Q, KeyTile, HEAD_DIM>(Q_smem + stage * Q_TILE, head.q, p.q_row_stride, q,
+                                              head.query_length);
+        load_rows<BLOCK_Q, ValueTile, HEAD_DIM_V>(dO_smem + stage * O_TILE, dout, p.dout_row_stride,
+                                                  q, head.query_length);
+        load_tile<1, ROWS_TILE, ROWS_TILE, THREADS, true, 1>(
+            rows_smem + stage * ROWS_TILE, p.rows + (first_tile + tile) * ROWS_TILE, 0, 1,
+            threadIdx.x);
+    };
+
+    load_rows<BLOCK_K, KeyTile, HEAD_DIM>(K_smem, head.k, p.k_row_stride, k_block, head.key_length);
+    load_rows<BLOCK_K, ValueTile, HEAD_DIM_V>(V_smem, head.v, p.v_row_stride, k_block,
+                                              head.key_length);
+    if (tiles.count > 0) load_queries(0, tiles[0]);
+    commit_copies();
+    wait_copies<0>();
+    __syncthreads();  // the keys and the first query tile have arrived for all
+    // Sums over keys must not meet what hidden ones hold. A key that is seen and not finite makes
+    // lse NaN, which spreads by itself.
+    clear_nonfinite<BLOCK_K, KeyTile::PADDED_D, THREADS>(K_smem);
+    keys.take_queries(K_smem + warp_row * KeyTile::PITCH);
+    values.take_queries(V_smem + warp_row * ValueTile::PITCH);
+
+    for (int i = 0; i < tiles.count; ++i) {
+        const int tile = tiles[i], q_begin = tile * BLOCK_Q, stage = i % STAGES;
+        const bool cut = tiles.is_cut(tile), more = i + 1 < tiles.count;
+        Shared* const Q = Q_smem + stage * Q_TILE;
+        Shared* const dO = dO_smem + stage * O_TILE;
+        const Accumulator* const log2_sums = rows_smem + stage * ROWS_TILE;
+        const Accumulator* const deltas = log2_sums + BLOCK_Q;
+        if (STAGES > 1 && more) load_queries((i + 1) % STAGES, tiles[i + 1]);
+        commit_copies();
+
+#pragma unroll 1
+        for (int steps = 0; steps < BLOCK_Q; steps += STEPS) {
+            const int step = steps + first_step, q = q_begin + step;
+            Shared* const Q_step = Q + step * KeyTile::PITCH;
+            Shared* const dO_step = dO + step * ValueTile::PITCH;
+            Accumulator P_regs[ROWS][COLUMNS], dS_regs[ROWS][COLUMNS], slope[ROWS][COLUMNS];
+            keys.score(P_regs, Q_step);
+            if (cut)
+                to_probabilities<true>(P_regs, slope, keys, p, head, log2_sums + step, q, k_begin);
+            else
+                to_probabilities<false>(P_regs, slope, keys, p, head, log2_sums + step, q, k_begin);
+            values.score(dS_regs, dO_step);  // dP
+            if (cut)
+                to_score_gradients<true>(dS_regs, P_regs, slope, keys, p, head, deltas + step, q,
+                                         k_begin);
+            else
+                to_score_gradients<false>(dS_regs, P_regs, slope, keys, p, head, deltas + step, q,
+                                          k_begin);
+            if (cut) {
+                __syncthreads();  // all have scored these queries
+                clear_nonfinite<STEPS, KeyTile::PADDED_D, THREADS>(Q + steps * KeyTile::PITCH);
+                if (clear_nonfinite<STEPS, ValueTile::PADDED_D, THREADS>(dO +
+                                                                         steps * ValueTile::PITCH))
+                    add_nonfinite_gradients(gradients.dV_regs, values, p, head, dout,
+                                            q_begin + steps, k_begin);
+            }
+            if constexpr (SHARE_P) {
+                values.publish(P_smem + warp_row * S_PITCH + step, S_PITCH, P_regs);
+            } else {
+                values.accumulate(gradients.dV_regs, P_regs, dO_step);
+                keys.accumulate(gradients.dK_regs, dS_regs, Q_step);
+            }
+            keys.publish(dS_slab + step, S_PITCH, dS_regs);
+        }
+
+        u32* const turn = p.turns + first_tile + tile;
+        if (ORDERED) {
+            __threadfence();  // the previous tile is added: long ago, so that this takes no time
+            if (threadIdx.x == 0) {
+                const KeyTiles<BLOCK_K> visited(p, head, q_begin, BLOCK_Q);
+                wait_turn(turn, key_tile == visited.first ? 0 : key_tile);
+            }
+        }
+        __syncthreads();  // dS of all keys is there; it is this block's turn
+        if (ORDERED && i > 0 && threadIdx.x == 0)
+            pass_turn(p.turns + first_tile + tiles[i - 1], key_tile + 1);
+        if constexpr (SHARE_P) {
+            values.template accumulate_published<BLOCK_Q>(gradients.dV_regs,
+                                                          P_smem + warp_row * S_PITCH, dO);
+            keys.template accumulate_published<BLOCK_Q>(gradients.dK_regs, dS_slab, Q);
+        }
+        QuerySums sums;
+        Accumulator dQ_regs[QuerySums::ROWS][QuerySums::COLUMNS] = {};
+        sums.multiply_tiles(dQ_regs, dS_smem, K_smem);
+        add_units<THREADS>(p.dq_sum + (first_tile + tile) * QUERY_SUMS, dQ_regs);
+        if (STAGES > 1) wait_copies<0>();
+        __syncthreads();  // the next tile has arrived; nobody reads this one nor dS any more
+        if (STAGES == 1) {
+            if (more) load_queries(0, tiles[i + 1]);
+            commit_copies();
+            wait_copies<0>();
+            __syncthreads();  // the next tile has arrived
+        }
+    }
+    if (ORDERED && tiles.count > 0) {
+        __threadfence();
+        __syncthreads();  // all have added
+        if (threadIdx.x == 0)
+            pass_turn(p.turns + first_tile + tiles[tiles.count - 1], key_tile + 1);
+    }
+}
+
+// A slab of rows in the caller's type; rows and columns beyond the array's are left out.
+template <int D, typename Tile, int R, int C>
+__device__ __forceinline__ void store_gradients(Element* rows, i64 row_stride, int row_count,
+                                                const Accumulator (&regs)[R][C], const Tile& tile,
+                                                int begin, Accumulator factor) {
+    constexpr int GROUP = Tile::COLUMN_GROUP;
+#pragma unroll
+    for (int i = 0; i < R; ++i) {
+        const int row = begin + tile.row(i);
+        if (row >= row_count) continue;
+#pragma unroll
+        for (int j = 0; j < C; j += GROUP) {
+            const int column = tile.value_column(j);
+            Element* const target = rows + row * row_stride + column;
+            Vector<Element, GROUP> values;
+#pragma unroll
+            for (int c = 0; c < GROUP; ++c) values.at[c] = narrow<Element>(regs[i][j + c] * factor);
+            if (ALIGNED && column + GROUP <= D) {
+                *reinterpret_cast<Vector<Element, GROUP>*>(target) = values;
+            } else {
+#pragma unroll
+                for (int c = 0; c < GROUP; ++c)
+                    if (column + c < D) target[c] = values.at[c];
+            }
+        }
+    }
+}
+
+// dK and dV of a key tile: to their arrays or, where heads share keys, to be summed over them.
+__device__ __forceinline__ void store_key_gradients(const Gradients& gradients, const Params& p,
+                                                    const Head& head, int key_tile) {
+    const int k_begin = key_tile * BLOCK_K + first_row_of_warp();
+    const i64 tile = i64(head.index) * p.key_tiles + key_tile;
+    if (p.dk_sum != nullptr)
+        store_units<THREADS>(p.dk_sum + tile * KEY_SUMS, gradients.dK_regs);
+    else
+        store_gradients<HEAD_DIM>(p.dk + locate(p, head.index, p.dk_axis_stride), p.dk_row_stride,
+                                  p.key_length, gradients.dK_regs,
+                                  KeyTile(threadIdx.x % 32, nullptr), k_begin, p.scale);
+    if (p.dv_sum != nullptr)
+        store_units<THREADS>(p.dv_sum + tile * VALUE_SUMS, gradients.dV_regs);
+    else
+        store_gradients<HEAD_DIM_V>(p.dv + locate(p, head.index, p.dv_axis_stride), p.dv_row_stride,
+                                    p.key_length, gradients.dV_regs,
+                                    ValueTile(threadIdx.x % 32, nullptr), k_begin, Accumulator(1));
+}

@@ -1,0 +1,17 @@
+// dV in the caller's type: the tiles that the blocks of backward have left, summed over the
+// heads that share these rows, in the order of the heads. Grid: one block per (row of heads, key
+// tile).
+#include "gradients.cuh"
+#include "shared_rows.cuh"
+
+extern "C" __global__ void __launch_bounds__(THREADS) sum_dv(const __grid_constant__ Params p) {
+    const int tile_index = blockIdx.x % p.key_tiles;
+    const SharedRows heads(p, p.dv_axis_stride, blockIdx.x / p.key_tiles);
+    const ValueTile tile(threadIdx.x % 32, nullptr);
+    Accumulator sum[ROWS][ValueTile::VALUE_COLUMNS] = {};
+    for (int i = 0; i < heads.count; ++i)
+        add_stored_units<THREADS>(
+            sum, p.dv_sum + (i64(heads[i]) * p.key_tiles + tile_index) * VALUE_SUMS);
+    store_gradients<HEAD_DIM_V>(p.dv + heads.offset, p.dv_row_stride, p.key_length, sum, tile,
+                                tile_index * BLOCK_K + first_row_of_warp(), Accumulator(1));
+}

@@ -1,0 +1,56 @@
+"""Device memory: arrays of other libraries, copies, new arrays and workspace. Needs CuPy."""
+
+from __future__ import annotations
+
+import cupy
+import numpy as np
+
+from .plan import CHUNK_BYTES
+
+
+def as_array(x) -> cupy.ndarray:
+    """A view of what DLPack or the CUDA array interface shows; a copy of a NumPy array."""
+    if isinstance(x, np.ndarray):
+        refuse_capture()
+    elif hasattr(x, "__dlpack_device__"):
+        return cupy.from_dlpack(x)
+    return cupy.asarray(x)
+
+
+def refuse_capture() -> None:
+    """Raise a RuntimeError while the current stream records into a CUDA graph."""
+    if cupy.cuda.get_current_stream().is_capturing():
+        raise RuntimeError(
+            "while a CUDA graph is captured, pass out= (or grads_out=), workspace= where "
+            "plan.workspace_bytes is not 0, and arrays that need no copy: memory taken now would "
+            "be reused later"
+        )
+
+
+def empty(shape, dtype) -> cupy.ndarray:
+    """An uninitialised array on the current device, from CuPy's current allocator."""
+    refuse_capture()
+    return cupy.empty(shape, dtype)
+
+
+def conform(x: cupy.ndarray, wanted) -> cupy.ndarray:
+    """`x`, or a copy in the type and layout of the Spec `wanted` where it has another."""
+    if x.dtype == wanted.dtype and x.strides == wanted.strides:
+        return x
+    with x.device:
+        copy = empty(wanted.shape, wanted.dtype)
+        copy[...] = x
+    return copy
+
+
+def workspace(needed: int, given, device_id: int) -> cupy.ndarray:
+    """Memory for what kernels keep: the caller's, or new."""
+    if given is None:
+        return empty((needed,), np.uint8)
+    if not isinstance(given, cupy.ndarray) or not given.flags.c_contiguous:
+        raise ValueError(f"workspace is a {type(given).__name__}: give a contiguous CuPy array")
+    if given.device.id != device_id:
+        raise ValueError(f"workspace is on GPU {given.device.id}: give one on GPU {device_id}")
+    if given.nbytes < needed or given.data.ptr % CHUNK_BYTES:
+        raise ValueError(f"workspace has {given.nbytes} bytes: give {needed}, 16-byte aligned")
+    return given
