@@ -8,9 +8,11 @@ Groups, all by default:
 half        fa2 mma in bf16 against torch's FlashAttention-2, 16k tokens of 2048 features
 small       the same on problems of a few microseconds
 fa1         fa1 against fa2
+backward    gradients, in any order too, against torch's kernels in both of their modes
 fp32        fa2 simt against torch's memory-efficient kernel and CuPy's matmul + softmax
 seeds       fa2 simt on (8, 8, N, d) against the unfused computation in torch
 memory      peak device memory of a call beyond out and lse
+backward_memory  the same of the gradients, beyond dq, dk and dv
 host        host time of a call against a bare launch of 12 arguments
 first_call  seconds of a process's first call, with nothing compiled before
 
@@ -25,7 +27,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import importlib
 import json
 import os
 import statistics
@@ -41,9 +42,6 @@ from gpu_bench import draw, torch
 
 import cuflash
 
-front = importlib.import_module("cuflash.attention")  # the name in the package is the function
-
-TOLERANCE = {"bf16": 2e-2, "fp16": 5e-3, "fp32": 1e-3}
 FA2 = "torch FA2", "FLASH_ATTENTION"
 EFFICIENT = "torch efficient", "EFFICIENT_ATTENTION"
 
@@ -75,46 +73,55 @@ class Session:
 
         `peers` are (name, function or None where it is absent, target ratio or None).
         """
-        row = {"group": group, "problem": problem.label, "name": name, "note": note}
-        try:
-            bench.spoil(problem.out)
-            call()
-            cupy.cuda.Device().synchronize()
-            result = bench.values(problem.out.cupy)
-        except Exception as error:
-            row.update(reason=bench.in_words(error), mark="FAILED")
-            self.rows += [{**row, "peer": peer, "target": target} for peer, _, target in peers]
-            return
-        reasons, errors, present = {}, {}, []
-        for peer, function, _ in peers:
+        contenders = {name: call, **{peer: function for peer, function, _ in peers}}
+        pairs = [(name, peer, target) for peer, _, target in peers]
+        self.compare_pairs(group, problem, contenders, pairs, note)
+
+    def compare_pairs(self, group, problem: Problem, contenders, pairs, note="") -> list[dict]:
+        """Time all contenders in turn; a row per pair. Returns the rows.
+
+        `contenders` are functions by name, None where one is absent; `pairs` are (name of a call
+        of cuflash, name of its peer, target ratio or None).
+        """
+        results, reasons = {}, {}
+        for name, function in contenders.items():
             try:
                 if function is None:
                     raise ModuleNotFoundError("torch is not installed")
-                errors[peer] = bench.difference(function(), result)
-                present.append((peer, function))
+                for operand in problem.results:
+                    bench.spoil(operand)
+                results[name] = bench.all_values(function())
+                cupy.cuda.Device().synchronize()
             except Exception as error:
-                reasons[peer] = bench.in_words(error)
-        columns = self.timer.measure([call, *(f for _, f in present)], self.milliseconds)
-        times = dict(zip((peer for peer, _ in present), columns[1:]))
-        for peer, _, target in peers:
-            found = {**row, "peer": peer, "target": target, "us": statistics.median(columns[0])}
-            found["tflops"] = problem.flops / found["us"] / 1e6
-            top = self.ceilings.get("fp32" if problem.dtype == "fp32" else "bf16")
-            found["ceiling"] = top and found["tflops"] / top
-            if peer in times:
-                found["error"] = errors[peer]
-                found["peer_us"] = statistics.median(times[peer])
-                found["peer_tflops"] = problem.flops / found["peer_us"] / 1e6
-                found["ratio"] = bench.paired_ratio(times[peer], columns[0])
-                ratios = sorted(b / a for a, b in zip(columns[0], times[peer]))
-                found["quartiles"] = [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]]
-                found["pairs"] = len(ratios)
-                found["mark"] = mark(found["ratio"], target)
-                if not errors[peer] < TOLERANCE[problem.dtype]:
-                    found.update(mark="WRONG", reason=f"they differ by {errors[peer]:.2g}")
+                results.pop(name, None)
+                reasons[name] = bench.in_words(error)
+        times = {}
+        if any(name in results for name, _, _ in pairs):
+            columns = self.timer.measure([contenders[x] for x in results], self.milliseconds)
+            times = dict(zip(results, columns))
+        rows = []
+        for name, peer, target in pairs:
+            row = {"group": group, "problem": problem.label, "name": name, "note": note}
+            row.update(peer=peer, target=target)
+            if name not in times:
+                row.update(reason=reasons[name], mark="FAILED")
             else:
-                found.update(mark="n/a", reason=reasons[peer])
-            self.rows.append(found)
+                row.update(self._rate(problem, times[name]))
+                if peer in times:
+                    error = problem.error(results[peer], results[name])
+                    row.update(_ratio(problem, times[name], times[peer], error, target))
+                else:
+                    row.update(mark="n/a", reason=reasons[peer])
+            rows.append(row)
+        self.rows += rows
+        return rows
+
+    def _rate(self, problem: Problem, times) -> dict:
+        """Columns about a call of cuflash by itself."""
+        median = statistics.median(times)
+        tflops = problem.flops / median / 1e6
+        top = self.ceilings.get("fp32" if problem.dtype == "fp32" else "bf16")
+        return {"us": median, "tflops": tflops, "ceiling": top and tflops / top}
 
     def add(self, group, problem, name, value, target, unit, note="", **more) -> None:
         """A row of a figure where less is better."""
@@ -123,6 +130,24 @@ class Session:
             unit=unit, note=note, mark="n/a" if value is None else mark(target, value), **more
         )
         self.rows.append(row)
+
+
+def _ratio(problem: Problem, times, peer_times, error: float, target: float | None) -> dict:
+    """Columns about a call of cuflash and its peer."""
+    ratios = sorted(b / a for a, b in zip(times, peer_times))
+    ratio, median = bench.paired_ratio(peer_times, times), statistics.median(peer_times)
+    found = {
+        "error": error,
+        "peer_us": median,
+        "peer_tflops": problem.flops / median / 1e6,
+        "ratio": ratio,
+        "quartiles": [ratios[len(ratios) // 4], ratios[3 * len(ratios) // 4]],
+        "pairs": len(ratios),
+        "mark": mark(ratio, target),
+    }
+    if not error < problem.tolerance:
+        found.update(mark="WRONG", reason=f"they differ by {error:.2g}")
+    return found
 
 
 def mark(value: float, target: float | None) -> str:
@@ -138,16 +163,23 @@ class Problem:
     def __init__(self, shape, dtype, causal=False, layout="bhnd"):
         self.shape, self.dtype, self.causal = shape, dtype, causal
         self.q, self.k, self.v, self.out = (draw(shape, dtype, layout) for _ in "qkvo")
+        self.results = (self.out,)
+        self.mask = {"causal": "top_left" if causal else False}
+        self.tolerance = bench.TOLERANCE[dtype]
         batch, heads, length, width = shape
         pairs = length * (length + 1) // 2 if causal else length**2
         self.flops = 4 * width * pairs * batch * heads
         sizes = ",".join(map(str, shape))
         self.label = f"{dtype} ({sizes})" + (" causal" if causal else "")
 
+    def error(self, theirs, mine) -> float:
+        """What results differ by, to be held against `tolerance`."""
+        return float(np.max([*map(bench.difference, theirs, mine)]))  # NaN where there is one
+
     def ours(self, algo, engine):
         """A call of cuflash that writes `out`."""
         arrays = [x.cupy for x in (self.q, self.k, self.v)]
-        options = {"algo": algo, "engine": engine, "causal": "top_left" if self.causal else False}
+        options = {"algo": algo, "engine": engine, **self.mask}
         return functools.partial(cuflash.attention, *arrays, out=self.out.cupy, **options)
 
     def torch_fused(self):
@@ -181,16 +213,41 @@ class Problem:
         return call
 
 
-def only(backend: str):
-    """The context in which torch's attention uses one kernel."""
-    if torch is None:
-        return contextlib.nullcontext()
-    return torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, backend))
+class Backward(Problem):
+    """Operands of the gradients of self-attention of (B, H, N, D), and calls on them."""
+
+    def __init__(self, shape, dtype, causal=False, layout="bhnd"):
+        super().__init__(shape, dtype, causal, layout)
+        self.flops = self.flops // 4 * 10
+        self.tolerance = bench.GRADIENT_TOLERANCE[dtype]
+        self.dout, *gradients = (draw(shape, dtype, layout) for _ in range(4))
+        self.results = tuple(gradients)
+        arrays = [x.cupy for x in (self.q, self.k, self.v)]
+        out = self.out.cupy, cupy.empty(shape[:3], cupy.float32)
+        cuflash.attention(*arrays, return_lse=True, out=out, **self.mask)
+        self.arrays = (self.dout.cupy, *arrays, *out)
+
+    def ours(self, algo, engine, deterministic=True):
+        """A call of cuflash that writes the gradients."""
+        options = {"algo": algo, "engine": engine, "deterministic": deterministic, **self.mask}
+        into = tuple(x.cupy for x in self.results)
+        return functools.partial(
+            cuflash.attention_backward, *self.arrays, grads_out=into, **options
+        )
+
+    def torch_gradients(self, backend):
+        """Calls of torch's gradients: in any order, and deterministic."""
+        operands = self.q, self.k, self.v, self.dout
+        return bench.torch_gradients(*operands, self.causal, backend)
+
+    def error(self, theirs, mine) -> float:
+        """What gradients differ by, each relative to its largest value."""
+        return float(np.max([*map(bench.relative_difference, mine, theirs)]))
 
 
 def _versus_torch(s: Session, group, problem, engine, peer, target, note="") -> None:
     name, backend = peer
-    with only(backend):
+    with bench.only(backend):
         s.compare(
             group, problem, f"fa2 {engine}", problem.ours("fa2", engine),
             [(name, problem.torch_fused(), target)], note,
@@ -250,7 +307,7 @@ def fp32(s: Session) -> None:
             (EFFICIENT[0], problem.torch_fused(), target),
             ("cupy matmul+softmax", problem.cupy_unfused(), cupy_target),
         ]
-        with only(EFFICIENT[1]):
+        with bench.only(EFFICIENT[1]):
             s.compare("fp32", problem, "fa2 simt", problem.ours("fa2", "simt"), peers)
         bench.release()
         if not s.quick:
@@ -266,6 +323,48 @@ def seeds(s: Session) -> None:
             peers = [("torch unfused", problem.torch_unfused(), 1.0)]
             s.compare("seeds", problem, "fa2 simt", problem.ours("fa2", "simt"), peers)
             bench.release()
+
+
+def backward(s: Session) -> None:
+    """Gradients; the better of the two modes is held against torch's default mode."""
+    for width in (64, 128):
+        for length in (4096,) if s.quick else (1024, 4096, 16384):
+            for causal in (False, True):
+                shape = (16384 // length, 2048 // width, length, width)
+                _gradients_row(s, Backward(shape, "bf16", causal, "bnhd"), "mma", FA2, 0.95)
+    for causal in (False, True):
+        shape = (4, 48, 4096, 32)
+        _versus_torch(s, "backward", Problem(shape, "fp16", causal), "mma", FA2, 0.95, "forward")
+        bench.release()
+        _gradients_row(s, Backward(shape, "fp16", causal), "mma", FA2, 0.95)
+    for width in (32, 64, 128):
+        _gradients_row(s, Backward((4, 16, 4096, width), "fp32"), "simt", EFFICIENT, 0.85)
+
+
+def _gradients_row(s: Session, problem, engine, peer, target) -> None:
+    """The default mode, which is deterministic, and any order, against torch's two modes."""
+    peer, backend = peer
+    ours, any_order, in_order = f"fa2 {engine}", f"fa2 {engine} any order", f"{peer} deterministic"
+    theirs, theirs_in_order = problem.torch_gradients(backend)
+    contenders = {
+        ours: problem.ours("fa2", engine),
+        any_order: problem.ours("fa2", engine, deterministic=False),
+        peer: theirs,
+        in_order: theirs_in_order,
+    }
+    pairs = [
+        (ours, peer, None),
+        (any_order, peer, None),
+        (ours, in_order, None),
+        (ours, any_order, 0.75),
+    ]
+    rows = s.compare_pairs("backward", problem, contenders, pairs)
+    right = [row for row in rows[:2] if row["mark"] == "info"]
+    if right:
+        better = max(right, key=lambda row: row["ratio"])
+        better.update(target=target, mark=mark(better["ratio"], target))
+    del problem, contenders, theirs, theirs_in_order
+    bench.release()
 
 
 class Peak(cupy.cuda.MemoryHook):
@@ -297,20 +396,38 @@ def memory(s: Session) -> None:
             for algo in ("fa2", "fa1"):
                 options = {"algo": algo, "engine": engine, "causal": True, "out": out}
                 limit = heads * length * (64 + 2) * 4 if algo == "fa1" else 0
-                try:
-                    cuflash.attention(*arrays, return_lse=True, **options)  # compiles
-                    with Peak() as hook:
-                        cuflash.attention(*arrays, return_lse=True, **options)
-                        cupy.cuda.Device().synchronize()
-                    planned = front.plan(*arrays, **options).workspace_bytes
-                    note = "as planned" if planned == hook.peak else f"planned {planned}"
-                    s.add(
-                        "memory", problem.label, f"{algo} {engine}", hook.peak, limit, "bytes", note
-                    )
-                except Exception as error:
-                    note = bench.in_words(error)
-                    s.add("memory", problem.label, f"{algo} {engine}", None, limit, "bytes", note)
+                call = functools.partial(cuflash.attention, *arrays, return_lse=True, **options)
+                planned = functools.partial(cuflash.plan, *arrays, **options)
+                _memory_row(s, "memory", problem, f"{algo} {engine}", call, planned, limit)
             bench.release()
+
+
+def backward_memory(s: Session) -> None:
+    """Extra memory of a call that is given dq, dk and dv: dq in float32 and 3 numbers a query."""
+    heads, length, width = 8, 8192 if s.quick else 65536, 64
+    problem = Backward((1, heads, length, width), "bf16", True)
+    arrays = [x.cupy for x in (problem.q, problem.k, problem.v)]
+    limit = heads * length * (width + 3) * 4
+    for algo, deterministic in (("fa2", True), ("fa2", False), ("fa1", True)):
+        options = {"algo": algo, "engine": "mma", "deterministic": deterministic}
+        call = problem.ours(**options)
+        planned = functools.partial(cuflash.plan, *arrays, backward=True, **problem.mask, **options)
+        name = f"{algo} mma" + ("" if deterministic else " any order")
+        _memory_row(s, "backward_memory", problem, name, call, planned, limit)
+
+
+def _memory_row(s: Session, group, problem, name, call, plan, limit) -> None:
+    try:
+        call()  # compiles
+        with Peak() as hook:
+            call()
+            cupy.cuda.Device().synchronize()
+        planned = plan().workspace_bytes
+        as_planned = -(-planned // 512) * 512 == hook.peak  # the pool's chunks
+        note = "as planned" if as_planned else f"planned {planned}"
+        s.add(group, problem.label, name, hook.peak, limit, "bytes", note)
+    except Exception as error:
+        s.add(group, problem.label, name, None, limit, "bytes", bench.in_words(error))
 
 
 BARE = """
@@ -403,7 +520,12 @@ def first_call(s: Session) -> None:
         s.add("first_call", label, name, seconds, 1.5, "s", note)
 
 
-GROUPS = {f.__name__: f for f in (half, small, fa1, fp32, seeds, memory, host, first_call)}
+GROUPS = {
+    f.__name__: f
+    for f in (
+        half, small, fa1, backward, fp32, seeds, memory, backward_memory, host, first_call
+    )
+}  # fmt: skip
 
 
 def report(group: str, rows: list[dict]) -> None:

@@ -6,7 +6,9 @@ torch is optional: without it operands are CuPy's alone and `torch` is None.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import functools
 import gc
 import statistics
 import subprocess
@@ -17,6 +19,7 @@ from typing import NamedTuple
 try:
     import torch  # before CuPy, which then finds the CUDA libraries that torch has loaded
     import torch.nn.attention
+    import torch.utils.deterministic
 except ImportError:
     torch = None
 
@@ -32,6 +35,9 @@ DTYPES = {
     "fp16": np.dtype("float16"),
     "fp32": np.dtype("float32"),
 }
+# What results of two kernels may differ by, as `difference` and `relative_difference` say.
+TOLERANCE = {"bf16": 2e-2, "fp16": 5e-3, "fp32": 1e-3}
+GRADIENT_TOLERANCE = {"bf16": 5e-2, "fp16": 1e-2, "fp32": 1e-3}
 
 
 class Operand(NamedTuple):
@@ -146,6 +152,52 @@ def difference(a, b) -> float:
     return float((cupy.abs(a - b) / (1 + cupy.abs(b))).max())
 
 
+def all_values(results) -> tuple:
+    """float32 copies of one array or tensor, or of each in a tuple."""
+    return tuple(map(values, results if isinstance(results, tuple) else (results,)))
+
+
+def relative_difference(a, b) -> float:
+    """Largest `|a - b|` as a share of the largest `|b|`; NaN where there is one."""
+    a, b = values(a), values(b)
+    return float(cupy.abs(a - b).max() / cupy.abs(b).max())
+
+
+def only(backend: str):
+    """The context in which torch's attention uses one kernel."""
+    if torch is None:
+        return contextlib.nullcontext()
+    return torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, backend))
+
+
+def torch_gradients(q, k, v, dout, causal: bool, backend: str):
+    """Calls of torch's gradients of one kernel: in its default mode, and in its deterministic one.
+
+    The forward pass runs once, at the first call. None and None without torch.
+    """
+    if torch is None:
+        return None, None
+
+    @functools.cache
+    def forward():
+        inputs = tuple(x.torch.detach().requires_grad_() for x in (q, k, v))
+        function = torch.nn.functional.scaled_dot_product_attention
+        with torch.enable_grad(), only(backend):
+            return function(*inputs, is_causal=causal), inputs
+
+    def default():
+        return torch.autograd.grad(*forward(), dout.torch, retain_graph=True)
+
+    def deterministic():
+        torch.use_deterministic_algorithms(True)  # with warn_only the kernels only warn
+        try:
+            return default()
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    return default, deterministic
+
+
 def in_words(error: Exception) -> str:
     """An exception in one line; of a compiler's message, the first error."""
     lines = str(error).splitlines() or [""]
@@ -177,13 +229,17 @@ def _driver() -> str:
 
 
 def prepare_peers() -> None:
-    """Set torch up as the protocol says: no gradients, IEEE float32 products."""
+    """Set torch up as the protocol says: no gradients, IEEE float32 products.
+
+    Its deterministic mode is not to fill new memory as well, which it would by default.
+    """
     if torch is None:
         print("torch is not installed: its contenders show as n/a")
         return
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
     torch.backends.cuda.matmul.allow_tf32 = False
+    torch.utils.deterministic.fill_uninitialized_memory = False
     torch.zeros(1, device="cuda")
 
 

@@ -1,12 +1,14 @@
 """Which row of `cuflash.plan.TILES` should serve? Candidates timed in turn on one GPU.
 
     python asv_bench/tile_sweep.py --case half64 half128 [--json FILE]
+    python asv_bench/tile_sweep.py --case bwd64 [--any-order]
     python asv_bench/tile_sweep.py --list
 
 A case is a kind of call (algorithm, engine, type, head dim) with some shapes; its candidates are
 the rows of the table that serve it and those of `CANDIDATES`. Each candidate is compiled,
 checked against the reference contender (torch's kernel of the same kind where there is one; for
-fa1, and without torch, what cuflash chooses today) and timed in turn with it. Printed is
+fa1, and without torch, what cuflash chooses today) and timed in turn with it. Gradients are
+deterministic but with --any-order; torch's are in its default mode, in any order. Printed is
 reference time / candidate time: larger is faster. A `*` marks what the plan chooses today.
 """
 
@@ -15,7 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-import importlib
+import functools
 import json
 import os
 import statistics
@@ -25,12 +27,12 @@ from typing import NamedTuple
 
 import cupy
 import gpu_bench as bench
+import numpy as np
 
 import cuflash
 from cuflash import launch
-from cuflash.plan import SINGLE, TILES, Plan, Tile, _mma, _simt
-
-front = importlib.import_module("cuflash.attention")  # the name in the package is the function
+from cuflash.calls import BackwardCall, ForwardCall, find_call
+from cuflash.plan import HALF, SINGLE, TILES, Plan, Tile, _backward, _mma, _simt
 
 
 class Case(NamedTuple):
@@ -42,6 +44,7 @@ class Case(NamedTuple):
     layout: str
     backend: str  # of torch, empty for none
     shapes: tuple[tuple[int, int, int, int, bool], ...]
+    backward: bool = False
 
 
 def _tokens(width: int, *lengths: int):
@@ -53,7 +56,10 @@ def _square(width: int, *lengths: int):
     return tuple((8, 8, n, width, False) for n in lengths)
 
 
-TOLERANCE = {"bf16": 2e-2, "fp16": 5e-3, "fp32": 1e-3}
+def _both_masks(*shape: int):
+    return tuple((*shape, causal) for causal in (False, True))
+
+
 FLASH, EFFICIENT = "FLASH_ATTENTION", "EFFICIENT_ATTENTION"
 _SMALL = ((1, 8, 128, 64, True), (1, 8, 512, 64, True))
 CASES = {
@@ -76,10 +82,20 @@ CASES = {
     "fa1_256": Case("fa1", "mma", "bf16", "bnhd", "", ((4, 33, 2048, 256, False),)),
     "fa1_fp32_64": Case("fa1", "simt", "fp32", "bhnd", "", ((4, 33, 2048, 64, False),)),
     "fa1_fp32_128": Case("fa1", "simt", "fp32", "bhnd", "", ((4, 33, 2048, 128, False),)),
+    "bwd32": Case("fa2", "mma", "fp16", "bhnd", FLASH, _both_masks(4, 48, 4096, 32), True),
+    "bwd64": Case("fa2", "mma", "bf16", "bnhd", FLASH, _tokens(64, 1024, 4096, 16384), True),
+    "bwd128": Case("fa2", "mma", "bf16", "bnhd", FLASH, _tokens(128, 1024, 4096, 16384), True),
+    "bwd_fp32_32": Case("fa2", "simt", "fp32", "bhnd", EFFICIENT,
+        _both_masks(4, 16, 4096, 32), True),
+    "bwd_fp32_64": Case("fa2", "simt", "fp32", "bhnd", EFFICIENT,
+        _both_masks(4, 16, 4096, 64), True),
+    "bwd_fp32_128": Case("fa2", "simt", "fp32", "bhnd", EFFICIENT,
+        _both_masks(4, 16, 4096, 128), True),
 }  # fmt: skip
 
 # Beyond the table's rows. _mma(algo, max_dim, block_k, warps, slabs, ...);
-# _simt(algo, dtypes, max_dim, block_k, warps, row_lanes, lane_rows, ...).
+# _simt(algo, dtypes, max_dim, block_k, warps, row_lanes, lane_rows, ...);
+# _backward(algo, engine, dtypes, max_dim, block_q, warps, slabs or (row_lanes, lane_rows), ...).
 CANDIDATES: dict[str, list[Tile]] = {
     "half64": [
         _mma("fa2", 64, 64, 4, 2, stages=2, queries_in_registers=True),
@@ -141,6 +157,52 @@ CANDIDATES: dict[str, list[Tile]] = {
     "fa1_256": [_mma("fa1", 256, 128, 4, 1, step_k=64)],
     "fa1_fp32_64": [],
     "fa1_fp32_128": [_simt("fa1", SINGLE, 128, 64, 8, 16, 4, step_k=64)],
+    "bwd32": [
+        _backward("fa2", "mma", HALF, 32, 64, 4, 2, stages=2, min_blocks=2),
+        _backward("fa2", "mma", HALF, 32, 64, 4, 2, step_q=32, stages=2, min_blocks=3),
+        _backward("fa2", "mma", HALF, 32, 64, 8, 1, stages=2, min_blocks=2),
+        _backward("fa2", "mma", HALF, 32, 64, 8, 2, step_q=32, stages=2),
+        _backward("fa2", "mma", HALF, 32, 128, 4, 2, step_q=32, stages=2, min_blocks=2),
+    ],
+    "bwd64": [
+        _backward("fa2", "mma", HALF, 64, 64, 4, 2, step_q=32, stages=2),
+        _backward("fa2", "mma", HALF, 64, 64, 4, 2, step_q=32, stages=1, min_blocks=2),
+        _backward("fa2", "mma", HALF, 64, 64, 4, 2, step_q=16, stages=2, min_blocks=2),
+        _backward("fa2", "mma", HALF, 64, 64, 4, 2, stages=2),
+        _backward("fa2", "mma", HALF, 64, 64, 4, 1, stages=2, min_blocks=2),
+        _backward("fa2", "mma", HALF, 64, 64, 8, 1, stages=2),
+        _backward("fa2", "mma", HALF, 64, 64, 8, 1, step_q=32, stages=2, min_blocks=2),
+        _backward("fa2", "mma", HALF, 64, 128, 8, 1, step_q=32, stages=2),
+        _backward("fa2", "mma", HALF, 64, 64, 8, 2, step_q=32, stages=2),
+    ],
+    "bwd128": [
+        _backward("fa2", "mma", HALF, 128, 64, 8, 1, step_q=32, stages=1),
+        _backward("fa2", "mma", HALF, 128, 64, 8, 1, step_q=16, stages=2),
+        _backward("fa2", "mma", HALF, 128, 64, 8, 1, stages=2),
+        _backward("fa2", "mma", HALF, 128, 32, 8, 1, stages=2),
+        _backward("fa2", "mma", HALF, 128, 64, 4, 1, step_q=32, stages=1, min_blocks=2),
+        _backward("fa2", "mma", HALF, 128, 32, 4, 1, stages=2, min_blocks=2),
+    ],
+    "bwd_fp32_32": [
+        _backward("fa2", "simt", SINGLE, 32, 32, 4, (8, 8), stages=2),
+        _backward("fa2", "simt", SINGLE, 32, 64, 4, (8, 8), stages=1, min_blocks=2),
+        _backward("fa2", "simt", SINGLE, 32, 32, 4, (4, 4), stages=2),
+        _backward("fa2", "simt", SINGLE, 32, 32, 4, (8, 4), stages=2, min_blocks=3),
+    ],
+    "bwd_fp32_64": [
+        _backward("fa2", "simt", SINGLE, 64, 32, 4, (8, 8), stages=1, min_blocks=2),
+        _backward("fa2", "simt", SINGLE, 64, 32, 4, (8, 4), stages=2, min_blocks=2),
+        _backward("fa2", "simt", SINGLE, 64, 64, 4, (8, 8), stages=1),
+        _backward("fa2", "simt", SINGLE, 64, 32, 4, (16, 8), stages=2, min_blocks=2),
+        _backward("fa2", "simt", SINGLE, 64, 64, 8, (16, 8), stages=2),
+    ],
+    "bwd_fp32_128": [
+        _backward("fa2", "simt", SINGLE, 128, 32, 8, (16, 8), stages=1),
+        _backward("fa2", "simt", SINGLE, 128, 64, 8, (16, 8), stages=1),
+        _backward("fa2", "simt", SINGLE, 128, 32, 4, (16, 8), stages=1),
+        _backward("fa2", "simt", SINGLE, 128, 32, 4, (16, 8), stages=2),
+        _backward("fa2", "simt", SINGLE, 128, 32, 4, (8, 4), stages=1),
+    ],
 }
 
 
@@ -153,9 +215,9 @@ def _same(a: Tile, b: Tile) -> bool:
 def candidates(name: str) -> list[Tile]:
     """The table's rows for a case and its own, each kernel once."""
     case, found = CASES[name], []
-    kind = (case.algo, case.engine)
+    kind = (case.algo, case.engine, case.backward)
     dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[case.dtype]
-    rows = [t for t in TILES if (t.algo, t.engine) == kind and dtype in t.dtypes]
+    rows = [t for t in TILES if (t.algo, t.engine, t.backward) == kind and dtype in t.dtypes]
     for row in (*rows, *CANDIDATES.get(name, ())):
         if row.max_dim >= case.shapes[0][3] and not any(_same(row, t) for t in found):
             found.append(row)
@@ -165,10 +227,17 @@ def candidates(name: str) -> list[Tile]:
 def describe(tile: Tile) -> str:
     """A row in words that tell candidates apart."""
     parts = [f"{tile.block_q}x{tile.block_k}", f"w{tile.warps}"]
-    if tile.step_k != tile.block_k:
-        parts.append(f"step{tile.step_k}")
+    step, block = tile.step_k, tile.block_k
+    if tile.backward:
+        step, block = tile.step_q, tile.block_q
+    if step != block:
+        parts.append(f"step{step}")
     if tile.engine == "mma":
-        parts += [f"slabs{tile.slabs}", "Qreg" if tile.queries_in_registers else "Qsmem"]
+        parts.append(f"slabs{tile.slabs}")
+        if tile.split > 1:
+            parts.append(f"split{tile.split}")
+        if not tile.backward:
+            parts.append("Qreg" if tile.queries_in_registers else "Qsmem")
     else:
         parts.append(f"lanes{tile.row_lanes} rows{tile.lane_rows}")
     ends = f"st{tile.stages}", f"mb{tile.min_blocks}", f"unroll{tile.load_unroll}"
@@ -178,15 +247,31 @@ def describe(tile: Tile) -> str:
 class Shape:
     """One shape's operands, and calls of any tile on them."""
 
-    def __init__(self, case: Case, shape):
+    def __init__(self, case: Case, shape, deterministic: bool):
         *sizes, self.causal = shape
-        self.q, self.k, self.v, self.out = (
-            bench.draw(sizes, case.dtype, case.layout) for _ in "qkvo"
-        )
-        self.case, self.sizes = case, sizes
-        self.arrays = (self.q.cupy, self.k.cupy, self.v.cupy, self.out.cupy, None, None, None)
-        options = (case.algo, case.engine, self.causal, None, None, None, False)
-        self.call, self.device_id, self.addresses = front._find_call(self.arrays, options)
+        self.case, self.sizes, self.deterministic = case, sizes, deterministic
+        self.q, self.k, self.v, self.out = (self._draw() for _ in "qkvo")
+        inputs = self.q.cupy, self.k.cupy, self.v.cupy
+        if case.backward:
+            self.dout, *gradients = (self._draw() for _ in range(4))
+            self.results = tuple(gradients)
+            out = self.out.cupy, cupy.empty(sizes[:3], cupy.float32)
+            cuflash.attention(*inputs, causal=self.causal, return_lse=True, out=out)
+            self.read = (self.dout.cupy, *inputs, *out)
+            kind, missing = BackwardCall, (None,)  # dlse
+        else:
+            self.results, self.read = (self.out,), inputs
+            kind, missing = ForwardCall, ()
+        written = [x.cupy for x in self.results]
+        arrays = (*self.read, *missing, *written)
+        self.arrays = (*arrays, *[None] * (len(kind.operands) - len(arrays)))
+        options = (
+            case.algo, case.engine, self.causal, None, None, None, False, deterministic,
+        )  # fmt: skip
+        self.call, self.device_id, self.addresses = find_call(kind, self.arrays, options)
+
+    def _draw(self):
+        return bench.draw(self.sizes, self.case.dtype, self.case.layout)
 
     @property
     def label(self) -> str:
@@ -205,27 +290,40 @@ class Shape:
         call.workspace_bytes = call.plan.workspace_bytes
         work = call.workspace_bytes
         workspace = cupy.empty((work,), cupy.uint8) if work else None
+        count = len(self.results)
 
         def run():
-            launch.run(call, self.device_id, self.arrays, list(self.addresses), False, workspace)
+            addresses = list(self.addresses)
+            launch.run(call, self.device_id, self.arrays, addresses, count, workspace)
 
         return run
 
+    def error(self, expected) -> float:
+        """What the results differ by from those expected."""
+        measure = bench.relative_difference if self.case.backward else bench.difference
+        return float(np.max([measure(x.cupy, y) for x, y in zip(self.results, expected)]))
+
     def reference(self):
         """The contender that all are held against, its name, and torch's context for it."""
-        if self.case.backend and bench.torch is not None:
-            kernel = bench.torch.nn.functional.scaled_dot_product_attention
-            backend = getattr(bench.torch.nn.attention.SDPBackend, self.case.backend)
-            q, k, v = self.q.torch, self.k.torch, self.v.torch
-            context = bench.torch.nn.attention.sdpa_kernel(backend)
-            return (
-                lambda: kernel(q, k, v, is_causal=self.causal),
-                f"torch {self.case.backend}",
-                context,
-            )
+        backend, name = self.case.backend, f"torch {self.case.backend}"
+        if backend and bench.torch is not None:
+            if self.case.backward:
+                operands = self.q, self.k, self.v, self.dout
+                call, _ = bench.torch_gradients(*operands, self.causal, backend)
+            else:
+                kernel = bench.torch.nn.functional.scaled_dot_product_attention
+                tensors = self.q.torch, self.k.torch, self.v.torch
+                call = functools.partial(kernel, *tensors, is_causal=self.causal)
+            return call, name, bench.only(backend)
         options = {"algo": self.case.algo, "engine": self.case.engine, "causal": self.causal}
-        arrays, into = (self.q.cupy, self.k.cupy, self.v.cupy), self.out.cupy
-        call = lambda: cuflash.attention(*arrays, out=into, **options)  # noqa: E731
+        written = tuple(x.cupy for x in self.results)
+        if self.case.backward:
+            function = cuflash.attention_backward
+            options.update(grads_out=written, deterministic=self.deterministic)
+        else:
+            function = cuflash.attention
+            options.update(out=written[0])
+        call = functools.partial(function, *self.read, **options)
         return call, "cuflash today", contextlib.nullcontext()
 
 
@@ -238,7 +336,8 @@ def compile_all(shape: Shape, tiles: list[Tile]) -> dict[int, str]:
         if reason:
             return reason
         try:
-            launch.compiled(plan, shape.device_id)
+            for kernel in plan.kernels:
+                launch.compiled(plan, shape.device_id, kernel)
         except Exception as error:
             return bench.in_words(error)
         return ""
@@ -264,8 +363,9 @@ def resources(shape: Shape, tile: Tile) -> tuple[str, str]:
 class Sweep:
     """A case's candidates and what was found out about each."""
 
-    def __init__(self, name: str):
+    def __init__(self, name: str, deterministic: bool):
         self.name, self.case, self.tiles = name, CASES[name], candidates(name)
+        self.deterministic = deterministic  # of gradients
         self.skipped: dict[int, str] = {}  # why, by candidate
         self.resources: dict[int, tuple[str, str]] = {}
         self.chosen: set[tuple[int, str]] = set()  # by the plan: candidate and shape
@@ -277,13 +377,13 @@ class Sweep:
 
     def run(self, sizes, timer: bench.Timer, milliseconds: float) -> None:
         """Compile, check and time the candidates on one shape."""
-        shape = Shape(self.case, sizes)
+        shape = Shape(self.case, sizes, self.deterministic)
         self.flops[shape.label] = shape.call.plan.flops
         for i, reason in compile_all(shape, self.tiles).items():
             self.skipped.setdefault(i, reason)
         reference, self.against, context = shape.reference()
         with context:
-            expected = bench.values(reference())
+            expected = bench.all_values(reference())
             runners = {-1: reference}
             for i, tile in enumerate(self.tiles):
                 if _same(tile, shape.call.plan.tile):
@@ -299,12 +399,14 @@ class Sweep:
         self.times[shape.label] = dict(zip(runners, columns))
 
     def _checked_runner(self, shape: Shape, tile: Tile, expected):
-        bench.spoil(shape.out)
+        for operand in shape.results:
+            bench.spoil(operand)
         run = shape.runner(tile)
         run()
         cupy.cuda.Device().synchronize()
-        error = bench.difference(shape.out.cupy, expected)
-        if not error < TOLERANCE[self.case.dtype]:
+        error = shape.error(expected)
+        tolerances = bench.GRADIENT_TOLERANCE if self.case.backward else bench.TOLERANCE
+        if not error < tolerances[self.case.dtype]:
             raise ArithmeticError(f"wrong by {error:.2g}")
         return run
 
@@ -315,6 +417,8 @@ class Sweep:
             registers, local = self.resources.get(i, ("?", "?"))
             row = {"case": self.name, "tile": describe(tile), "row": repr(tile), "shapes": {}}
             row.update(registers=registers, local=local, skipped=self.skipped.get(i, ""))
+            if self.case.backward:
+                row["deterministic"] = self.deterministic
             for label, times in self.times.items():
                 if i in times:
                     median = statistics.median(times[i])
@@ -343,7 +447,8 @@ class Sweep:
         reference = [f"{statistics.median(times[-1]):.1f}us" for times in self.times.values()]
         table.append([self.against, "", "", 1.0, *reference])
         header = ["tile", "regs", "local", "mean", *self.times]
-        bench.print_table(f"{self.name}: {self.against} time / candidate time", table, header)
+        name = self.name if self.deterministic else f"{self.name} in any order"
+        bench.print_table(f"{name}: {self.against} time / candidate time", table, header)
         for i, reason in self.skipped.items():
             print(f"  skipped {describe(self.tiles[i])}: {reason}", flush=True)
 
@@ -361,6 +466,7 @@ def main(arguments=None) -> None:
     parser.add_argument("--case", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
     parser.add_argument("--ms", type=float, default=40, help="GPU time per candidate and shape")
     parser.add_argument("--json", metavar="FILE", help="also write the results there")
+    parser.add_argument("--any-order", action="store_true", help="gradients not deterministic")
     parser.add_argument("--list", action="store_true", help="print the candidates and stop")
     options = parser.parse_args(arguments)
     if options.list:
@@ -372,7 +478,7 @@ def main(arguments=None) -> None:
     print(", ".join(f"{key} {value}" for key, value in facts.items()))
     timer = bench.Timer()
     for name in options.case:
-        sweep = Sweep(name)
+        sweep = Sweep(name, not options.any_order)
         for sizes in sweep.case.shapes:
             try:
                 sweep.run(sizes, timer, options.ms)
