@@ -11,8 +11,6 @@ from .memory import conform, empty, workspace
 from .params import pack, pointers
 from .plan import Device, Launch, Plan
 
-PART_BYTES = 256  # what parts of the workspace start at multiples of
-
 
 @functools.cache
 def device_facts(device_id: int) -> Device:
@@ -68,7 +66,7 @@ def prepare(call, device_id: int):
         (compiled(plan, device_id, x), (x.grid,), (x.threads,), x.shared_bytes)
         for x in plan.kernels
     ]
-    starts = workspace_offsets(plan)
+    starts = plan.workspace_offsets
     offsets = [starts.get(name) for name in names[len(call.operands) :]]
     nowhere = (0,) * len(offsets)
 
@@ -80,15 +78,6 @@ def prepare(call, device_id: int):
             function(grid, block, (params,), shared_bytes)
 
     return launch
-
-
-def workspace_offsets(plan: Plan) -> dict[str, int]:
-    """Where in the workspace each of its parts starts."""
-    offsets, end = {}, 0
-    for name, size in plan.workspace:
-        offsets[name] = end
-        end += -(-size // PART_BYTES) * PART_BYTES
-    return offsets
 
 
 def run(call, device_id: int, arrays, addresses, count: int, given_workspace):

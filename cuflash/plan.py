@@ -194,17 +194,19 @@ class Tile:
     lane_rows: int = 1
     min_blocks: int = 1
     fill: float = 0.0  # blocks per multiprocessor from which the row is worth taking
-    block_q: int = 0  # of the NumPy engine and of backward rows; forward ones derive theirs
+    block_q: int = 0  # of the NumPy engine and of backward rows; forward ones derive theirs, and
+    # backward ones block_k
     step_q: int = 0
     backward: bool = False
 
     def __post_init__(self):
+        if self.engine != "numpy":
+            own = "block_k" if self.backward else "block_q"
+            object.__setattr__(self, own, self.warps // self.split * self.warp_rows)
         if not self.step_k:
             object.__setattr__(self, "step_k", self.block_k)
         if not self.step_q:
             object.__setattr__(self, "step_q", self.block_q)
-        if self.engine != "numpy" and not self.backward:
-            object.__setattr__(self, "block_q", self.warps * self.warp_rows)
 
     @property
     def warp_rows(self) -> int:
@@ -432,9 +434,18 @@ class Plan:
 
     @property
     def workspace_bytes(self) -> int:
-        """Device memory beside the results; each part starts on a multiple of 256 bytes."""
+        """Device memory beside the results, all parts of the workspace."""
         parts = self.workspace
-        return sum(_round_up(size, 256) for _, size in parts[:-1]) + sum(x for _, x in parts[-1:])
+        return self.workspace_offsets[parts[-1][0]] + parts[-1][1] if parts else 0
+
+    @property
+    def workspace_offsets(self) -> dict[str, int]:
+        """Where each part of the workspace starts: on a multiple of 256 bytes."""
+        offsets, end = {}, 0
+        for name, size in self.workspace:
+            offsets[name] = end
+            end += _round_up(size, 256)
+        return offsets
 
     @property
     def flops(self) -> int:
@@ -491,14 +502,9 @@ def _mma(algo, max_dim, block_k, warps, slabs, **more):
 
 def _backward(algo, engine, dtypes, max_dim, block_q, warps, rows, **more):
     """`rows`: slabs (mma), or row_lanes and lane_rows (simt)."""
-    if engine == "mma":
-        sizes = {"slabs": rows, "block_k": 16 * rows * warps // more.get("split", 1)}
-    else:
-        row_lanes, lane_rows = rows
-        sizes = {"row_lanes": row_lanes, "lane_rows": lane_rows}
-        sizes["block_k"] = 32 // row_lanes * lane_rows * warps
-    sizes.update(more, block_q=block_q, warps=warps, backward=True)
-    return Tile(algo, engine, dtypes, max_dim, **sizes)
+    sizes = {"slabs": rows} if engine == "mma" else dict(zip(("row_lanes", "lane_rows"), rows))
+    sizes.update(more, block_q=block_q, backward=True)
+    return Tile(algo, engine, dtypes, max_dim, 0, warps, **sizes)
 
 
 SINGLE = (*HALF, "float32")
