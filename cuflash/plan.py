@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from .masks import Band
+from .traffic import moved, moved_unfused
 
 HALF = ("float16", "bfloat16")
 ACCUMULATORS = {
@@ -453,6 +454,18 @@ class Plan:
         return self.problem.flops
 
     @property
+    def traffic(self) -> int:
+        """Bytes between chip and device memory as the papers count them: see traffic.py."""
+        p = self.problem
+        sizes = ITEM_BYTES[p.dtype], ITEM_BYTES[p.accumulator]
+        return moved(p, self.algo, self.block_q, self.block_k, *sizes)
+
+    @property
+    def unfused_traffic(self) -> int:
+        """The same of array operations that hold all scores in memory."""
+        return moved_unfused(self.problem, ITEM_BYTES[self.problem.dtype])
+
+    @property
     def section(self) -> int:
         """Heads whose keys and values share the L2 cache; blocks do one section after another.
 
@@ -485,6 +498,8 @@ class Plan:
         lines += [
             f"workspace  {self.workspace_bytes} bytes",
             f"work       {self.flops / 1e9:.3f} GFLOP",
+            f"traffic    {self.traffic / 1e9:.3f} GB without caches, unfused "
+            f"{self.unfused_traffic / 1e9:.3f} GB",
         ]
         lines += [f"rejected   {row}: {reason}" for row, reason in self.rejected]
         return "\n".join(lines)
