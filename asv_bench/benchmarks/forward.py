@@ -34,8 +34,27 @@ class Forward:
     track_seconds.unit = "seconds"
 
 
-class ForwardRatios:
-    """Of the algorithm that the plan chooses."""
+class ForwardPeers:
+    """What the plan chooses, against the fastest of torch's kernels."""
+
+    version = "1"
+    params = (list(PROBLEMS), [False, True])
+    param_names = ("problem", "causal")
+
+    def setup(self, problem, causal):
+        gpu.need_torch()
+        shape, dtype, layout = PROBLEMS[problem]
+        problem = gpu.Problem(shape, dtype, causal, layout)
+        self.calls = [problem.ours(None), *problem.peers()]
+
+    def track_ratio(self, *parameters):
+        return gpu.times_as_long(*self.calls)
+
+    track_ratio.unit = "x the peer's time"
+
+
+class ForwardRoofline:
+    """What the plan chooses, against the least time by rates measured in the same process."""
 
     version = "1"
     params = (list(PROBLEMS), [False, True])
@@ -45,23 +64,32 @@ class ForwardRatios:
         gpu.need_torch()
         shape, dtype, layout = PROBLEMS[problem]
         self.problem = gpu.Problem(shape, dtype, causal, layout)
-        self.call = self.problem.ours(None)
+        self.floor = self.problem.floor_seconds()
 
-    def track_against_best_peer(self, *parameters):
-        return gpu.times_as_long(self.call, *self.problem.peers())
+    def track_ratio(self, *parameters):
+        found = gpu.seconds(self.problem.ours(None))
+        return gpu.samples(x / self.floor for x in found["samples"])
 
-    def track_against_unfused(self, problem, causal):
-        if problem.startswith("bf16"):
-            raise NotImplementedError("CuPy has no products of bfloat16")
-        return gpu.times_as_long(self.call, self.problem.cupy_unfused())
+    track_ratio.unit = "x the floor's time"
 
-    def track_against_roofline(self, *parameters):
-        floor = self.problem.floor_seconds()
-        return gpu.samples(x / floor for x in gpu.seconds(self.call)["samples"])
 
-    track_against_best_peer.unit = "x its time"
-    track_against_unfused.unit = "x its time"
-    track_against_roofline.unit = "x its time"
+class ForwardUnfused:
+    """What the plan chooses, against what one writes in CuPy."""
+
+    version = "1"
+    params = ([name for name in PROBLEMS if not name.startswith("bf16")], [False, True])
+    param_names = ("problem", "causal")
+
+    def setup(self, problem, causal):
+        gpu.need_gpu()
+        shape, dtype, layout = PROBLEMS[problem]
+        problem = gpu.Problem(shape, dtype, causal, layout)
+        self.calls = [problem.ours(None), problem.cupy_unfused()]
+
+    def track_ratio(self, *parameters):
+        return gpu.times_as_long(*self.calls)
+
+    track_ratio.unit = "x its time"
 
 
 class Decode:
@@ -81,7 +109,20 @@ class Decode:
 
     track_seconds.unit = "seconds"
 
-    def track_against_best_peer(self, sizes):
-        return gpu.times_as_long(self.problem.ours(None), *self.problem.peers())
 
-    track_against_best_peer.unit = "x its time"
+class DecodePeers:
+    """The same against the fastest of torch's kernels."""
+
+    version = "1"
+    params, param_names = Decode.params, Decode.param_names
+
+    def setup(self, sizes):
+        gpu.need_torch()
+        batch, length = map(int, sizes.split("x"))
+        problem = gpu.Problem((batch, 32, length, 128), "bf16", key_heads=8, queries=1)
+        self.calls = [problem.ours(None), *problem.peers()]
+
+    def track_ratio(self, sizes):
+        return gpu.times_as_long(*self.calls)
+
+    track_ratio.unit = "x the peer's time"

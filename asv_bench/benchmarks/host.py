@@ -7,6 +7,11 @@ import cuflash
 from .gpu import meters, samples
 
 
+def draw(length: int) -> list[np.ndarray]:
+    """q, k and v."""
+    return [meters.draw(np, (1, 8, length, 64), "float32", seed) for seed in range(3)]
+
+
 class Host:
     """Self-attention of (1, 8, N, 64) in float32 on the CPU."""
 
@@ -20,14 +25,12 @@ class Host:
         """Once per process and set of parameters: asv calls this before every timed call."""
         if self.prepared == (length, causal, algo):
             return
-        rng = np.random.default_rng(0)
-        shape = (1, 8, length, 64)
-        self.arrays = [rng.standard_normal(shape, dtype=np.float32) for _ in range(3)]
+        self.arrays = draw(length)
         if algo == "unfused":
             bias = meters.causal_bias(np, length, "float32") if causal else None
             self.call = lambda: meters.unfused(*self.arrays, bias)
         else:
-            out = np.empty(shape, np.float32)
+            out = np.empty_like(self.arrays[0])
             options = {"algo": algo, "causal": causal, "out": out}
             self.call = lambda: cuflash.attention(*self.arrays, **options)
         self.call()
@@ -42,13 +45,24 @@ class Host:
 
     track_extra_bytes.unit = "bytes"
 
-    def track_against_unfused(self, length, causal, algo):
-        """The same call by call, in turn."""
-        if algo == "unfused":
-            raise NotImplementedError("it would be 1")
+
+class HostRatio:
+    """The same against the unfused expression, call by call in turn."""
+
+    version = "1"
+    timeout = 300
+    params = ([512, 2048], [False, True], ["fa1", "fa2"])
+    param_names = ("length", "causal", "algo")
+
+    def track_ratio(self, length, causal, algo):
+        arrays = draw(length)
+        options = {"algo": algo, "causal": causal, "out": np.empty_like(arrays[0])}
         bias = meters.causal_bias(np, length, "float32") if causal else None
-        calls = [self.call, lambda: meters.unfused(*self.arrays, bias)]
+        calls = [
+            lambda: cuflash.attention(*arrays, **options),
+            lambda: meters.unfused(*arrays, bias),
+        ]
         mine, plain = meters.HostMeter().measure(calls, 300)
         return samples(a / b for a, b in zip(mine, plain))
 
-    track_against_unfused.unit = "x its time"
+    track_ratio.unit = "x its time"
