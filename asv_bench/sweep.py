@@ -59,7 +59,8 @@ def run(commit: str, folder: Path, options: list[str]) -> int:
     command = [sys.executable, "-m", "asv", "run", "-E", f"existing:{sys.executable}"]
     command += ["--set-commit-hash", commit, *options]
     print(f"\n{commit[:10]} {git('show', '-s', '--format=%s', commit).strip()}", flush=True)
-    environment = {**os.environ, "ASV_PYTHONPATH": str(folder)}
+    paths = [str(folder), *filter(None, [os.environ.get("ASV_PYTHONPATH")])]
+    environment = {**os.environ, "ASV_PYTHONPATH": os.pathsep.join(paths)}
     return subprocess.run(command, cwd=HERE, env=environment).returncode
 
 
