@@ -28,12 +28,14 @@ from benchmarks import gpu
 import cuflash
 
 COUNTERS = {
-    "from_l2": "l1tex__m_xbar2l1tex_read_bytes.sum",
-    "to_l2": "l1tex__m_l1tex2xbar_write_bytes.sum",
+    "from_l2": "lts__t_sectors_srcunit_tex_op_read.sum",
+    "to_l2": "lts__t_sectors_srcunit_tex_op_write.sum",
+    "crossbar_read": "l1tex__m_xbar2l1tex_read_bytes.sum",
+    "crossbar_written": "l1tex__m_l1tex2xbar_write_bytes.sum",
     "read": "dram__bytes_read.sum",
     "written": "dram__bytes_write.sum",
 }
-UNITS = {"byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
+UNITS = {"sector": 32, "byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
 MARK = 'extern "C" __global__ void next_case() {}'
 UNFUSED, SOFTMAX = "unfused, CuPy", "unfused, torch"
 

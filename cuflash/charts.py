@@ -23,20 +23,19 @@ def draw(folder, experiments, rows) -> list[str]:
         if any(row["tflops"] != "" for row in mine):
             files.append(f"{name}.png")
             _draw_rates(folder / files[-1], experiment, mine)
-        if experiment.over == "length" and len({row["length"] for row in mine}) > 1:
+        if experiment.over_length:
             files.append(f"{name}-memory.png")
             _draw_memory(folder / files[-1], experiment, mine)
     return files
 
 
 def _panels(rows):
-    """The rows of each panel: one type, head dim, mask and direction."""
+    """The rows of each panel: one direction, mask, type and head dim."""
     panels = {}
     for row in rows:
-        panels.setdefault((row["backward"], row["causal"], row["dtype"], row["width"]), []).append(
-            row
-        )
-    return panels
+        kind = row["backward"], row["causal"], row["dtype"], row["width"]
+        panels.setdefault(kind, []).append(row)
+    return dict(sorted(panels.items()))
 
 
 def _contenders(rows, column: str) -> list[str]:
@@ -56,7 +55,7 @@ def _grid(panels):
     across = across if len(panels) % across == 0 else len(panels)
     down = len(panels) // across
     figure = Figure(figsize=(1.2 + 3.6 * across, 0.8 + 2.6 * down), layout="constrained")
-    return figure, figure.subplots(down, across, squeeze=False).ravel()
+    return figure, figure.subplots(down, across, squeeze=False, sharey=True).ravel()
 
 
 def _title(panel) -> str:
@@ -104,6 +103,7 @@ def _draw_memory(path, experiment, rows) -> None:
             axis.plot(lengths, mebibytes, "o-", ms=3, color=COLOURS.get(name, OTHER), label=name)
         axis.set_xscale("log", base=2)
         axis.set_yscale("symlog", linthresh=0.1)
+        axis.set_ylim(bottom=-0.02)
         lengths = sorted({row["length"] for row in mine})
         axis.set_xticks(lengths, [_short(length) for length in lengths])
         axis.set_title(_title(panel), fontsize=9)
@@ -144,7 +144,8 @@ def report(command: str, facts, experiments, rows, pictures) -> str:
         lines += ["", f"## {experiment.title}", ""]
         if experiment.timed:
             lines += [*_table(mine, "tflops", _rate), ""]
-        lines += ["MiB:", "", *_table(mine, "extra_bytes", _mebibytes)]
+        if experiment.over_length:
+            lines += ["MiB:", "", *_table(mine, "extra_bytes", _mebibytes)]
         lines += _reasons(mine)
         for picture in pictures:
             if picture in (f"{name}.png", f"{name}-memory.png"):
@@ -191,6 +192,6 @@ def _reasons(rows) -> list[str]:
     reasons = {}
     for row in rows:
         if row["reason"]:
-            key = f"- {row['contender']}: {row['reason']}"
-            reasons[key] = reasons.get(key, 0) + 1
-    return ["", *(f"{key} ({count} problems)" for key, count in reasons.items())] * bool(reasons)
+            reasons.setdefault((row["contender"], row["reason"]), []).append(row)
+    lines = [f"- {name}: {why} ({len(found)} problems)" for (name, why), found in reasons.items()]
+    return ["", *lines] if lines else []
