@@ -72,6 +72,8 @@ def _draw_rates(path, experiment, rows) -> None:
         places = sorted({_place(row, experiment.over) for row in mine})
         for number, name in enumerate(names):
             found = [r for r in mine if r["contender"] == name and r["tflops"] != ""]
+            if not found:
+                continue
             at = [
                 places.index(_place(r, experiment.over)) + (number + 0.5) / len(names) * 0.8 - 0.4
                 for r in found
@@ -119,9 +121,11 @@ def _finish(figure, axes, title: str, path) -> None:
     handles = {}
     for axis in axes:
         handles |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels())}
+    columns = int(figure.get_figwidth() / 1.4)  # inches of an entry
     figure.legend(
-        handles.values(), handles, loc="outside lower center", ncols=8, fontsize=8, frameon=False
-    )
+        handles.values(), handles, loc="outside lower center", ncols=columns, fontsize=8,
+        frameon=False,
+    )  # fmt: skip
     figure.savefig(path, dpi=120)
 
 
