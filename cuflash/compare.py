@@ -134,7 +134,7 @@ def cpu_experiments(quick: bool) -> dict[str, Experiment]:
         backward: tuple(
             Work(1, 8, n, 64, "float32", causal, backward)
             for causal in MASKS
-            for n in lengths[: 3 - backward]
+            for n in lengths[: len(lengths) - backward]
         )
         for backward in MASKS
     }
