@@ -70,7 +70,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--serve", type=int, metavar="PORT")
+    parser.add_argument("--serve", type=int, metavar="PORT", help="0: any that is free")
     options = parser.parse_args()
     subprocess.run([sys.executable, "-m", "asv", "publish"], cwd=HERE, check=True)
     packages, vendor = fetch_packages(), HTML / "vendor"
@@ -82,8 +82,9 @@ def main() -> None:
     print(f"{index}: to be served, for example by --serve 8080")
     if options.serve is not None:
         handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=HTML)
-        print(f"http://localhost:{options.serve}")
-        http.server.ThreadingHTTPServer(("localhost", options.serve), handler).serve_forever()
+        server = http.server.ThreadingHTTPServer(("localhost", options.serve), handler)
+        print(f"http://localhost:{server.server_port}", flush=True)
+        server.serve_forever()
 
 
 if __name__ == "__main__":
