@@ -1,6 +1,8 @@
 """Bytes that an algorithm moves: closed forms, a count tile by tile, and what the plan prints."""
 
+import doctest
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -98,6 +100,11 @@ def test_the_plan_prints_it():
     (line,) = (line for line in str(plan).splitlines() if line.startswith("traffic"))
     fused, unfused = plan.traffic / 1e9, plan.unfused_traffic / 1e9
     assert line == f"traffic    {fused:.3f} GB without caches, unfused {unfused:.3f} GB"
+
+
+def test_the_page_about_it_prints_what_the_plan_says():
+    page = Path(__file__).resolve().parents[1] / "docs" / "io.md"
+    assert doctest.testfile(str(page), module_relative=False) == (0, 4)
 
 
 @pytest.mark.parametrize("n", [0, 5])
