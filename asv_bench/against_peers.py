@@ -9,6 +9,8 @@ half        fa2 mma in bf16 against torch's FlashAttention-2, 16k tokens of 2048
 small       the same on problems of a few microseconds
 fa1         fa1 against fa2
 backward    gradients, in any order too, against torch's kernels in both of their modes
+blocks      fa2 mma with random block masks, forward and backward, against no mask (at most
+            1.15 x the share of visible blocks + 3 % of its time) and FlexAttention
 fp32        fa2 simt against torch's memory-efficient kernel and CuPy's matmul + softmax
 seeds       fa2 simt on (8, 8, N, d) against the unfused computation in torch
 memory      peak device memory of a call beyond out and lse
@@ -108,7 +110,8 @@ class Session:
             else:
                 row.update(self._rate(problem, times[name]))
                 if peer in times:
-                    error = problem.error(results[peer], results[name])
+                    same = peer not in problem.others
+                    error = problem.error(results[peer], results[name]) if same else 0.0
                     row.update(_ratio(problem, times[name], times[peer], error, target))
                 else:
                     row.update(mark="n/a", reason=reasons[peer])
@@ -160,14 +163,18 @@ def mark(value: float, target: float | None) -> str:
 class Problem:
     """Operands of self-attention of (B, H, N, D), and calls on them."""
 
-    def __init__(self, shape, dtype, causal=False, layout="bhnd"):
+    others: tuple[str, ...] = ()  # peers that compute something else
+
+    def __init__(self, shape, dtype, causal=False, layout="bhnd", mask=None):
         self.shape, self.dtype, self.causal = shape, dtype, causal
         self.q, self.k, self.v, self.out = (draw(shape, dtype, layout) for _ in "qkvo")
         self.results = (self.out,)
-        self.mask = {"causal": "top_left" if causal else False}
+        self.mask = {"causal": "top_left" if causal else False, "mask": mask}
         self.tolerance = bench.TOLERANCE[dtype]
         batch, heads, length, width = shape
         pairs = length * (length + 1) // 2 if causal else length**2
+        if mask is not None:
+            pairs *= mask.density
         self.flops = 4 * width * pairs * batch * heads
         sizes = ",".join(map(str, shape))
         self.label = f"{dtype} ({sizes})" + (" causal" if causal else "")
@@ -176,10 +183,10 @@ class Problem:
         """What results differ by, to be held against `tolerance`."""
         return float(np.max([*map(bench.difference, theirs, mine)]))  # NaN where there is one
 
-    def ours(self, algo, engine):
-        """A call of cuflash that writes `out`."""
+    def ours(self, algo, engine, **more):
+        """A call of cuflash that writes `out`; `more` options."""
         arrays = [x.cupy for x in (self.q, self.k, self.v)]
-        options = {"algo": algo, "engine": engine, **self.mask}
+        options = {"algo": algo, "engine": engine, **self.mask, **more}
         return functools.partial(cuflash.attention, *arrays, out=self.out.cupy, **options)
 
     def torch_fused(self):
@@ -216,9 +223,9 @@ class Problem:
 class Backward(Problem):
     """Operands of the gradients of self-attention of (B, H, N, D), and calls on them."""
 
-    def __init__(self, shape, dtype, causal=False, layout="bhnd"):
-        super().__init__(shape, dtype, causal, layout)
-        self.flops = self.flops // 4 * 10
+    def __init__(self, shape, dtype, causal=False, layout="bhnd", mask=None):
+        super().__init__(shape, dtype, causal, layout, mask)
+        self.flops = self.flops / 4 * 10
         self.tolerance = bench.GRADIENT_TOLERANCE[dtype]
         self.dout, *gradients = (draw(shape, dtype, layout) for _ in range(4))
         self.results = tuple(gradients)
@@ -227,9 +234,9 @@ class Backward(Problem):
         cuflash.attention(*arrays, return_lse=True, out=out, **self.mask)
         self.arrays = (self.dout.cupy, *arrays, *out)
 
-    def ours(self, algo, engine, deterministic=True):
-        """A call of cuflash that writes the gradients."""
-        options = {"algo": algo, "engine": engine, "deterministic": deterministic, **self.mask}
+    def ours(self, algo, engine, **more):
+        """A call of cuflash that writes the gradients; `more` options."""
+        options = {"algo": algo, "engine": engine, **self.mask, **more}
         into = tuple(x.cupy for x in self.results)
         return functools.partial(
             cuflash.attention_backward, *self.arrays, grads_out=into, **options
@@ -365,6 +372,46 @@ def _gradients_row(s: Session, problem, engine, peer, target) -> None:
         better.update(target=target, mark=mark(better["ratio"], target))
     del problem, contenders, theirs, theirs_in_order
     bench.release()
+
+
+def blocks(s: Session) -> None:
+    """Block masks of random blocks of 128, of each head its own."""
+    length = 4096 if s.quick else 16384
+    for width in (64, 128):
+        heads = 2048 // width
+        for density in (0.05, 0.1, 0.25, 0.5):
+            rng = np.random.default_rng(int(100 * density))
+            shown = rng.random((heads, length // 128, length // 128)) < density
+            for kind in (Problem, Backward):
+                mask = cuflash.BlockMask(shown, 128)
+                problem = kind((1, heads, length, width), "bf16", layout="bnhd", mask=mask)
+                _blocks_rows(s, problem, mask, shown)
+                del problem
+                bench.release()
+
+
+def _blocks_rows(s: Session, problem, mask, shown) -> None:
+    """Against no mask, in the mode that is faster, and against FlexAttention."""
+    problem.label += f" density {mask.density:.3f}"
+    problem.others = ("no mask",)
+    target = 1 / (1.15 * mask.density + 0.03)
+    if isinstance(problem, Backward):
+        fastest, any_order = "fa2 mma any order", {"deterministic": False}
+        peer = bench.flex_gradients(problem.q, problem.k, problem.v, problem.dout, shown)
+        note = "backward"
+    else:
+        fastest, any_order, note = "fa2 mma", {}, "forward"
+        peer = bench.flex(problem.q, problem.k, problem.v, shown)
+    contenders = {
+        fastest: problem.ours("fa2", "mma", **any_order),
+        "no mask": problem.ours("fa2", "mma", **any_order, mask=None),
+        "FlexAttention": peer,
+    }
+    pairs = [(fastest, "no mask", target), (fastest, "FlexAttention", None)]
+    if any_order:
+        contenders["fa2 mma"] = problem.ours("fa2", "mma")
+        pairs.append(("fa2 mma", fastest, 0.75))
+    s.compare_pairs("blocks", problem, contenders, pairs, note)
 
 
 class Peak(cupy.cuda.MemoryHook):
@@ -523,7 +570,7 @@ def first_call(s: Session) -> None:
 GROUPS = {
     f.__name__: f
     for f in (
-        half, small, fa1, backward, fp32, seeds, memory, backward_memory, host, first_call
+        half, small, fa1, backward, blocks, fp32, seeds, memory, backward_memory, host, first_call
     )
 }  # fmt: skip
 

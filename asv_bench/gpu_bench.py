@@ -198,6 +198,42 @@ def torch_gradients(q, k, v, dout, causal: bool, backend: str):
     return default, deterministic
 
 
+def flex(q, k, v, shown):
+    """A call of torch's FlexAttention; None without torch.
+
+    `shown` says, for each head, which blocks of 128 x 128 are visible, an array of bool.
+    """
+    if torch is None:
+        return None
+
+    @functools.cache
+    def compiled():
+        from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+        counts, order = shown.sum(-1), np.argsort(~shown, axis=-1, kind="stable")
+        tables = [torch.tensor(x[None], dtype=torch.int32, device="cuda") for x in (counts, order)]
+        nothing = [torch.zeros_like(x) for x in tables]
+        mask = BlockMask.from_kv_blocks(*nothing, *tables, BLOCK_SIZE=128)
+        torch._dynamo.config.recompile_limit = 256
+        return functools.partial(torch.compile(flex_attention, dynamic=False), block_mask=mask)
+
+    return lambda: compiled()(q.torch, k.torch, v.torch)
+
+
+def flex_gradients(q, k, v, dout, shown):
+    """A call of FlexAttention's gradients; the forward pass runs once, at the first call."""
+    if torch is None:
+        return None
+
+    @functools.cache
+    def forward():
+        inputs = tuple(x.torch.detach().requires_grad_() for x in (q, k, v))
+        with torch.enable_grad():
+            return flex(*(x._replace(torch=y) for x, y in zip((q, k, v), inputs)), shown)(), inputs
+
+    return lambda: torch.autograd.grad(*forward(), dout.torch, retain_graph=True)
+
+
 def in_words(error: Exception) -> str:
     """An exception in one line; of a compiler's message, the first error."""
     lines = str(error).splitlines() or [""]
