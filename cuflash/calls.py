@@ -40,8 +40,8 @@ class _Call:
     """
 
     __slots__ = (
-        "apart", "copied", "is_empty", "launch", "layout", "lse_dtype", "out_dtype", "plan",
-        "results", "scale", "score", "staged", "workspace_bytes",
+        "apart", "copied", "has_lists", "is_empty", "launch", "layout", "lse_dtype", "out_dtype",
+        "plan", "results", "scale", "score", "staged", "workspace_bytes",
     )  # fmt: skip
     operands: tuple[str, ...]  # in the order of the kernels' pointers, four matrices first
     written: dict[str, str]  # the results among them, and what errors call these
@@ -84,6 +84,7 @@ class _Call:
         )
         self.plan = make_plan(problem, device or _device_facts(device_id), algo, engine)
         self.workspace_bytes = self.plan.workspace_bytes
+        self.has_lists = mask_kind == "blocks"
         self.is_empty = 0 in self.layout.out_shape or k.shape[-2] == 0
         self.launch = None  # of a GPU's kernels, once they are compiled
 
@@ -271,16 +272,7 @@ def find_call(kind: type[_Call], arrays, options, device=None, mask=None):
     for place in kind.more_matrices:
         bits |= addresses[place]
     aligned = bits % CHUNK_BYTES == 0
-    mask_kind = ""
-    if isinstance(mask, BlockMask):
-        mask_kind = "blocks"
-        specs.append((mask.shape, None, np.dtype(np.bool_)))
-    elif mask is not None:
-        mask_kind = "elements"
-        specs.append((mask.shape, mask.strides, mask.dtype))
-        on_host = isinstance(mask, np.ndarray)
-        places.append(None if on_host else mask.device.id)
-        addresses.append(mask.ctypes.data if on_host else mask.data.ptr)
+    mask_kind = "" if mask is None else _add_mask(mask, specs, places, addresses)
     algo, engine, causal, window, cap, scale, enable_gqa, deterministic = options
     # 2 == 2.0 and 1 == True, but not all of these are right.
     types = (type(causal), type(cap), type(scale), type(window))
@@ -309,6 +301,18 @@ def find_call(kind: type[_Call], arrays, options, device=None, mask=None):
             _calls.clear()
         _calls[key] = call
     return call, places[0], addresses
+
+
+def _add_mask(mask, specs, places, addresses) -> str:
+    """Add what :func:`find_call` needs to know of a mask; returns its kind, as in Problem."""
+    if isinstance(mask, BlockMask):
+        specs.append((mask.shape, None, np.dtype(np.bool_)))
+        return "blocks"
+    specs.append((mask.shape, mask.strides, mask.dtype))
+    on_host = isinstance(mask, np.ndarray)
+    places.append(None if on_host else mask.device.id)
+    addresses.append(mask.ctypes.data if on_host else mask.data.ptr)
+    return "elements"
 
 
 def run_call(kind: type[_Call], arrays, options, count: int, mask=None, workspace=None):

@@ -240,8 +240,9 @@ class HeadBackward:
 
 
 def tiles_of(span: range, block: int) -> Iterator[range]:
-    """`span` in pieces of `block`; the last one may be shorter."""
-    return (span[begin : begin + block] for begin in range(0, len(span), block))
+    """`span` cut at the multiples of `block`, where a mask's blocks may begin."""
+    edges = range(span.start // block * block, span.stop, block)
+    return (range(max(edge, span.start), min(edge + block, span.stop)) for edge in edges)
 
 
 def rows_of(span: range, origin: int = 0) -> slice:

@@ -100,7 +100,7 @@ def run(call, device_id: int, arrays, addresses, count: int, given_workspace, ma
         for x, value in zip(results, call.empty_values):
             x.fill(value)
         return results
-    if call.plan.problem.mask == "blocks":
+    if call.has_lists:
         lists = device_lists(mask, call.plan, device_id)
         addresses += [0 if x is None else x.data.ptr for x in lists]
     if call.launch is None:
