@@ -9,6 +9,8 @@ half        fa2 mma in bf16 against torch's FlashAttention-2, 16k tokens of 2048
 small       the same on problems of a few microseconds
 fa1         fa1 against fa2
 backward    gradients, in any order too, against torch's kernels in both of their modes
+blocks      fa2 mma with random block masks, forward and backward, against no mask (at most
+            1.15 x the share of visible blocks + 3 % of its time) and FlexAttention
 fp32        fa2 simt against torch's memory-efficient kernel and CuPy's matmul + softmax
 seeds       fa2 simt on (8, 8, N, d) against the unfused computation in torch
 memory      peak device memory of a call beyond out and lse
@@ -42,6 +44,7 @@ from benchmarks.gpu import Backward, Problem
 bench.find_torch()  # before CuPy, which then finds the CUDA libraries that torch has loaded
 
 import cupy
+import numpy as np
 
 import cuflash
 
@@ -98,7 +101,8 @@ class Session:
             else:
                 row.update(self._rate(problem, times[name]))
                 if peer in times:
-                    error = problem.error(results[peer], results[name])
+                    same = peer not in problem.others
+                    error = problem.error(results[peer], results[name]) if same else 0.0
                     row.update(_ratio(problem, times[name], times[peer], error, target))
                 else:
                     row.update(mark="n/a", reason=reasons[peer])
@@ -269,6 +273,46 @@ def _gradients_row(s: Session, problem, engine, peer, target) -> None:
     bench.release()
 
 
+def blocks(s: Session) -> None:
+    """Block masks of random blocks of 128, of each head its own."""
+    length = 4096 if s.quick else 16384
+    for width in (64, 128):
+        heads = 2048 // width
+        for density in (0.05, 0.1, 0.25, 0.5):
+            rng = np.random.default_rng(int(100 * density))
+            shown = rng.random((heads, length // 128, length // 128)) < density
+            for kind in (Problem, Backward):
+                mask = cuflash.BlockMask(shown, 128)
+                problem = kind((1, heads, length, width), "bf16", layout="bnhd", mask=mask)
+                _blocks_rows(s, problem, mask, shown)
+                del problem
+                bench.release()
+
+
+def _blocks_rows(s: Session, problem, mask, shown) -> None:
+    """Against no mask, in the mode that is faster, and against FlexAttention."""
+    problem.label += f" density {mask.density:.3f}"
+    problem.others = ("no mask",)
+    target = 1 / (1.15 * mask.density + 0.03)
+    if isinstance(problem, Backward):
+        fastest, any_order = "fa2 mma any order", {"deterministic": False}
+        peer = bench.flex_gradients(problem.q, problem.k, problem.v, problem.dout, shown)
+        note = "backward"
+    else:
+        fastest, any_order, note = "fa2 mma", {}, "forward"
+        peer = bench.flex(problem.q, problem.k, problem.v, shown)
+    contenders = {
+        fastest: problem.ours("fa2", "mma", **any_order),
+        "no mask": problem.ours("fa2", "mma", **any_order, mask=None),
+        "FlexAttention": peer,
+    }
+    pairs = [(fastest, "no mask", target), (fastest, "FlexAttention", None)]
+    if any_order:
+        contenders["fa2 mma"] = problem.ours("fa2", "mma")
+        pairs.append(("fa2 mma", fastest, 0.75))
+    s.compare_pairs("blocks", problem, contenders, pairs, note)
+
+
 def memory(s: Session) -> None:
     """Extra memory of a call that is given out and lse; the pool's chunks are 512 bytes."""
     for engine, dtype, heads in (("mma", "bf16", 32), ("simt", "fp32", 8)):
@@ -358,7 +402,7 @@ def first_call(s: Session) -> None:
 GROUPS = {
     f.__name__: f
     for f in (
-        half, small, fa1, backward, fp32, seeds, memory, backward_memory, host, first_call
+        half, small, fa1, backward, blocks, fp32, seeds, memory, backward_memory, host, first_call
     )
 }  # fmt: skip
 

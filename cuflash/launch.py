@@ -7,8 +7,8 @@ import struct
 
 import cupy
 
-from .memory import conform, empty, workspace
-from .params import pack, pointers
+from .memory import conform, device_lists, empty, workspace
+from .params import pack, pointers, workspace_pointers
 from .plan import Device, Launch, Plan
 
 
@@ -67,7 +67,8 @@ def prepare(call, device_id: int):
         for x in plan.kernels
     ]
     starts = plan.workspace_offsets
-    offsets = [starts.get(name) for name in names[len(call.operands) :]]
+    given = len(names) - len(workspace_pointers(plan))
+    offsets = [starts.get(name) for name in names[given:]]
     nowhere = (0,) * len(offsets)
 
     def launch(addresses, base):
@@ -80,14 +81,14 @@ def prepare(call, device_id: int):
     return launch
 
 
-def run(call, device_id: int, arrays, addresses, count: int, given_workspace):
+def run(call, device_id: int, arrays, addresses, count: int, given_workspace, mask=None):
     """Run a call on CuPy arrays, on the current stream of their device.
 
     Returns its first `count` results.
     """
     if cupy.cuda.runtime.getDevice() != device_id:
         with cupy.cuda.Device(device_id):
-            return run(call, device_id, arrays, addresses, count, given_workspace)
+            return run(call, device_id, arrays, addresses, count, given_workspace, mask)
     results = []
     for place, spec in call.results[:count]:
         x = arrays[place]
@@ -99,6 +100,9 @@ def run(call, device_id: int, arrays, addresses, count: int, given_workspace):
         for x, value in zip(results, call.empty_values):
             x.fill(value)
         return results
+    if call.has_lists:
+        lists = device_lists(mask, call.plan, device_id)
+        addresses += [0 if x is None else x.data.ptr for x in lists]
     if call.launch is None:
         call.launch = prepare(call, device_id)
     base = 0

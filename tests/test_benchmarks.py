@@ -20,7 +20,7 @@ from cuflash import meters
 
 BENCH = Path(__file__).resolve().parents[1] / "asv_bench"
 MODULES = sorted(path.stem for path in (BENCH / "benchmarks").glob("[a-z]*.py"))
-NEEDS_GPU = {"backward", "compile", "forward", "memory", "tiles"}
+NEEDS_GPU = {"backward", "block_sparse", "compile", "forward", "memory", "tiles"}
 
 
 @pytest.fixture

@@ -222,7 +222,11 @@ class Problem:
     `key_heads` and `queries` are given where they are fewer: steps of decoding with grouped heads.
     """
 
-    def __init__(self, shape, dtype, causal=False, layout="bhnd", key_heads=None, queries=None):
+    others: tuple[str, ...] = ()  # peers that compute something else
+
+    def __init__(
+        self, shape, dtype, causal=False, layout="bhnd", mask=None, key_heads=None, queries=None
+    ):
         batch, heads, length, width = shape
         self.shape, self.dtype, self.causal = shape, dtype, causal
         many = batch, heads, queries or length, width
@@ -234,8 +238,12 @@ class Problem:
         self.mask = {"causal": "top_left" if causal else False}
         if key_heads:
             self.mask["enable_gqa"] = True
+        if mask is not None:  # early versions of cuflash know no masks
+            self.mask["mask"] = mask
         self.tolerance = TOLERANCE[dtype]
         pairs = length * (length + 1) // 2 if causal else many[2] * length
+        if mask is not None:
+            pairs *= mask.density
         self.flops = 4 * width * pairs * batch * heads
         self.bytes = sum(x.cupy.nbytes for x in (self.q, self.k, self.v, self.out))
         sizes = ",".join(map(str, shape))
@@ -250,9 +258,9 @@ class Problem:
         """What results differ by, to be held against `tolerance`."""
         return float(np.max([*map(difference, theirs, mine)]))  # NaN where there is one
 
-    def ours(self, algo, engine=None):
-        """A call of cuflash that writes `out`."""
-        options = {"algo": algo, "engine": engine, **self.mask}
+    def ours(self, algo, engine=None, **more):
+        """A call of cuflash that writes `out`; `more` options."""
+        options = {"algo": algo, "engine": engine, **self.mask, **more}
         return functools.partial(cuflash.attention, *self.inputs, out=self.out.cupy, **options)
 
     def torch_fused(self, backend=None):
@@ -317,11 +325,11 @@ class Problem:
 class Backward(Problem):
     """Operands of the gradients of self-attention of (B, H, N, D), and calls on them."""
 
-    def __init__(self, shape, dtype, causal=False, layout="bhnd"):
-        super().__init__(shape, dtype, causal, layout)
+    def __init__(self, shape, dtype, causal=False, layout="bhnd", mask=None):
+        super().__init__(shape, dtype, causal, layout, mask)
         if not hasattr(cuflash, "attention_backward"):
             raise NotImplementedError("this version of cuflash has no gradients")
-        self.flops = self.flops // 4 * 10
+        self.flops = self.flops / 4 * 10
         self.tolerance = GRADIENT_TOLERANCE[dtype]
         self.dout, *gradients = (draw(shape, dtype, layout) for _ in range(4))
         self.results = tuple(gradients)
@@ -330,9 +338,9 @@ class Backward(Problem):
         cuflash.attention(*self.inputs, return_lse=True, out=out, **self.mask)
         self.arrays = (self.dout.cupy, *self.inputs, *out)
 
-    def ours(self, algo, engine=None, deterministic=True):
-        """A call of cuflash that writes the gradients."""
-        options = {"algo": algo, "engine": engine, "deterministic": deterministic, **self.mask}
+    def ours(self, algo, engine=None, **more):
+        """A call of cuflash that writes the gradients; `more` options."""
+        options = {"algo": algo, "engine": engine, **self.mask, **more}
         into = tuple(x.cupy for x in self.results)
         return functools.partial(
             cuflash.attention_backward, *self.arrays, grads_out=into, **options
@@ -378,6 +386,49 @@ def torch_gradients(q, k, v, dout, causal: bool, backend: str):
             torch.use_deterministic_algorithms(False)
 
     return default, deterministic
+
+
+def _flex(shown):
+    """FlexAttention, compiled, for tensors and a mask of blocks of 128 x 128 for each head."""
+    torch = need_torch()
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+    counts, order = shown.sum(-1), np.argsort(~shown, axis=-1, kind="stable")
+    tables = [torch.tensor(x[None], dtype=torch.int32, device="cuda") for x in (counts, order)]
+    nothing = [torch.zeros_like(x) for x in tables]
+    mask = BlockMask.from_kv_blocks(*nothing, *tables, BLOCK_SIZE=128)
+    torch._dynamo.config.recompile_limit = 256
+    return functools.partial(torch.compile(flex_attention, dynamic=False), block_mask=mask)
+
+
+def flex(q, k, v, shown):
+    """A call of torch's FlexAttention, compiled at the first; None without torch.
+
+    `shown` says, for each head, which blocks of 128 x 128 are visible, an array of bool.
+    """
+    if find_torch() is None:
+        return None
+    compiled, tensors = functools.cache(lambda: _flex(shown)), (q.torch, k.torch, v.torch)
+    return lambda: compiled()(*tensors)
+
+
+def flex_gradients(q, k, v, dout, shown):
+    """A call of FlexAttention's gradients; the forward pass runs once, at the first call."""
+    torch = find_torch()
+    if torch is None:
+        return None
+
+    @functools.cache
+    def forward():
+        inputs = tuple(x.torch.detach().requires_grad_() for x in (q, k, v))
+        with torch.enable_grad():
+            return _flex(shown)(*inputs), inputs, dout.torch
+
+    def call():
+        out, inputs, grad = forward()
+        return torch.autograd.grad(out, inputs, grad, retain_graph=True)
+
+    return call
 
 
 BARE = """

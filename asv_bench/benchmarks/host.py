@@ -4,6 +4,7 @@ import numpy as np
 
 import cuflash
 
+from .block_sparse import DENSITIES, draw_mask
 from .gpu import meters, samples
 
 
@@ -66,3 +67,27 @@ class HostRatio:
         return samples(a / b for a, b in zip(mine, plain))
 
     track_ratio.unit = "x its time"
+
+
+class HostBlockSparse:
+    """A mask of random blocks: how far its time is from the share of the dense time."""
+
+    version = "1"
+    timeout = 300
+    params = (DENSITIES, ["fa1", "fa2"])
+    param_names = ("density", "algo")
+
+    def setup(self, density, algo):
+        self.mask, _ = draw_mask(density, 8, 2048)
+
+    def track_against_share_of_dense(self, density, algo):
+        arrays = draw(2048)
+        options = {"algo": algo, "out": np.empty_like(arrays[0])}
+        calls = [
+            lambda: cuflash.attention(*arrays, mask=self.mask, **options),
+            lambda: cuflash.attention(*arrays, **options),
+        ]
+        masked, dense = meters.HostMeter().measure(calls, 300)
+        return samples(a / b / self.mask.density for a, b in zip(masked, dense))
+
+    track_against_share_of_dense.unit = "x density x the dense time"
