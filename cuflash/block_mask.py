@@ -1,13 +1,7 @@
 """Block-sparse masks: which blocks of keys a block of queries sees, and which of their elements.
 
-A mask holds a kind per block, and 32-bit words of elements for what is neither empty nor full:
-
-    ■▨··      kinds     2 1 0 0      patterns   0: hidden     1: visible
-    ■■▨·                2 2 1 0                 2, 3, 4: the partial blocks in reading order,
-    ■■■▨                2 2 2 1                 bit k % 32 of word k // 32 is key k of a row
-
-`tiles` cuts it into tiles of any size in the same form, for kernels whose tiles are not its blocks.
-Every way to build a mask ends in `_assemble`, which judges the blocks whose elements it is given.
+`mask_patterns.py` says how a mask is held. `tiles` cuts it into tiles of any size in the same form,
+for kernels whose tiles are not its blocks.
 """
 
 from __future__ import annotations
@@ -18,12 +12,27 @@ import operator
 
 import numpy as np
 
+from .mask_patterns import (
+    EMPTY,
+    FULL,
+    HALF,
+    PARTIAL,
+    assemble,
+    coarsen,
+    evaluate,
+    extents_of,
+    first_bits,
+    grid_of,
+    in_chunks,
+    in_strips,
+    interval_kinds,
+    pack,
+    stored_blocks,
+    stored_elements,
+    unpack,
+)
 from .masks import ALIGNMENTS, Band
 
-EMPTY, PARTIAL, FULL = 0, 1, 2
-
-_CHUNK_ELEMENTS = 1 << 22  # looked at together: temporaries of a few MiB, and few chunks
-_HALF = 16  # elements that are looked up at once: blocks are multiples of it
 _DRAWN = 64  # squares of a picture in either direction
 _SQUARE = 8  # pixels of one
 
@@ -95,7 +104,7 @@ class BlockMask:
         if shape is None:
             shape = rows * block_size[0], columns * block_size[1]
         lengths = _lengths(shape)
-        grid = _grid(lengths, block_size)
+        grid = grid_of(lengths, block_size)
         if (rows, columns) != grid:
             raise ValueError(
                 f"blocks is a grid of {rows}x{columns}: shape={lengths} in blocks of "
@@ -103,7 +112,7 @@ class BlockMask:
             )
         kinds = np.where(blocks, np.uint8(FULL), np.uint8(EMPTY))
         kinds = kinds.reshape(math.prod(leading), *grid)
-        self._set((*leading, *lengths), block_size, *_assemble(kinds, lengths, block_size))
+        self._set((*leading, *lengths), block_size, *assemble(kinds, lengths, block_size))
 
     @classmethod
     def _of(cls, *state) -> BlockMask:
@@ -155,7 +164,7 @@ class BlockMask:
         def strip(index, queries):
             return mask[index][queries.start : queries.stop]
 
-        return cls._judged(mask.shape, block_size, _strips(mask.shape, block_size, strip))
+        return cls._judged(mask.shape, block_size, in_strips(mask.shape, block_size, strip))
 
     @classmethod
     def from_scipy(cls, matrix, block_size=None) -> BlockMask:
@@ -184,7 +193,7 @@ class BlockMask:
             raise ValueError(f"matrix has shape {matrix.shape}: give two axes, (Nq, Nk)")
         own = matrix.blocksize if matrix.format == "bsr" else (0, 0)
         if block_size is None:
-            block_size = own if all(own) and not any(b % _HALF for b in own) else 128
+            block_size = own if all(own) and not any(b % HALF for b in own) else 128
         block_size = _block_pair(block_size)
         if block_size != own:
             matrix = matrix.tocsr()
@@ -193,7 +202,7 @@ class BlockMask:
         if not matrix.has_canonical_format:
             matrix = matrix.copy()
             matrix.sum_duplicates()
-        blocks = _stored_blocks if matrix.format == "bsr" else _stored_elements
+        blocks = stored_blocks if matrix.format == "bsr" else stored_elements
         return cls._judged(matrix.shape, block_size, blocks(matrix, block_size))
 
     @classmethod
@@ -243,7 +252,7 @@ class BlockMask:
                     f"and keys it was given, {(len(queries), shape[-1])}"
                 ) from None
 
-        return cls._judged(shape, block_size, _strips(shape, block_size, strip))
+        return cls._judged(shape, block_size, in_strips(shape, block_size, strip))
 
     @classmethod
     def causal(cls, shape, alignment="bottom_right", *, block_size=128) -> BlockMask:
@@ -384,7 +393,7 @@ class BlockMask:
         def visible(lists, i, j):
             return (q[lists, i] == k[lists, j]) & (q[lists, i] >= 0)
 
-        blocks = _evaluated(kinds, lengths, block_size, visible)
+        blocks = evaluate(kinds, lengths, block_size, visible)
         return cls._judged((*leading, *lengths), block_size, blocks, kinds)
 
     @classmethod
@@ -420,7 +429,7 @@ class BlockMask:
         dilation = _positive("dilation", dilation)
         band = _window_band(window, alignment)
         first, stop = _band_interval(band, lengths)
-        kinds = _interval_kinds(first[None], stop[None], lengths, block_size)
+        kinds = interval_kinds(first[None], stop[None], lengths, block_size)
         if dilation > 1:
             kinds[kinds == FULL] = PARTIAL
         shift = band.shift(*lengths)
@@ -428,7 +437,7 @@ class BlockMask:
         def visible(lists, q, k):
             return (first[q] <= k) & (k < stop[q]) & ((k - q - shift) % dilation == 0)
 
-        blocks = _evaluated(kinds, lengths, block_size, visible)
+        blocks = evaluate(kinds, lengths, block_size, visible)
         return cls._judged(lengths, block_size, blocks, kinds)
 
     @classmethod
@@ -482,7 +491,7 @@ class BlockMask:
         def visible(lists, q, k):
             return q_global[q] | k_global[k]
 
-        blocks = _evaluated(kinds, lengths, block_size, visible)
+        blocks = evaluate(kinds, lengths, block_size, visible)
         crosses = cls._judged(lengths, block_size, blocks, kinds)
         return crosses | cls.sliding_window(lengths, window, block_size=block_size)
 
@@ -500,25 +509,25 @@ class BlockMask:
             np.broadcast_to(x, shape[:-1]).reshape(math.prod(shape[:-2]), lengths[0])
             for x in (first, stop)
         )
-        kinds = _interval_kinds(first, stop, lengths, block_size)
+        kinds = interval_kinds(first, stop, lengths, block_size)
 
         def visible(lists, q, k):
             return (first[lists, q] <= k) & (k < stop[lists, q])
 
-        blocks = _evaluated(kinds, lengths, block_size, visible)
+        blocks = evaluate(kinds, lengths, block_size, visible)
         return cls._judged(shape, block_size, blocks, kinds)
 
     @classmethod
     def _judged(cls, shape, block_size, blocks, kinds=None) -> BlockMask:
         """A mask of these `kinds`, by default empty, but for the blocks whose elements are given.
 
-        `blocks` is as :func:`_assemble` takes it.
+        `blocks` is as :func:`assemble` takes it.
         """
         *leading, query_length, key_length = shape
         lengths = query_length, key_length
         if kinds is None:
-            kinds = np.zeros((math.prod(leading), *_grid(lengths, block_size)), np.uint8)
-        return cls._of(shape, block_size, *_assemble(kinds, lengths, block_size, blocks))
+            kinds = np.zeros((math.prod(leading), *grid_of(lengths, block_size)), np.uint8)
+        return cls._of(shape, block_size, *assemble(kinds, lengths, block_size, blocks))
 
     @property
     def ndim(self) -> int:
@@ -533,7 +542,7 @@ class BlockMask:
     @functools.cached_property
     def density(self) -> float:
         """Visible elements per element; 0 if there are no elements."""
-        rows, columns = _extents(self.shape[-2:], self.block_size)
+        rows, columns = extents_of(self.shape[-2:], self.block_size)
         full = np.einsum("lij,i,j->", self._kinds == FULL, rows, columns, dtype=np.int64)
         seen = int(full) + int(np.bitwise_count(self._patterns[2:]).sum(dtype=np.int64))
         return seen / max(math.prod(self.shape), 1)
@@ -558,9 +567,9 @@ class BlockMask:
         order = self._pattern_of.swapaxes(1, 2)[kinds == PARTIAL]
 
         def blocks(order):
-            for some in _chunks(order, math.prod(self.block_size)):
-                elements = _unpacked(self._patterns[some], self.block_size[1])
-                yield _packed(elements.swapaxes(1, 2))
+            for some in in_chunks(order, math.prod(self.block_size)):
+                elements = unpack(self._patterns[some], self.block_size[1])
+                yield pack(elements.swapaxes(1, 2))
 
         *leading, query_length, key_length = self.shape
         patterns = np.concatenate([*blocks(np.arange(2)), *blocks(order)])
@@ -600,7 +609,7 @@ class BlockMask:
         ]
 
         def blocks():
-            for some in _chunks(np.arange(len(numbers)), math.prod(block_size)):
+            for some in in_chunks(np.arange(len(numbers)), math.prod(block_size)):
                 words = (mask._patterns[pattern[some]] for mask, pattern in zip(pair, of))
                 yield numbers[some], of_patterns(*words)
 
@@ -662,34 +671,34 @@ class BlockMask:
         """Kinds and patterns of tiles."""
         if (rows, columns) == self.block_size:
             return self._kinds, self._patterns
-        kinds = _coarse(self._kinds, self.shape[-2:], self.block_size, (rows, columns))
+        kinds = coarsen(self._kinds, self.shape[-2:], self.block_size, (rows, columns))
         numbers = np.flatnonzero(kinds == PARTIAL)
         grid = kinds.shape
 
         def tiles():
-            for some in _chunks(numbers, rows * columns):
+            for some in in_chunks(numbers, rows * columns):
                 lists, i, j = np.unravel_index(some, grid)
                 queries = (i * rows)[:, None] + np.arange(rows)
                 yield some, self._elements(lists, queries, j * columns, columns)
 
-        return _assemble(kinds, self.shape[-2:], (rows, columns), tiles())
+        return assemble(kinds, self.shape[-2:], (rows, columns), tiles())
 
     def _elements(self, lists, queries, keys, columns) -> np.ndarray:
         """Words of the elements at `queries`, (n, rows), and `columns` keys from `keys`, (n,)."""
         (query_length, key_length), (bq, bk) = self.shape[-2:], self.block_size
         words = -(-columns // 32)
         query = np.minimum(queries, query_length - 1)[:, :, None]
-        key = keys[:, None] // _HALF * _HALF + _HALF * np.arange(2 * words + 1)
+        key = keys[:, None] // HALF * HALF + HALF * np.arange(2 * words + 1)
         key = np.minimum(key, key_length - 1)[:, None]
         pattern = self._pattern_of[lists[:, None, None], query // bq, key // bk]
         halves = self._patterns.view(np.uint16)
         index = pattern * np.int64(bq) + query % bq
-        found = halves.reshape(-1)[index * halves.shape[-1] + key % bk // _HALF]
-        if (keys % _HALF).any():
-            both = found[..., :-1] | found[..., 1:].astype(np.uint32) << np.uint32(_HALF)
-            found = (both >> (keys % _HALF).astype(np.uint32)[:, None, None]).astype(np.uint16)
+        found = halves.reshape(-1)[index * halves.shape[-1] + key % bk // HALF]
+        if (keys % HALF).any():
+            both = found[..., :-1] | found[..., 1:].astype(np.uint32) << np.uint32(HALF)
+            found = (both >> (keys % HALF).astype(np.uint32)[:, None, None]).astype(np.uint16)
         found = np.ascontiguousarray(found[..., : 2 * words]).view(np.uint32)
-        found &= _first_bits(np.minimum(columns, key_length - keys)[:, None], words)[:, None]
+        found &= first_bits(np.minimum(columns, key_length - keys)[:, None], words)[:, None]
         found[queries >= query_length] = 0
         return found
 
@@ -720,7 +729,7 @@ class BlockMask:
             return np.zeros((len(queries), len(keys)), bool)
         rows = np.arange(queries.start, queries.stop)[None]
         words = self._elements(np.array([number]), rows, np.array([keys.start]), len(keys))
-        seen = _unpacked(words[0], len(keys))
+        seen = unpack(words[0], len(keys))
         return None if seen.all() else seen
 
     def is_empty(self, number: int, queries: range, keys: range) -> bool:
@@ -792,117 +801,8 @@ class BlockMask:
         scale = -(-max(*grid, 1) // _DRAWN)
         if scale > 1:
             header += f", {_by((scale, scale))} blocks a square"
-        squares = _coarse(self._kinds[:1], grid, (1, 1), (scale, scale))
+        squares = coarsen(self._kinds[:1], grid, (1, 1), (scale, scale))
         return header, squares[0] if lists else np.zeros((0, 0), np.uint8)
-
-
-def _assemble(kinds, lengths, block_size, blocks=()) -> tuple[np.ndarray, np.ndarray]:
-    """Kinds of all blocks, and their patterns: hidden, visible, then one per partial block.
-
-    `kinds`, (lists, rows, columns), is changed. `blocks` yields, in ascending order, flat indices
-    of blocks that are to be judged, and the words of their elements, 0 beyond the lengths; partial
-    blocks are among them.
-    """
-    rows, columns = _extents(lengths, block_size)
-    words = -(-block_size[1] // 32)
-    fixed = np.zeros((2, block_size[0], words), np.uint32)
-    fixed[1] = _first_bits(np.array(block_size[1]), words)
-    patterns = [fixed]
-    for numbers, elements in blocks:
-        _, i, j = np.unravel_index(numbers, kinds.shape)
-        seen = np.bitwise_count(elements).sum(axis=(1, 2), dtype=np.int64)
-        kind = np.where(seen == rows[i] * columns[j], FULL, np.where(seen == 0, EMPTY, PARTIAL))
-        kinds.reshape(-1)[numbers] = kind
-        patterns.append(elements[kind == PARTIAL])
-    return kinds, np.concatenate(patterns)
-
-
-def _strips(shape, block_size, strip):
-    """All blocks, a row at a time, for :func:`_assemble`.
-
-    `strip(index, queries)` gives the elements of a range of queries and all keys, where `index`
-    is into the leading axes.
-    """
-    *leading, query_length, key_length = shape
-    (bq, bk), (rows, columns) = block_size, _grid((query_length, key_length), block_size)
-    for number, index in enumerate(np.ndindex(*leading)):
-        for row in range(rows):
-            queries = range(row * bq, min((row + 1) * bq, query_length))
-            elements = np.zeros((bq, columns * bk), bool)
-            elements[: len(queries), :key_length] = strip(index, queries)
-            numbers = (number * rows + row) * columns + np.arange(columns)
-            yield numbers, _packed(elements.reshape(bq, columns, bk).swapaxes(0, 1))
-
-
-def _stored_elements(matrix, block_size):
-    """Blocks of a CSR matrix that hold an element, a row at a time, for :func:`_assemble`."""
-    bq, bk = block_size
-    rows, columns = _grid(matrix.shape, block_size)
-    for row in range(rows):
-        starts = matrix.indptr[row * bq : (row + 1) * bq + 1]
-        stored = slice(starts[0], starts[-1])
-        seen = matrix.data[stored] != 0
-        queries = np.repeat(np.arange(len(starts) - 1), np.diff(starts))[seen]
-        keys = matrix.indices[stored][seen]
-        visited, which = np.unique(keys // bk, return_inverse=True)
-        elements = np.zeros((len(visited), bq, bk), bool)
-        elements[which, queries, keys % bk] = True
-        yield row * columns + visited, _packed(elements)
-
-
-def _stored_blocks(matrix, block_size):
-    """Blocks of a BSR matrix, a row at a time, for :func:`_assemble`."""
-    rows, columns = _grid(matrix.shape, block_size)
-    for row in range(rows):
-        stored = slice(matrix.indptr[row], matrix.indptr[row + 1])
-        yield row * columns + matrix.indices[stored], _packed(matrix.data[stored] != 0)
-
-
-def _evaluated(kinds, lengths, block_size, visible):
-    """Partial blocks for :func:`_assemble`, of elements that `visible(lists, q, k)` gives."""
-    (query_length, key_length), (bq, bk) = lengths, block_size
-    for some in _chunks(np.flatnonzero(kinds == PARTIAL), bq * bk):
-        lists, i, j = (x[:, None, None] for x in np.unravel_index(some, kinds.shape))
-        q, k = i * bq + np.arange(bq)[:, None], j * bk + np.arange(bk)
-        seen = visible(lists, np.minimum(q, query_length - 1), np.minimum(k, key_length - 1))
-        yield some, _packed(seen & (q < query_length) & (k < key_length))
-
-
-def _coarse(kinds, lengths, block_size, tile) -> np.ndarray:
-    """Kinds of tiles by the blocks they meet: partial if these are not all empty or all full."""
-    codes = np.array([1, 3, 2], np.uint8)[kinds]  # bit 0: something hidden, bit 1: visible
-    for axis, (length, block, size) in enumerate(zip(lengths, block_size, tile), 1):
-        begin = np.arange(0, length, size)
-        first, last = begin // block, (np.minimum(begin + size, length) - 1) // block
-        joined = codes.take(first, axis)
-        for step in range(1, 1 + (last - first).max(initial=0)):
-            joined |= codes.take(np.minimum(first + step, last), axis)
-        codes = joined
-    return np.array([EMPTY, EMPTY, FULL, PARTIAL], np.uint8)[codes]
-
-
-def _interval_kinds(first, stop, lengths, block_size) -> np.ndarray:
-    """Kinds of blocks, (lists, rows, columns), if q sees keys [first, stop), (lists, Nq).
-
-    Some may be called partial that are not, where a query sees nothing.
-    """
-    (query_length, key_length), (bq, bk) = lengths, block_size
-    rows, columns = _grid(lengths, block_size)
-    lists = len(first)
-    first = np.clip(first, 0, key_length)
-    stop = np.clip(stop, first, key_length)
-    row = np.arange(lists)[:, None] * rows + np.arange(query_length) // bq
-
-    def queries_per_block(begin, end):
-        """How many queries have each block among their blocks [begin, end)."""
-        size = lists * rows * (columns + 1)
-        changes = np.bincount((row * (columns + 1) + begin).ravel(), minlength=size)
-        changes -= np.bincount((row * (columns + 1) + end).ravel(), minlength=size)
-        return changes.reshape(lists, rows, columns + 1).cumsum(axis=-1)[..., :columns]
-
-    some = queries_per_block(first // bk, -(-stop // bk)) > 0
-    all_ = queries_per_block(-(-first // bk), np.where(stop == key_length, columns, stop // bk))
-    return some.astype(np.uint8) + (all_ == _extents(lengths, block_size)[0][:, None])
 
 
 def _band_interval(band, lengths) -> tuple[np.ndarray, np.ndarray]:
@@ -917,44 +817,6 @@ def _band_interval(band, lengths) -> tuple[np.ndarray, np.ndarray]:
 def _by_block(of, values, block) -> np.ndarray:
     """The ufunc `of` over each block of the last axis."""
     return of.reduceat(values, np.arange(0, values.shape[-1], block), axis=-1)
-
-
-def _chunks(numbers, elements):
-    """`numbers` in pieces whose tiles of so many `elements` are looked at together."""
-    step = max(1, _CHUNK_ELEMENTS // elements)
-    for begin in range(0, len(numbers), step):
-        yield numbers[begin : begin + step]
-
-
-def _packed(elements) -> np.ndarray:
-    """Bools as 32-bit words along the last axis, the first one in the lowest bit."""
-    packed = np.packbits(elements, axis=-1, bitorder="little")
-    padding = -packed.shape[-1] % 4
-    if padding:
-        packed = np.pad(packed, [(0, 0)] * (packed.ndim - 1) + [(0, padding)])
-    return np.ascontiguousarray(packed).view(np.uint32)
-
-
-def _unpacked(words, columns) -> np.ndarray:
-    """The first `columns` bools of words along the last axis."""
-    octets = np.ascontiguousarray(words).view(np.uint8)
-    return np.unpackbits(octets, axis=-1, count=columns, bitorder="little").view(bool)
-
-
-def _first_bits(counts, words) -> np.ndarray:
-    """So many `words` along a last axis, of which the first `counts` bits are 1."""
-    counts = np.clip(counts - 32 * np.arange(words), 0, 32).astype(np.uint64)
-    return ((np.uint64(1) << counts) - np.uint64(1)).astype(np.uint32)
-
-
-def _grid(lengths, block_size) -> tuple[int, int]:
-    """Rows and columns of blocks."""
-    return tuple(-(-n // block) for n, block in zip(lengths, block_size))
-
-
-def _extents(lengths, block_size) -> list[np.ndarray]:
-    """Queries of each row of blocks, and keys of each column, that are within the lengths."""
-    return [np.minimum(block, n - np.arange(0, n, block)) for n, block in zip(lengths, block_size)]
 
 
 def _by(pair) -> str:
@@ -1009,7 +871,7 @@ def _block_pair(block_size) -> tuple[int, int]:
         pair = tuple(map(operator.index, pair))
     except TypeError:
         raise TypeError(f"block_size={block_size!r}: give {wanted}") from None
-    if len(pair) != 2 or any(block < 1 or block % _HALF for block in pair):
+    if len(pair) != 2 or any(block < 1 or block % HALF for block in pair):
         raise ValueError(f"block_size={block_size!r}: give {wanted}")
     return pair
 

@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .block_mask import PARTIAL, BlockMask
+from .block_mask import BlockMask
+from .mask_patterns import PARTIAL
 
 
 class TileLists(NamedTuple):
