@@ -144,12 +144,14 @@ def main() -> None:
         result = {"machine": gpu.machine(), "rows": rows}
         Path(options.json).write_text(json.dumps(result, indent=1))
     print(", ".join(f"{key} {value}" for key, value in gpu.machine().items()))
-    print("\n| problem (B, H, N, D) | algorithm | formula, GB | L2 cache, GB | L2 / formula "
-          "| device memory, GB |\n|---|---|---|---|---|---|")  # fmt: skip
+    header = ("problem (B, H, N, D)", "algorithm", "formula", "read from L2", "written to L2",
+              "L2 / formula", "device memory")  # fmt: skip
+    print(f"\nGB:\n\n| {' | '.join(header)} |\n{'|---' * len(header)}|")
     for row in rows:
         cached, far = row["from_l2"] + row["to_l2"], row["read"] + row["written"]
-        figures = f"{row['formula'] / 1e9:.3f} | {cached / 1e9:.3f} | {cached / row['formula']:.2f}"
-        print(f"| {row['problem']} | {row['algorithm']} | {figures} | {far / 1e9:.3f} |")
+        sizes = [f"{x / 1e9:.3f}" for x in (row["formula"], row["from_l2"], row["to_l2"], far)]
+        cells = [row["problem"], row["algorithm"], *sizes[:3], f"{cached / row['formula']:.2f}"]
+        print(f"| {' | '.join([*cells, sizes[3]])} |")
 
 
 if __name__ == "__main__":

@@ -413,5 +413,5 @@ def main(arguments: list[str]) -> int:
     (folder / "report.md").write_text(text)
     with contextlib.suppress(ValueError):
         folder = folder.resolve().relative_to(Path.cwd())
-    print(f"{folder}/report.md, results.csv and {len(pictures)} pictures")
+    print(f"{folder}/report.md, results.csv, {len(pictures)} picture(s)")
     return 0

@@ -47,7 +47,7 @@ def test_a_row_for_every_problem_and_contender(tmp_path, capsys):
     for name in ("shapes.png", "shapes-memory.png"):
         assert f"]({name})" in text
         assert (tmp_path / "new" / name).read_bytes()[:4] == b"\x89PNG"
-    assert "report.md, results.csv and 2 pictures" in capsys.readouterr().out
+    assert "report.md, results.csv, 2 picture(s)" in capsys.readouterr().out
 
 
 def test_unfused_takes_memory_of_the_scores(tmp_path):
@@ -136,7 +136,7 @@ def test_a_named_experiment_by_default_into_a_folder_of_its_own(tmp_path, monkey
     assert compare.main(["b", "--on", "cpu", "--quick"]) == 0
     (folder,) = tmp_path.iterdir()
     assert re.fullmatch(r"compare-\d{8}-\d{6}", folder.name)
-    assert capsys.readouterr().out == f"{folder.name}/report.md, results.csv and 1 pictures\n"
+    assert capsys.readouterr().out == f"{folder.name}/report.md, results.csv, 1 picture(s)\n"
     assert "## two" in (folder / "report.md").read_text()
 
 
@@ -176,6 +176,20 @@ def test_without_matplotlib(capsys, monkeypatch):
     with pytest.raises(SystemExit, match="2"):
         compare.main(SMALL)
     assert "matplotlib is not installed: pip install 'cuflash[plot]'" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path):
+    arguments = ["--on", "gpu", "--shapes", "2,3,64,32", "2,3,256,32", "--ms", "1"]
+    rows, text = run(tmp_path, *arguments, "--dtypes", "float16", "float32", "--causal", "both")
+    found = {(row["dtype"], row["contender"]) for row in rows if row["microseconds"]}
+    for algo in ("fa1", "fa2"):
+        assert {("float16", f"{algo} mma"), ("float16", f"{algo} simt")} <= found
+        assert ("float32", f"{algo} simt") in found
+        assert ("float32", f"{algo} mma") not in found
+    assert "- fa2 mma: serves float16, bfloat16, not float32 (4 problems)" in text
+    assert all(int(r["extra_bytes"]) == 0 for r in rows if r["contender"] == "fa2 simt")
+    assert "driver" in text
 
 
 def test_as_a_command(tmp_path, monkeypatch, capsys):
