@@ -160,7 +160,7 @@ _seeds = iter(range(1 << 30))
 def draw(shape, dtype: str, layout: str = "bhnd") -> Operand:
     """Standard normal (B, H, N, D) values; with layout "bnhd" their memory is (B, N, H, D)."""
     batch, heads, length, width = shape
-    stored = (batch, length, heads, width) if layout == "bnhd" else shape
+    stored = (batch, length, heads, width) if layout == "bnhd" else tuple(shape)
     array = meters.draw(need_gpu(), stored, DTYPES[dtype].name, next(_seeds))
     return Operand(array.swapaxes(1, 2) if layout == "bnhd" else array)
 
