@@ -497,6 +497,8 @@ class _Cases:
         )
         self.add("blocks and softcap", dtype, q, k, mask=mask, softcap=2.0, causal="top_left")
         one = BlockMask.from_dense(random_mask((2, 1, *size), 48, seed=4), 48)
+        wide = (*k[:-1], 40)
+        self.add("blocks and value dim", dtype, q, k, wide, mask=one, causal=True)
         self.add("blocks all", dtype, q[1:], k[1:], mask=BlockMask.from_dense(np.ones(size, bool)))
         for poison in ("hidden", "visible"):
             name, lengths["causal"] = f"blocks with {poison} nonfinite", True

@@ -439,6 +439,16 @@ def test_capture_with_a_mask(cupy, algo, engine):
     assert_forward_close(out, None, q, k, v, mask=other)
 
 
+def test_masks_from_arrays_on_the_device(cupy):
+    sparse = pytest.importorskip("cupyx.scipy.sparse")
+    mask = block_mask(1, 300).to_dense()
+    expected = cuflash.BlockMask.from_dense(mask[0])
+    assert cuflash.BlockMask.from_dense(cupy.asarray(mask[0])) == expected
+    assert cuflash.BlockMask.from_scipy(sparse.csr_matrix(cupy.asarray(mask[0]))) == expected
+    ids = cupy.asarray(np.repeat([0, 1], [100, 200]))
+    assert cuflash.BlockMask.documents(ids) == cuflash.BlockMask.documents(ids.get())
+
+
 @EACH_KERNEL
 def test_memory_under_a_mask(cupy, pool, algo, engine):
     """A mask's lists once; then, as for an array, what the plan says."""
