@@ -333,8 +333,8 @@ def plan(
     Returns
     -------
     Plan
-        Printable: kernel, tiles, shared memory, grid, workspace, FLOPs, and why other rows of
-        the table were rejected. `.source()` is the CUDA C that would be compiled.
+        Printable: kernel, tiles, shared memory, grid, workspace, FLOPs, bytes moved, and why other
+        rows of the table were rejected. `.source()` is the CUDA C that would be compiled.
 
     Examples
     --------

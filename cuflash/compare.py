@@ -129,7 +129,7 @@ def gpu_experiments(quick: bool) -> dict[str, Experiment]:
 
 def cpu_experiments(quick: bool) -> dict[str, Experiment]:
     """What is compared on the CPU."""
-    lengths = (256, 512, 1024) if quick else (512, 1024, 2048, 4096)
+    lengths = (256, 512, 1024) if quick else (256, 512, 1024, 2048)
     works = {
         backward: tuple(
             Work(1, 8, n, 64, "float32", causal, backward)
