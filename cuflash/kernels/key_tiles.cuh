@@ -25,6 +25,7 @@ struct KeyTiles {
     int first, count;
     int uncut_begin, uncut_end;  // tiles [uncut_begin, uncut_end) are visible as a whole
 
+    KeyTiles() = default;
     __device__ __forceinline__ KeyTiles(const Params& p, const Head& head, int q_begin, int rows) {
         const KeyRange keys(p, head, q_begin, q_begin + rows);
         first = keys.begin / SIZE;
