@@ -6,6 +6,8 @@
 Groups, all by default:
 
 half        fa2 mma in bf16 against torch's FlashAttention-2, 16k tokens of 2048 features
+hopper      wgmma in bf16 against cuDNN, torch's FlashAttention-2 and, where `fa3-fwd` is installed,
+            FlashAttention-3, on the same grid
 small       the same on problems of a few microseconds
 fa1         fa1 against fa2
 backward    gradients, in any order too, against torch's kernels in both of their modes
@@ -42,8 +44,14 @@ from gpu_bench import draw, torch
 
 import cuflash
 
+try:
+    from fa3_fwd_interface import flash_attn_func as flash_attention_3
+except ImportError:
+    flash_attention_3 = None
+
 FA2 = "torch FA2", "FLASH_ATTENTION"
 EFFICIENT = "torch efficient", "EFFICIENT_ATTENTION"
+CUDNN = "cuDNN", "CUDNN_ATTENTION"
 
 
 class Session:
@@ -190,6 +198,28 @@ class Problem:
         function = torch.nn.functional.scaled_dot_product_attention
         return functools.partial(function, q, k, v, is_causal=self.causal)
 
+    def torch_kernel(self, backend):
+        """A call of one of torch's kernels, whatever is selected outside; None without torch."""
+        fused = self.torch_fused()
+
+        def call():
+            with bench.only(backend):
+                return fused()
+
+        return None if fused is None else call
+
+    def flash_attention_3(self):
+        """A call of FlashAttention-3's forward pass; None where it is not installed."""
+        if torch is None or flash_attention_3 is None:
+            return None
+        q, k, v = (x.torch.transpose(1, 2) for x in (self.q, self.k, self.v))
+
+        def call():
+            found = flash_attention_3(q, k, v, causal=self.causal)
+            return (found[0] if isinstance(found, tuple) else found).transpose(1, 2)
+
+        return call
+
     def torch_unfused(self):
         """The formula in torch, without a mask; None without torch."""
         if torch is None:
@@ -267,6 +297,28 @@ def half(s: Session) -> None:
                 bench.release()
     problem = Problem((4, 16, 4096, 128), "fp16", True, "bnhd")
     _versus_torch(s, "half", problem, "mma", FA2, None)
+
+
+def hopper(s: Session) -> None:
+    """TMA and wgmma on the field's grid, and where heads are narrow or keys are many."""
+    shapes = [
+        ((16384 // length, 2048 // width, length, width), "bf16", causal)
+        for width in (64, 128, 256)
+        for length in ((4096,) if s.quick else (1024, 4096, 16384))
+        for causal in (False, True)
+    ]
+    shapes += [((4, 48, 4096, 32), "fp16", causal) for causal in (False, True)]
+    shapes += [((1, 8, 65536, 64), "fp16", False)]
+    for shape, dtype, causal in shapes:
+        problem = Problem(shape, dtype, causal, "bnhd")
+        calls = {f"{algo} wgmma": problem.ours(algo, "wgmma") for algo in ("fa3", "fa2")}
+        calls.update({name: problem.torch_kernel(backend) for name, backend in (CUDNN, FA2)})
+        calls["FA3"] = problem.flash_attention_3()
+        target = 0.95 if shape[2] > 1024 else None
+        pairs = [("fa3 wgmma", peer, target) for peer in (CUDNN[0], "FA3", FA2[0])]
+        s.compare_pairs("hopper", problem, calls, [*pairs, ("fa2 wgmma", CUDNN[0], None)])
+        del problem, calls
+        bench.release()
 
 
 def small(s: Session) -> None:
@@ -439,7 +491,7 @@ extern "C" __global__ void bare(void* a, void* b, void* c, void* d, void* e, voi
 def host(s: Session) -> None:
     """Host time per call, without waiting for the GPU."""
     kernel = cupy.RawKernel(BARE, "bare")
-    for dtype, engine in (("bf16", "mma"), ("fp32", "simt")):
+    for dtype, engine in (("bf16", "mma"), ("bf16", "wgmma"), ("fp32", "simt")):
         problem = Problem((1, 8, 128, 64), dtype, True)
         arrays = [x.cupy for x in (problem.q, problem.k, problem.v, problem.out)]
         scalars = [np.int32(i) for i in range(3)] + [np.float32(0.125)]
@@ -505,7 +557,10 @@ def first_call(s: Session) -> None:
     root = Path(__file__).resolve().parents[1]
     paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "CUPY_CACHE_IN_MEMORY": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    cases = (("bfloat16", 64, "mma"), ("bfloat16", 128, "mma"), ("float32", 64, "simt"))
+    cases = (
+        ("bfloat16", 64, "mma"), ("bfloat16", 128, "mma"), ("float32", 64, "simt"),
+        ("bfloat16", 64, "wgmma"), ("bfloat16", 256, "wgmma"),
+    )  # fmt: skip
     options = {"env": environment, "capture_output": True, "text": True, "timeout": 120}
     for dtype, width, engine in cases:
         command = [sys.executable, "-c", FIRST_CALL, dtype, str(width), engine]
@@ -523,7 +578,7 @@ def first_call(s: Session) -> None:
 GROUPS = {
     f.__name__: f
     for f in (
-        half, small, fa1, backward, fp32, seeds, memory, backward_memory, host, first_call
+        half, hopper, small, fa1, backward, fp32, seeds, memory, backward_memory, host, first_call
     )
 }  # fmt: skip
 
