@@ -6,6 +6,8 @@
 Groups, all by default:
 
 half        fa2 mma in bf16 against torch's FlashAttention-2, 16k tokens of 2048 features
+hopper      wgmma in bf16 against cuDNN, torch's FlashAttention-2 and, where `fa3-fwd` is installed,
+            FlashAttention-3, on the same grid
 small       the same on problems of a few microseconds
 fa1         fa1 against fa2
 backward    gradients, in any order too, against torch's kernels in both of their modes
@@ -50,6 +52,7 @@ import cuflash
 
 FA2 = "torch FA2", "FLASH_ATTENTION"
 EFFICIENT = "torch efficient", "EFFICIENT_ATTENTION"
+CUDNN = "cuDNN", "CUDNN_ATTENTION"
 
 
 class Session:
@@ -173,6 +176,28 @@ def half(s: Session) -> None:
                 bench.release()
     problem = Problem((4, 16, 4096, 128), "fp16", True, "bnhd")
     _versus_torch(s, "half", problem, "mma", FA2, None)
+
+
+def hopper(s: Session) -> None:
+    """TMA and wgmma on the field's grid, and where heads are narrow or keys are many."""
+    shapes = [
+        ((16384 // length, 2048 // width, length, width), "bf16", causal)
+        for width in (64, 128, 256)
+        for length in ((4096,) if s.quick else (1024, 4096, 16384))
+        for causal in (False, True)
+    ]
+    shapes += [((4, 48, 4096, 32), "fp16", causal) for causal in (False, True)]
+    shapes += [((1, 8, 65536, 64), "fp16", False)]
+    for shape, dtype, causal in shapes:
+        problem = Problem(shape, dtype, causal, "bnhd")
+        calls = {f"{algo} wgmma": problem.ours(algo, "wgmma") for algo in ("fa3", "fa2")}
+        calls.update({name: problem.torch_fused(backend) for name, backend in (CUDNN, FA2)})
+        calls["FA3"] = problem.flash_attention_3()
+        target = 0.95 if shape[2] > 1024 else None
+        pairs = [("fa3 wgmma", peer, target) for peer in (CUDNN[0], "FA3", FA2[0])]
+        s.compare_pairs("hopper", problem, calls, [*pairs, ("fa2 wgmma", CUDNN[0], None)])
+        del problem, calls
+        bench.release()
 
 
 def small(s: Session) -> None:
@@ -357,7 +382,7 @@ def _memory_row(s: Session, group, problem, name, call, plan, limit) -> None:
 
 def host(s: Session) -> None:
     """Host time per call, without waiting for the GPU."""
-    for dtype, engine in (("bf16", "mma"), ("fp32", "simt")):
+    for dtype, engine in (("bf16", "mma"), ("bf16", "wgmma"), ("fp32", "simt")):
         problem = Problem((1, 8, 128, 64), dtype, True)
         arrays = [x.cupy for x in (problem.q, problem.k, problem.v, problem.out)]
         calls = [problem.ours("fa2", engine), bench.bare_launch(arrays)]
@@ -390,6 +415,8 @@ def first_call(s: Session) -> None:
         ("bfloat16", 64, "mma"),
         ("bfloat16", 128, "mma"),
         ("float32", 64, "simt"),
+        ("bfloat16", 64, "wgmma"),
+        ("bfloat16", 256, "wgmma"),
     ):
         label, name = f"{dtype} (1,8,512,{width}) causal", f"fa2 {engine}"
         try:
@@ -402,7 +429,8 @@ def first_call(s: Session) -> None:
 GROUPS = {
     f.__name__: f
     for f in (
-        half, small, fa1, backward, blocks, fp32, seeds, memory, backward_memory, host, first_call
+        half, hopper, small, fa1, backward, blocks, fp32, seeds, memory, backward_memory, host,
+        first_call,
     )
 }  # fmt: skip
 

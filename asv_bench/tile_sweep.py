@@ -39,7 +39,7 @@ import numpy as np
 import cuflash
 from cuflash import launch
 from cuflash.calls import BackwardCall, ForwardCall, find_call
-from cuflash.plan import HALF, SINGLE, TILES, Plan, Tile, _backward, _mma, _simt
+from cuflash.plan import HALF, SINGLE, TILES, Plan, Tile, _backward, _mma, _simt, _wgmma
 
 
 class Case(NamedTuple):
@@ -67,12 +67,18 @@ def _both_masks(*shape: int):
     return tuple((*shape, causal) for causal in (False, True))
 
 
-FLASH, EFFICIENT = "FLASH_ATTENTION", "EFFICIENT_ATTENTION"
+FLASH, EFFICIENT, CUDNN = "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "CUDNN_ATTENTION"
 _SMALL = ((1, 8, 128, 64, True), (1, 8, 512, 64, True))
 CASES = {
     "half64": Case("fa2", "mma", "bf16", "bnhd", FLASH, _tokens(64, 4096, 16384)),
     "half128": Case("fa2", "mma", "bf16", "bnhd", FLASH, _tokens(128, 4096, 16384)),
     "half256": Case("fa2", "mma", "bf16", "bnhd", FLASH, _tokens(256, 4096, 16384)),
+    "hopper32": Case("fa3", "wgmma", "fp16", "bhnd", CUDNN, _both_masks(4, 48, 4096, 32)),
+    "hopper64": Case("fa3", "wgmma", "bf16", "bnhd", CUDNN, _tokens(64, 1024, 4096, 16384)),
+    "hopper96": Case("fa3", "wgmma", "bf16", "bnhd", CUDNN, _both_masks(4, 16, 4096, 96)),
+    "hopper128": Case("fa3", "wgmma", "bf16", "bnhd", CUDNN, _tokens(128, 1024, 4096, 16384)),
+    "hopper192": Case("fa3", "wgmma", "bf16", "bnhd", CUDNN, _both_masks(4, 16, 4096, 192)),
+    "hopper256": Case("fa3", "wgmma", "bf16", "bnhd", CUDNN, _tokens(256, 1024, 4096, 16384)),
     "small64": Case("fa2", "mma", "bf16", "bhnd", FLASH, _SMALL),
     "fp32_8": Case("fa2", "simt", "fp32", "bhnd", EFFICIENT, _square(8, 512, 1024, 4096)),
     "fp32_16": Case("fa2", "simt", "fp32", "bhnd", EFFICIENT, _square(16, 512, 1024, 4096)),
@@ -102,6 +108,7 @@ CASES = {
 
 # Beyond the table's rows. _mma(algo, max_dim, block_k, warps, slabs, ...);
 # _simt(algo, dtypes, max_dim, block_k, warps, row_lanes, lane_rows, ...);
+# _wgmma(max_dim, block_k, warpgroups, ...), as fa3 and fa2;
 # _backward(algo, engine, dtypes, max_dim, block_q, warps, slabs or (row_lanes, lane_rows), ...).
 CANDIDATES: dict[str, list[Tile]] = {
     "half64": [
@@ -121,6 +128,28 @@ CANDIDATES: dict[str, list[Tile]] = {
         _mma("fa2", 256, 64, 8, 1, step_k=32, stages=2),
         _mma("fa2", 256, 48, 8, 1, stages=2),
     ],
+    "hopper32": [
+        *_wgmma(32, 128, 3, stages=4),
+        *_wgmma(32, 192, 3, stages=4, ping_pong=True),
+        *_wgmma(32, 256, 2, stages=4, ping_pong=True),
+    ],
+    "hopper64": [
+        *_wgmma(64, 128, 3, stages=4),
+        *_wgmma(64, 128, 3, stages=2, ping_pong=True),
+        *_wgmma(64, 112, 3, stages=4, ping_pong=True),
+        *_wgmma(64, 128, 2, stages=4, ping_pong=True),
+    ],
+    "hopper96": [*_wgmma(96, 96, 3, stages=3, ping_pong=True), *_wgmma(96, 144, 2, stages=3)],
+    "hopper128": [
+        *_wgmma(128, 128, 2, stages=3),
+        *_wgmma(128, 128, 2, stages=2, ping_pong=True),
+        *_wgmma(128, 112, 2, stages=3, ping_pong=True),
+        *_wgmma(128, 160, 2, ping_pong=True),
+        *_wgmma(128, 176, 2, ping_pong=True),
+        *_wgmma(128, 80, 3, stages=3, ping_pong=True),
+    ],
+    "hopper192": [*_wgmma(192, 96, 2), *_wgmma(192, 112, 2, ping_pong=True)],
+    "hopper256": [*_wgmma(256, 80, 2, ping_pong=True), *_wgmma(256, 64, 2)],
     "small64": [
         *(
             _mma("fa2", 64, 64, 4, 1, stages=stages, load_unroll=unroll, queries_in_registers=True)
@@ -226,7 +255,11 @@ def candidates(name: str) -> list[Tile]:
     dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[case.dtype]
     rows = [t for t in TILES if (t.algo, t.engine, t.backward) == kind and dtype in t.dtypes]
     for row in (*rows, *CANDIDATES.get(name, ())):
-        if row.max_dim >= case.shapes[0][3] and not any(_same(row, t) for t in found):
+        if (
+            row.algo == case.algo
+            and row.max_dim >= case.shapes[0][3]
+            and not any(_same(row, t) for t in found)
+        ):
             found.append(row)
     return found
 
@@ -245,6 +278,8 @@ def describe(tile: Tile) -> str:
             parts.append(f"split{tile.split}")
         if not tile.backward:
             parts.append("Qreg" if tile.queries_in_registers else "Qsmem")
+    elif tile.engine == "wgmma":
+        parts.append("pingpong" if tile.ping_pong else "free")
     else:
         parts.append(f"lanes{tile.row_lanes} rows{tile.lane_rows}")
     ends = f"st{tile.stages}", f"mb{tile.min_blocks}", f"unroll{tile.load_unroll}"

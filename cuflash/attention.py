@@ -24,11 +24,14 @@ def attention(
         Keys.
     v : array, shape (..., H, M, Dv)
         Values. The leading axes of q, k and v broadcast as in `numpy.matmul`, without copies.
-    algo : {"fa1", "fa2"}, optional
-        FlashAttention-1 (key tiles outside, one thread block per head) or FlashAttention-2
-        (one thread block per head and query tile). By default the fastest.
-    engine : {"numpy", "simt", "mma"}, optional
-        Tiled NumPy, plain FMA kernels or tensor-core kernels. By default the fastest that serves.
+    algo : {"fa1", "fa2", "fa3"}, optional
+        FlashAttention-1 (key tiles outside, one thread block per head), FlashAttention-2 (one
+        thread block per head and query tile) or, on Hopper, FlashAttention-3 (thread blocks that
+        work on one query tile after the other). By default the fastest.
+    engine : {"numpy", "simt", "mma", "wgmma"}, optional
+        Tiled NumPy, plain FMA kernels, tensor-core kernels, or those of Hopper (half types, head
+        dims that are multiples of 8 up to 256, rows on multiples of 16 bytes). By default the
+        fastest that serves.
     causal : bool or {"bottom_right", "top_left"}
         Query i sees key j iff `j <= i + shift`. True is the same as "bottom_right", where shift
         is the valid key length minus the valid query length; with "top_left" it is 0.
@@ -147,7 +150,7 @@ def attention_backward(
         FlashAttention-1 (one thread block per head) or FlashAttention-2 (one per head and key
         tile). By default the fastest. It need not be that of the forward call.
     engine : {"numpy", "simt", "mma"}, optional
-        As in :func:`attention`.
+        As in :func:`attention`; there are no gradients on wgmma.
     causal, window, mask, softcap, q_lengths, kv_lengths, scale, enable_gqa
         As given to :func:`attention`.
     dlse : array, shape (..., H, N), optional

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import struct
 
 import cupy
+import numpy as np
 
 from .memory import conform, device_lists, empty, workspace
 from .params import pack, pointers, workspace_pointers
 from .plan import Device, Launch, Plan
+from .tensor_maps import MAP_BYTES, OPERANDS, TensorMap, tensor_maps
 
 
 @functools.cache
@@ -28,13 +31,14 @@ def device_facts(device_id: int) -> Device:
         multiprocessors=facts["MultiProcessorCount"],
         shared_bytes=facts["MaxSharedMemoryPerBlockOptin"],
         cache_bytes=facts["L2CacheSize"],
+        has_features=cupy.cuda.nvrtc.getVersion() >= (12, 9),
     )
 
 
 @functools.lru_cache(maxsize=512)
-def _load(source: str, name: str, shared_bytes: int, device_id: int):
+def _load(source: str, name: str, options: tuple, shared_bytes: int, device_id: int):
     with cupy.cuda.Device(device_id):
-        kernel = cupy.RawKernel(source, name)
+        kernel = cupy.RawKernel(source, name, options)
         try:
             kernel.max_dynamic_shared_size_bytes = shared_bytes
         except cupy.cuda.compiler.CompileException as error:
@@ -52,7 +56,48 @@ def compiled(plan: Plan, device_id: int, kernel: Launch | None = None):
     It is compiled, or taken from CuPy's disk cache.
     """
     kernel = kernel or next(x for x in plan.kernels if x.name == plan.kernel)
-    return _load(plan.source(kernel.name), kernel.name, kernel.shared_bytes, device_id)
+    source, options = plan.source(kernel.name), plan.compile_options
+    return _load(source, kernel.name, options, kernel.shared_bytes, device_id)
+
+
+@functools.cache
+def _encode_function():
+    """CuTensorMapEncodeTiled of the driver, which CuPy does not wrap."""
+    function = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+    pointer, integer = ctypes.c_void_p, ctypes.c_int
+    function.argtypes = [
+        pointer, integer, ctypes.c_uint32, pointer, pointer, pointer, pointer, pointer,
+        integer, integer, integer, integer,
+    ]  # fmt: skip
+    return function
+
+
+def map_encoder(maps: dict[str, TensorMap], dtype: str):
+    """A function of the operands' addresses that makes the kernel's argument of their maps."""
+    encode, size = _encode_function(), MAP_BYTES * len(maps)
+    type_code = {"float16": 6, "bfloat16": 9}[dtype]  # CUtensorMapDataType
+    fixed = []
+    for place, x in enumerate(maps.values()):
+        rank = len(x.dims)
+        dims, strides = (ctypes.c_uint64 * rank)(*x.dims), (ctypes.c_uint64 * rank)(*x.strides)
+        box, steps = (ctypes.c_uint32 * rank)(*x.box), (ctypes.c_uint32 * rank)(*[1] * rank)
+        swizzle = {32: 1, 64: 2, 128: 3}[x.swizzle]  # CUtensorMapSwizzle
+        # No interleaving, sectors of 256 bytes promoted in L2, zeros outside.
+        fixed.append(
+            (place * MAP_BYTES, type_code, rank, (dims, strides, box, steps, 0, swizzle, 3, 0))
+        )
+
+    def make(addresses):
+        memory = np.empty(size + 64, np.uint8)  # the driver wants 64-byte alignment
+        begin = -memory.ctypes.data % 64
+        base = memory.ctypes.data + begin
+        for address, (offset, kind, rank, more) in zip(addresses, fixed):
+            status = encode(base + offset, kind, rank, address, *more)
+            if status:
+                raise RuntimeError(f"cuTensorMapEncodeTiled failed with CUDA error {status}")
+        return memory[begin : begin + size].view(f"V{size}")
+
+    return make
 
 
 def prepare(call, device_id: int):
@@ -70,6 +115,19 @@ def prepare(call, device_id: int):
     given = len(names) - len(workspace_pointers(plan))
     offsets = [starts.get(name) for name in names[given:]]
     nowhere = (0,) * len(offsets)
+    if plan.engine == "wgmma":
+        encode = map_encoder(tensor_maps(plan, call.layout), plan.problem.dtype)
+        remembered = functools.lru_cache(maxsize=256)(lambda *addresses: encode(addresses))
+        places = [call.operands.index(name) for name in OPERANDS]
+        ((function, grid, block, shared_bytes),) = kernels
+
+        def launch_with_maps(addresses, base):
+            params = template.copy()
+            pack_into(params, 0, *addresses, *nowhere)
+            maps = remembered(*(addresses[place] for place in places))
+            function(grid, block, (params, maps), shared_bytes)
+
+        return launch_with_maps
 
     def launch(addresses, base):
         params = template.copy()  # several threads may be here

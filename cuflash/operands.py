@@ -309,6 +309,22 @@ def make_layout(
     )
 
 
+MAP_AXES = 3  # leading axes of a tensor map, beside rows and columns
+
+
+def _unmappable(layout: Layout, queries: int, keys: int) -> str:
+    """Why tensor maps cannot describe q, k and v, or an empty string."""
+    if len(layout.axes) > MAP_AXES:
+        return f"tensor maps have {MAP_AXES} leading axes, these fold into {len(layout.axes)}"
+    for name, length in (("q", queries), ("k", keys), ("v", keys)):
+        rows, steps = layout.rows[name], layout.axis_strides[name]
+        if min((rows, *steps)) < 0:
+            return f"tensor maps have no negative strides, {name} has"
+        if rows == 0 and length > 1:
+            return f"tensor maps repeat no rows, {name} does"
+    return ""
+
+
 def make_problem(
     layout: Layout, q: Spec, k: Spec, v: Spec, *, band: Band, score: ScoreMod | None,
     lengths: dict[str, str], mask: str = "", aligned: bool, backward: bool = False,
@@ -329,6 +345,7 @@ def make_problem(
         q_lengths=lengths.get("q_lengths", ""),
         kv_lengths=lengths.get("kv_lengths", ""),
         aligned=aligned,
+        unmappable="" if backward else _unmappable(layout, q.shape[-2], k.shape[-2]),
         backward=backward,
         deterministic=deterministic,
         summed=layout.summed if backward else (1, 1, 1),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from .masks import Band
@@ -15,9 +15,11 @@ ACCUMULATORS = {
     "float16": "float32", "bfloat16": "float32", "float32": "float32", "float64": "float64",
 }  # fmt: skip
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-ALGOS = ("fa1", "fa2")
-ENGINES = ("numpy", "simt", "mma")
+ALGOS = ("fa1", "fa2", "fa3")
+ENGINES = ("numpy", "simt", "mma", "wgmma")
 CHUNK_BYTES = 16  # the widest load, and the unit of a shared tile's row pitch
+WARPGROUP = 128  # threads
+BARRIER_BYTES = 1024  # of a wgmma kernel's shared memory, with what else is not tiles
 
 # Shared memory one block may use, by compute capability (CUDA C programming guide, table of
 # technical specifications).
@@ -43,6 +45,8 @@ class Device:
         Shared memory that one block may use; by default that of the architecture.
     cache_bytes : int
         Size of the L2 cache.
+    has_features : bool
+        Whether its own instructions (sm_90a) can be compiled: by NVRTC 12.9 and later.
 
     Examples
     --------
@@ -55,6 +59,7 @@ class Device:
     multiprocessors: int = 100
     shared_bytes: int = 0
     cache_bytes: int = 32 << 20
+    has_features: bool = True
 
     def __post_init__(self):
         if not self.shared_bytes:
@@ -95,6 +100,8 @@ class Problem:
     aligned : bool
         Whether every row of q, k, v and out (and of the gradients) starts on a multiple of 16
         bytes.
+    unmappable : str
+        Why tensor maps cannot describe q, k and v, or an empty string.
     backward : bool
         The gradients of q, k and v instead of out.
     deterministic : bool
@@ -120,6 +127,7 @@ class Problem:
     q_lengths: str = ""
     kv_lengths: str = ""
     aligned: bool = True
+    unmappable: str = ""
     backward: bool = False
     deterministic: bool = True
     summed: tuple[int, int, int] = (1, 1, 1)
@@ -179,7 +187,8 @@ class Tile:
     them in fa2 rows that do not say otherwise); `stages` key tiles (fa2) or query slabs per warp
     (fa1) are under way at a time. A warp owns `slabs` times 16 query rows (mma), or
     `32 / row_lanes * lane_rows` rows (simt: `row_lanes` lanes share a row, each lane holds
-    `lane_rows` rows).
+    `lane_rows` rows). wgmma: four more warps copy tiles, and with `ping_pong` warpgroups take turns
+    at issuing products.
 
     In a backward row the roles are exchanged: a warp owns rows of keys, a block `block_k` of them,
     and `block_q` queries at a time pass by, `step_q` of them scored at once, `stages` such tiles
@@ -207,6 +216,7 @@ class Tile:
     # backward ones block_k
     step_q: int = 0
     backward: bool = False
+    ping_pong: bool = False
 
     def __post_init__(self):
         if self.engine != "numpy":
@@ -220,12 +230,19 @@ class Tile:
     @property
     def warp_rows(self) -> int:
         """Rows of one warp: queries, or keys in backward."""
-        if self.engine == "mma":
+        if self.engine in ("mma", "wgmma"):
             return 16 * self.slabs
         return 32 // self.row_lanes * self.lane_rows
 
+    @property
+    def threads(self) -> int:
+        """Threads of one block."""
+        return 32 * self.warps + (WARPGROUP if self.engine == "wgmma" else 0)
+
     def widths(self, problem: Problem) -> tuple[int, int]:
         """Columns of a query or key row and of a value row in shared memory."""
+        if self.engine == "wgmma":
+            return _round_up(problem.head_dim, 32), _round_up(problem.value_dim, 32)
         if self.engine == "mma":
             return _round_up(problem.head_dim, 16), _round_up(problem.value_dim, 16)
         chunk = CHUNK_BYTES // ITEM_BYTES[problem.accumulator]
@@ -242,6 +259,10 @@ class Tile:
 
     def shared_bytes(self, problem: Problem) -> int:
         """Shared memory of one block; the kernel checks that it lays out as many bytes."""
+        if self.engine == "wgmma":
+            head, value = self.widths(problem)
+            tiles = self.block_q * head + self.stages * self.block_k * (head + value)
+            return tiles * ITEM_BYTES[problem.dtype] + BARRIER_BYTES
         itemsize = ITEM_BYTES[problem.dtype if self.engine == "mma" else problem.accumulator]
         chunk = CHUNK_BYTES // itemsize
 
@@ -276,7 +297,10 @@ class Tile:
         return tuple(-(-length // size) for length, size in zip(lengths, self.scored))
 
     def blocks(self, problem: Problem) -> int:
-        """Thread blocks: B * H in fa1; B * H * Tr in fa2, B * H * Tc in its backward."""
+        """Thread blocks: B * H in fa1; B * H * Tr in fa2, B * H * Tc in its backward.
+
+        Of fa3 the most: its blocks persist, and there are no more than multiprocessors.
+        """
         if self.algo == "fa1":
             return problem.head_count
         length, block = problem.query_length, self.block_q
@@ -304,11 +328,13 @@ class Tile:
             return f"serves {', '.join(self.dtypes)}, not {problem.dtype}"
         if self.engine == "mma" and device.arch < 80:
             return f"needs sm_80 or later, the device is sm_{device.arch}"
+        if self.engine == "wgmma" and (reason := _no_wgmma(problem, device)):
+            return reason
         if max(problem.head_dim, problem.value_dim) > self.max_dim:
             return f"serves head dims up to {self.max_dim}"
         if problem.mask:
-            if self.scored[1] & (self.scored[1] - 1):
-                return f"its tiles of {self.scored[1]} keys lie across the blocks of masks"
+            if any(size & (size - 1) for size in self.scored):
+                return "its tiles of {}x{} lie across the blocks of masks".format(*self.scored)
             if problem.mask_lists * math.prod(self.scored_tiles(problem)) >= 1 << 31:
                 return "the mask has more than 2^31 of its tiles"
         shared = self.shared_bytes(problem)
@@ -327,6 +353,17 @@ class Tile:
         algo = f"{self.algo} backward" if self.backward else self.algo
         text = f"{algo} {self.engine} {self.block_q}x{self.block_k}, {self.warps} warps"
         return text + (f", {self.stages} stages" if self.stages > 1 else "")
+
+
+def _no_wgmma(problem: Problem, device: Device) -> str:
+    """Why Hopper's engine cannot serve, or an empty string."""
+    if device.arch != 90:
+        return f"needs sm_90, the device is sm_{device.arch}"
+    if not device.has_features:
+        return "needs NVRTC 12.9 or later"
+    if problem.head_dim % 8 or problem.value_dim % 8:
+        return "serves head dims that are multiples of 8"
+    return problem.unmappable if problem.aligned else "needs rows aligned to 16 bytes"
 
 
 class Launch(NamedTuple):
@@ -359,18 +396,19 @@ class Plan:
 
     @property
     def algo(self) -> str:
-        """fa1 or fa2."""
+        """fa1, fa2 or fa3."""
         return self.tile.algo
 
     @property
     def engine(self) -> str:
-        """numpy, simt or mma."""
+        """numpy, simt, mma or wgmma."""
         return self.tile.engine
 
     @property
     def kernel(self) -> str:
         """Name of the kernel that does the work, and of its file."""
-        return f"{self.algo}_{'backward' if self.problem.backward else 'forward'}"
+        family = "hopper" if self.engine == "wgmma" else self.algo
+        return f"{family}_{'backward' if self.problem.backward else 'forward'}"
 
     @property
     def kernels(self) -> tuple[Launch, ...]:
@@ -434,7 +472,7 @@ class Plan:
     @property
     def threads(self) -> int:
         """Threads per block; 0 for the NumPy engine."""
-        return 0 if self.engine == "numpy" else 32 * self.tile.warps
+        return 0 if self.engine == "numpy" else self.tile.threads
 
     @property
     def shared_bytes(self) -> int:
@@ -443,8 +481,14 @@ class Plan:
 
     @property
     def grid(self) -> int:
-        """Thread blocks: exactly B * H for fa1 and B * H * Tr for fa2."""
-        return self.tile.blocks(self.problem)
+        """Thread blocks: exactly B * H for fa1, B * H * Tr for fa2; for fa3 those that persist."""
+        blocks = self.tile.blocks(self.problem)
+        return min(blocks, self.device.multiprocessors) if self.algo == "fa3" else blocks
+
+    @property
+    def compile_options(self) -> tuple[str, ...]:
+        """For NVRTC, beside what CuPy passes."""
+        return ("-arch=sm_90a",) if self.engine == "wgmma" else ()
 
     @property
     def workspace(self) -> tuple[tuple[str, int], ...]:
@@ -522,13 +566,16 @@ class Plan:
     def section(self) -> int:
         """Heads whose keys and values share the L2 cache; blocks do one section after another.
 
-        Sections are of about one size: a small last one would leave multiprocessors idle. With a
-        mask, blocks that add in order are of all heads, so that few of one head run at a time:
-        these meet a tile of dQ in another order than they started, and wait (on an H200, 0.76 to
-        0.82 of the speed of any order, against 0.49 to 0.70 with sections).
+        Sections are of about one size: a small last one would leave multiprocessors idle. All heads
+        are one section where blocks persist and tiles differ in length: only then do blocks that
+        take every so many tiles of the list get about as much each. And where blocks add in order
+        under a mask, so that few of one head run at a time: these meet a tile of dQ in another
+        order than they started, and wait (on an H200, 0.76 to 0.82 of the speed of any order,
+        against 0.49 to 0.70 with sections).
         """
         p = self.problem
-        if p.mask and self.is_ordered:
+        persists_unevenly = self.algo == "fa3" and not p.band.is_open
+        if persists_unevenly or (p.mask and self.is_ordered):
             return max(1, p.head_count)
         head_bytes = p.key_length * (p.head_dim + p.value_dim) * ITEM_BYTES[p.dtype]
         cached = max(1, self.device.cache_bytes // 2 // max(1, head_bytes))
@@ -573,6 +620,15 @@ def _mma(algo, max_dim, block_k, warps, slabs, **more):
     return Tile(algo, "mma", HALF, max_dim, block_k, warps, **{**sizes, **more})
 
 
+def _wgmma(max_dim, block_k, warpgroups, **more):
+    """The row as fa3 and as fa2."""
+    sizes = {"stages": 2, "fill": 1.0, **more}
+    return tuple(
+        Tile(algo, "wgmma", HALF, max_dim, block_k, 4 * warpgroups, **sizes)
+        for algo in ("fa3", "fa2")
+    )
+
+
 def _backward(algo, engine, dtypes, max_dim, block_q, warps, rows, **more):
     """`rows`: slabs (mma), or row_lanes and lane_rows (simt)."""
     sizes = {"slabs": rows} if engine == "mma" else dict(zip(("row_lanes", "lane_rows"), rows))
@@ -589,6 +645,12 @@ EVERY = (*SINGLE, *DOUBLE)
 # ranks a row's neighbours. `fill` keeps large tiles for problems that give every multiprocessor a
 # block. `load_unroll` is what leaves the row without spills.
 TILES = (
+    *_wgmma(64, 128, 3, stages=4, ping_pong=True),
+    *_wgmma(64, 128, 2, stages=4, ping_pong=True),
+    *_wgmma(128, 128, 2, stages=3, ping_pong=True),
+    *_wgmma(192, 112, 2),
+    *_wgmma(256, 80, 2),
+    *_wgmma(256, 64, 2),
     _mma("fa2", 64, 64, 4, 2, stages=2, load_unroll=8, queries_in_registers=True, fill=1.0),
     _mma("fa2", 64, 64, 4, 1, stages=3, queries_in_registers=True),
     _mma("fa2", 128, 48, 4, 2, stages=2, min_blocks=2, fill=1.0),
@@ -619,7 +681,7 @@ TILES = (
     Tile("fa1", "numpy", EVERY, 1 << 30, 512, 0, block_q=2048),
     *(
         row
-        for algo in ALGOS[::-1]
+        for algo in ("fa2", "fa1")
         for row in (
             _backward(algo, "mma", HALF, 32, 128, 4, 2, step_q=64, stages=2, min_blocks=2),
             _backward(
@@ -647,9 +709,9 @@ def make_plan(problem: Problem, device: Device, algo=None, engine=None) -> Plan:
     ----------
     problem : Problem
     device : Device
-    algo : {"fa1", "fa2"}, optional
-        By default fa2, which is never slower.
-    engine : {"numpy", "simt", "mma"}, optional
+    algo : {"fa1", "fa2", "fa3"}, optional
+        By default the faster of fa2 and fa3; fa1 never is.
+    engine : {"numpy", "simt", "mma", "wgmma"}, optional
         By default the fastest that serves.
 
     Raises
@@ -671,7 +733,10 @@ def make_plan(problem: Problem, device: Device, algo=None, engine=None) -> Plan:
 def _first_that_serves(problem, device, algo, engine) -> Plan:
     rejected = []
     for row in TILES:
-        if row.algo != (algo or "fa2") or engine not in (None, row.engine):
+        if row.algo not in ((algo,) if algo else ("fa2", "fa3")) or engine not in (
+            None,
+            row.engine,
+        ):
             continue
         if row.backward != problem.backward:
             continue
@@ -679,8 +744,12 @@ def _first_that_serves(problem, device, algo, engine) -> Plan:
         if not reason:
             return Plan(problem, device, row, tuple(rejected))
         rejected.append((row, reason))
+    for i, (row, _) in enumerate(rejected):  # better one that leaves multiprocessors idle than none
+        if row.fill and not replace(row, fill=0.0).reject(problem, device):
+            return Plan(problem, device, row, tuple(rejected[:i]))
     asked = ", ".join(f"{n}={v!r}" for n, v in (("algo", algo), ("engine", engine)) if v)
     reasons = "\n".join(f"  {row}: {reason}" for row, reason in rejected)
+    reasons = reasons or "  there is no kernel of that kind"
     raise NotImplementedError(
         f"no kernel serves {problem} on {device}{' with ' + asked if asked else ''}:\n{reasons}"
     )

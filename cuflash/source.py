@@ -7,7 +7,7 @@ import re
 from importlib.resources import files
 
 from .params import fields, params_dtype
-from .plan import Plan
+from .plan import BARRIER_BYTES, Plan, Tile
 
 C_TYPES = {
     "float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double",
@@ -51,8 +51,54 @@ def _constants(plan: Plan) -> dict[str, int | bool]:
         "MASKED": bool(plan.problem.mask),
         "MASK_ROWS": tile.scored[0],
         "MASK_COLUMNS": tile.scored[1],
+        **(_wgmma_constants(tile) if tile.engine == "wgmma" else {}),
         **({"STEP_Q": tile.step_q, "ORDERED": plan.is_ordered} if tile.backward else {}),
     }
+
+
+def _wgmma_constants(tile: Tile) -> dict[str, int | bool]:
+    return {
+        "PING_PONG": tile.ping_pong,
+        "BARRIER_BYTES": BARRIER_BYTES,
+    }
+
+
+def _product(name: str, plan: Plan, columns: int, a_in_registers: bool) -> str:
+    """A function of one wgmma instruction: C = A B + accumulate * C, 64 rows, a depth of 16.
+
+    C[i][j] is register 4 * (j / 2) + 2 * i + j % 2, as the instruction numbers them.
+    """
+    count, kind = columns // 2, {"float16": "f16", "bfloat16": "bf16"}[plan.problem.dtype]
+    cells = [f'"+f"(C[{r // 2 % 2}][{r // 4 * 2 + r % 2}])' for r in range(count)]
+    sums = ",\n          ".join(", ".join(cells[i : i + 4]) for i in range(0, count, 4))
+    registers = ", ".join(f"%{i}" for i in range(count))
+    if a_in_registers:
+        parameter, inputs = "const unsigned int (&a)[4]", [f'"r"(a[{i}])' for i in range(4)]
+        a, majors = "{{%{}, %{}, %{}, %{}}}".format(*range(count, count + 4)), "1"
+    else:
+        parameter, inputs, a, majors = "unsigned long long a", ['"l"(a)'], f"%{count}", "0, 0"
+    b = count + len(inputs)
+    return f"""\
+__device__ __forceinline__ void {name}(float (&C)[2][{columns // 4}], {parameter},
+                                       unsigned long long b, int accumulate) {{
+    asm volatile(
+        "{{\\n.reg .pred sum;\\nsetp.ne.b32 sum, %{b + 1}, 0;\\n"
+        "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} "
+        "{{{registers}}}, {a}, %{b}, sum, 1, 1, {majors};\\n}}"
+        : {sums}
+        : {", ".join(inputs)}, "l"(b), "r"(accumulate) : "memory");
+}}"""
+
+
+def _products(plan: Plan) -> str:
+    """S = Q K^T, both rows by rows in shared memory; O += P V, P in registers, V by columns."""
+    _, value_width = plan.tile.widths(plan.problem)
+    return "\n".join(
+        [
+            _product("multiply_shared", plan, plan.block_k, a_in_registers=False),
+            _product("multiply_registers", plan, value_width, a_in_registers=True),
+        ]
+    )
 
 
 def _score_function(plan: Plan) -> str:
@@ -83,6 +129,7 @@ def prelude(plan: Plan) -> str:
             *constants,
             _params_struct(plan),
             _score_function(plan),
+            *([_products(plan)] if plan.engine == "wgmma" else []),
             "",
         ]
     )

@@ -14,12 +14,19 @@ import ml_dtypes
 import numpy as np
 
 from cuflash import BlockMask, reference
-from cuflash.plan import ALGOS, EVERY, HALF, Device, Problem, make_plan
+from cuflash.plan import EVERY, HALF, Device, Problem, make_plan
 
 H200 = Device(90, "NVIDIA H200", multiprocessors=132)
-DTYPES = {"mma": HALF, "simt": EVERY}
-KERNELS = [(algo, engine) for engine in DTYPES for algo in ALGOS]
-DIMS = {"mma": 64, "simt": 32}  # where a case is not about head dims: few kernels to compile
+DTYPES = {"mma": HALF, "simt": EVERY, "wgmma": HALF}
+ALGOS_OF = {"mma": ("fa1", "fa2"), "simt": ("fa1", "fa2"), "wgmma": ("fa2", "fa3")}
+KERNELS = [(algo, engine) for engine, algos in ALGOS_OF.items() for algo in algos]
+BACKWARD_KERNELS = [kernel for kernel in KERNELS if kernel[1] != "wgmma"]
+DIMS = {
+    "mma": 64,
+    "simt": 32,
+    "wgmma": 64,
+}  # where a case is not about head dims: few kernels to compile
+UNMAPPABLE = {"odd", "offset", "reversed"}  # layouts that no tensor map describes
 OPTIONS = "causal window mask softcap scale enable_gqa q_lengths kv_lengths".split()
 
 
@@ -266,7 +273,8 @@ class _Cases:
             name, self.algo, self.engine, dtype, tuple(q), tuple(k), tuple(v or k), options,
             layouts or {}, poison,
         )  # fmt: skip
-        self.list.append(case)
+        if self.engine != "wgmma" or not (UNMAPPABLE & {*case.layouts.values()}):
+            self.list.append(case)
 
     def turn(self):
         """One dtype after the other, so that every family meets several."""
@@ -362,10 +370,13 @@ class _Cases:
         shapes = {
             "group 2": ((2, 4, n, dim), (2, 2, m, dim), (2, 2, m, dim)),
             "group 3 of 5-D": ((2, 1, 6, n, dim), (1, 2, 2, m, dim), (2, 1, 2, m, dim)),
+            "group 3 of three axes": ((2, 6, n, dim), (2, 2, m, dim), (2, 1, m, dim)),
             "group 4, one key head": ((2, 4, n, dim), (2, 1, m, dim), (2, 2, m, dim)),
             "one key head": ((2, 4, n, dim), (2, 1, m, dim), (2, 1, m, dim)),
             "one value head": ((2, 4, n, dim), (2, 4, m, dim), (2, 1, m, dim)),
         }
+        if self.engine == "wgmma":
+            del shapes["group 3 of 5-D"]  # four axes
         for name, (q, k, v) in shapes.items():
             for causal in (False, True):
                 self.add(f"heads {name} causal {causal}", self.turn(), q, k, v, causal=causal,
@@ -384,6 +395,8 @@ class _Cases:
         }
         for name, (q, k, v) in shapes.items():
             self.add(f"axes {name}", self.turn(), q, k, v, causal=True)
+        if self.engine == "wgmma":  # three axes at most
+            return
         six = (2, 2, 1, 2, 2, 2, 2)
         padded = dict.fromkeys(("q", "k", "v"), "padded")
         self.add("axes six irregular", self.turn(), (*six, 3, dim), (*six, 5, dim), layouts=padded)
@@ -426,14 +439,18 @@ class _Cases:
         dims = {
             "mma": [8, 17, 40, 80, 96, 128, 160, 256],
             "simt": [1, 3, 8, 17, 40, 64, 80, 96, 128, 160, 256, 300, 512],
+            "wgmma": [8, 24, 40, 80, 96, 128, 160, 192, 256],
         }[self.engine]
         pairs = [(dim, dim) for dim in dims]
-        pairs += [(64, 32), (32, 64), (17, 40), (40, 3), (128, 1), (1, 128), (96, 160), (2, 6)]
+        if self.engine == "wgmma":  # multiples of 8
+            pairs += [(64, 32), (32, 64), (24, 40), (40, 8), (128, 8), (8, 128), (96, 160)]
+        else:
+            pairs += [(64, 32), (32, 64), (17, 40), (40, 3), (128, 1), (1, 128), (96, 160), (2, 6)]
         for i, (dim, value_dim) in enumerate(pairs):
             # All types at one small and one large dim, else one after the other.
             chosen = (
                 self.dtypes
-                if (dim, value_dim) in ((17, 17), (128, 128))
+                if (dim, value_dim) in ((17, 17), (24, 24), (128, 128))
                 else [self.dtypes[i % len(self.dtypes)]]
             )
             for dtype in chosen:
@@ -696,9 +713,9 @@ class _BackwardCases(_Cases):
                  deterministic=False)  # fmt: skip
 
 
-def _all_cases(kind):
+def _all_cases(kind, kernels):
     cases = []
-    for kernel in KERNELS:
+    for kernel in kernels:
         of_kernel = kind(*kernel)
         for family in FAMILIES:
             getattr(of_kernel, family)()
@@ -710,8 +727,8 @@ def _all_cases(kind):
 FAMILIES = (
     "edges windows softcaps lengths heads axes strides dims masked blocks elements scales orders"
 ).split()
-CASES = _all_cases(_Cases)
-BACKWARD_CASES = _all_cases(_BackwardCases)
+CASES = _all_cases(_Cases, KERNELS)
+BACKWARD_CASES = _all_cases(_BackwardCases, BACKWARD_KERNELS)
 
 
 def row_problem(row, dtype, device=H200):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from cases import H200, on_row
 from emulator import Memory, Module
+from emulator.memory import TensorMap
 
 import cuflash
 from cuflash.arrays import both_lengths, conform
@@ -16,6 +17,7 @@ from cuflash.operands import Spec, conformed, make_layout
 from cuflash.params import pack
 from cuflash.plan import Plan
 from cuflash.scores import softcap as softcap_score
+from cuflash.tensor_maps import tensor_maps
 from cuflash.tile_lists import tile_lists
 
 
@@ -75,7 +77,11 @@ def attention(
     params["out"] = memory.place(target, initialised=not fresh and target is result)
     params["lse"] = 0 if lse is None else memory.place(lse, initialised=not fresh_lse)
     _place_mask(params, mask, plan, memory)
-    stats = _launch(plan, params, memory, mode, seed)
+    operands = {"q": q, "k": k, "v": v}
+    maps = tensor_maps(plan, layout) if plan.engine == "wgmma" else {}
+    packed = [TensorMap(operands[name], *x).pack(memory) for name, x in maps.items()]
+    more = [np.frombuffer(b"".join(packed), np.void(128 * len(packed)).dtype)] if packed else []
+    stats = _launch(plan, [params, *more], memory, mode, seed)
     if target is not result:
         result[...] = target
     return Result(result, lse, plan, stats)
@@ -122,7 +128,7 @@ def attention_backward(
     for place, (name, x) in enumerate(zip(BackwardCall.operands, arrays, strict=True)):
         params[name] = 0 if x is None else memory.place(x, initialised=place not in fresh)
     _place_mask(params, mask, plan, memory)
-    stats = _launch(plan, params, memory, mode, seed)
+    stats = _launch(plan, [params], memory, mode, seed)
     for number, place, _ in call.staged:
         results[number][...] = arrays[place]
     return Gradients(*results, plan, stats)
@@ -139,16 +145,16 @@ def _place_mask(params, mask, plan, memory) -> None:
             params[f"mask_{name}"] = 0 if x is None or not x.size else memory.place(x)
 
 
-def _launch(plan, params, memory, mode, seed) -> dict:
+def _launch(plan, args, memory, mode, seed) -> dict:
     """Run the plan's kernels one after the other; the counts of the one that does the work."""
     for name, size in plan.workspace:
         part = np.empty(size, np.uint8)
-        params[name] = memory.place(part, initialised=False)
+        args[0][name] = memory.place(part, initialised=False)
     stats = {}
     for kernel in plan.kernels:
         module = Module(plan.source(kernel.name), mode=mode, arch=plan.device.arch * 10)
         module.launch(
-            kernel.name, kernel.grid, kernel.threads, [params],
+            kernel.name, kernel.grid, kernel.threads, args,
             shared_bytes=kernel.shared_bytes, seed=seed, memory=memory,
         )  # fmt: skip
         if kernel.name == plan.kernel:

@@ -115,13 +115,18 @@ ERRORS = {
     ),
     "a list": ((Q.tolist(), K, V), {}, TypeError, "q is a list: give a NumPy or CuPy array"),
     "None": ((Q, None, V), {}, TypeError, "k is a NoneType: give a NumPy"),
-    "algo": ((Q, K, V), {"algo": "fa4"}, ValueError, "algo='fa4': choose one of 'fa1', 'fa2', or"),
+    "algo": (
+        (Q, K, V),
+        {"algo": "fa4"},
+        ValueError,
+        "algo='fa4': choose one of 'fa1', 'fa2', 'fa3', or",
+    ),
     "algo of a kind": ((Q, K, V), {"algo": ["fa2"]}, ValueError, r"algo=\['fa2'\]: choose one"),
     "engine": (
         (Q, K, V),
         {"engine": "cuda"},
         ValueError,
-        "engine='cuda': choose one of 'numpy', 'simt', 'mma', or None",
+        "engine='cuda': choose one of 'numpy', 'simt', 'mma', 'wgmma', or None",
     ),
     "engine that cannot serve": (
         (Q, K, V),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from cases import (
     BACKWARD_CASES,
+    BACKWARD_KERNELS,
     DIMS,
     DTYPES,
     KERNELS,
@@ -25,6 +26,7 @@ import cuflash
 pytestmark = pytest.mark.gpu
 
 EACH_KERNEL = pytest.mark.parametrize(("algo", "engine"), KERNELS)
+EACH_BACKWARD_KERNEL = pytest.mark.parametrize(("algo", "engine"), BACKWARD_KERNELS)
 GROUPS = dict(groups())
 BACKWARD_GROUPS = dict(groups(cases=BACKWARD_CASES))
 
@@ -202,6 +204,23 @@ def test_large(cupy, algo, engine, large):
                 assert_forward_close(*parts, plan=plan, **mine)
 
 
+@pytest.mark.parametrize("dim", [64, 96, 128, 192, 256])
+def test_a_thousand_runs_on_hopper_leave_the_same_bits(cupy, dim):
+    """Many items per block; keys of the last tile are cut."""
+    q, k, v = random(cupy, "bfloat16", 3, 4, 8, 1111, dim)
+    for algo, causal in (("fa3", True), ("fa2", False)):
+        options = {"algo": algo, "engine": "wgmma", "causal": causal, "return_lse": True}
+        out, lse = cuflash.attention(q, k, v, **options)
+        again = cupy.empty_like(out), cupy.empty_like(lse)
+        different = cupy.zeros((), np.int64)
+        for _ in range(1000):
+            cuflash.attention(q, k, v, out=again, **options)
+            for a, b in zip((out, lse), again):
+                kind = np.uint16 if a.itemsize == 2 else np.uint32
+                different += (a.view(kind) != b.view(kind)).sum()
+        assert int(different) == 0
+
+
 @EACH_KERNEL
 def test_twenty_runs_leave_the_same_bits(cupy, algo, engine):
     for dtype in DTYPES[engine]:
@@ -223,7 +242,7 @@ def gradients_of(cupy, dtype, shape, k_shape=None, **options):
 
 
 @pytest.mark.parametrize("large", range(len(LARGE)))
-@EACH_KERNEL
+@EACH_BACKWARD_KERNEL
 def test_large_gradients(cupy, algo, engine, large):
     for dtype in DTYPES[engine][-2:]:
         q_shape, k_shape, options = LARGE[large]
@@ -241,7 +260,7 @@ def test_large_gradients(cupy, algo, engine, large):
         assert_backward_close(grads, *inputs[:4], plan=plan, **options)
 
 
-@EACH_KERNEL
+@EACH_BACKWARD_KERNEL
 def test_twenty_backward_runs_leave_the_same_bits(cupy, algo, engine):
     """Many key tiles add to each tile of dQ; blocks of many heads compete."""
     for dtype in DTYPES[engine]:
@@ -255,7 +274,7 @@ def test_twenty_backward_runs_leave_the_same_bits(cupy, algo, engine):
                 assert all(same_bits(a, b) for a, b in zip(first, again, strict=True))
 
 
-@EACH_KERNEL
+@EACH_BACKWARD_KERNEL
 def test_any_order_is_within_bounds(cupy, algo, engine):
     for dtype in DTYPES[engine]:
         kernel, _, dim = wants(algo, engine)
@@ -266,7 +285,7 @@ def test_any_order_is_within_bounds(cupy, algo, engine):
             assert_backward_close(grads, *inputs[:4], **options)
 
 
-@EACH_KERNEL
+@EACH_BACKWARD_KERNEL
 def test_backward_graph_replays_with_changed_inputs(cupy, algo, engine):
     kernel, dtype, dim = wants(algo, engine)
     options = dict(kernel, causal=True)
@@ -299,7 +318,7 @@ def test_backward_graph_replays_with_changed_inputs(cupy, algo, engine):
             assert_backward_close(grads, *inputs[:4], causal=True)
 
 
-@EACH_KERNEL
+@EACH_BACKWARD_KERNEL
 def test_backward_capture_takes_no_memory(cupy, algo, engine):
     kernel, dtype, dim = wants(algo, engine)
     inputs = gradients_of(cupy, dtype, (2, 4, 100, dim), **kernel)
@@ -319,7 +338,7 @@ def test_backward_capture_takes_no_memory(cupy, algo, engine):
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
-@EACH_KERNEL
+@EACH_BACKWARD_KERNEL
 def test_backward_takes_memory_linear_in_the_length(cupy, pool, algo, engine, deterministic):
     kernel, dtype, dim = wants(algo, engine)
     options = dict(kernel, causal=True, deterministic=deterministic)
@@ -472,7 +491,7 @@ def test_memory_under_a_mask(cupy, pool, algo, engine):
     assert sorted(hook.sizes) == sorted([out.nbytes, planned])
 
 
-@EACH_KERNEL
+@EACH_BACKWARD_KERNEL
 def test_vjp(cupy, algo, engine):
     kernel, dtype, dim = wants(algo, engine)
     options = {"causal": True, "window": (60, 0)}
@@ -490,7 +509,7 @@ def test_vjp(cupy, algo, engine):
         assert_backward_close(grads, dout, q, k, v, dlse=gradient, **options)
 
 
-@EACH_KERNEL
+@EACH_BACKWARD_KERNEL
 def test_backward_on_the_current_stream(cupy, delay, algo, engine):
     kernel, dtype, dim = wants(algo, engine)
     inputs = list(gradients_of(cupy, dtype, (2, 4, 300, dim), **kernel))
@@ -508,7 +527,7 @@ def test_backward_on_the_current_stream(cupy, delay, algo, engine):
     assert_backward_close(grads, wanted, *inputs[1:4])
 
 
-@EACH_KERNEL
+@EACH_BACKWARD_KERNEL
 def test_gradients_of_no_keys_and_no_queries(cupy, algo, engine):
     kernel, dtype, dim = wants(algo, engine)
     inputs = gradients_of(cupy, dtype, (2, 3, 5, dim), (2, 3, 0, dim), **kernel)
@@ -576,7 +595,8 @@ def test_runs_on_the_current_stream(cupy, delay, algo, engine):
 def test_the_host_does_not_wait(cupy, delay, algo, engine):
     kernel, dtype, dim = wants(algo, engine)
     q, k, v = random(cupy, dtype, 3, 3, 4, 300, dim)
-    odd = random(cupy, dtype, 3, 4, 300, dim + 1)[..., :dim]
+    step = 8 if engine == "wgmma" else 1  # which has rows aligned to 16 bytes
+    odd = random(cupy, dtype, 3, 4, 300, dim + step)[..., :dim]
     lengths = cupy.asarray(np.int32([300, 7, 0]))
     rows = random(cupy, dtype, 3, 4, dim, 300).swapaxes(-1, -2)  # to be copied
     calls = (
@@ -760,7 +780,7 @@ def test_memory_taken(cupy, pool, algo, engine):
         assert_forward_close(out, lse, q, k, v, plan=plan)
 
 
-@pytest.mark.parametrize("engine", list(DTYPES))
+@pytest.mark.parametrize("engine", ["simt", "mma"])
 def test_workspace_that_does_not_do(cupy, engine):
     kernel, dtype, dim = wants("fa1", engine)
     q, k, v = random(cupy, dtype, 3, 2, 40, dim)
@@ -801,6 +821,8 @@ def test_grid(cupy, monkeypatch, algo, engine):
     out, lse = cuflash.attention(q, k, v, window=517 + DIMS[engine], return_lse=True, **kernel)
     tiles = -(-517 // plan.block_q)
     blocks = 15 if algo == "fa1" else 15 * tiles
+    if algo == "fa3":
+        blocks = min(blocks, plan.device.multiprocessors)
     assert plan.grid == blocks
     assert [(np.prod(grid), np.prod(block)) for grid, block in seen] == [(blocks, plan.threads)]
     assert_forward_close(out, lse, q, k, v)
@@ -815,9 +837,7 @@ def test_plan_of_device_arrays(cupy):
     assert plan.device.multiprocessors == properties["multiProcessorCount"]
     assert plan.device.shared_bytes == properties["sharedMemPerBlockOptin"]
     assert plan.device.cache_bytes == properties["l2CacheSize"]
-    assert plan.algo == "fa2"
-    assert plan.engine == "mma"
-    assert "fa2_forward" in plan.source()
+    assert plan.kernel in plan.source()
     assert plan.device.name in str(plan)
 
 

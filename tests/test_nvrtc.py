@@ -248,7 +248,7 @@ class Kernel(NamedTuple):
         if self.row.backward and not self.name:
             return False
         small = self.head_dim <= 128 and self.dtype != "float64"
-        return self.arch == "sm_90a" and (self.row.engine == "mma" or small)
+        return self.arch == "sm_90a" and (self.row.engine in ("mma", "wgmma") or small)
 
 
 def problem(dtype, head_dim, backward=False, mask=""):
@@ -275,8 +275,8 @@ def kernels(arch, dtypes) -> list[Kernel]:
 
 
 def every_row() -> list[Kernel]:
-    """All rows for sm_90a: mma in bfloat16, without and with a mask, simt in fp32 and fp64."""
-    mma = [x for x in kernels("sm_90a", ["bfloat16"]) if x.row.engine == "mma"]
+    """All rows for sm_90a: mma and wgmma in bf16, without and with a mask; simt in two types."""
+    mma = [x for x in kernels("sm_90a", ["bfloat16"]) if x.row.engine in ("mma", "wgmma")]
     simt = [x for x in kernels("sm_90a", ["float32", "float64"]) if x.row.engine == "simt"]
     return mma + masked(mma) + simt
 
@@ -315,7 +315,7 @@ def check(kernel: Kernel) -> None:
     assert cost.spills <= spills, f"{kernel}: {cost}"
     assert cost.registers <= 255
     # Registers are given out in units of 8 per thread.
-    of_block = -(-cost.registers // 8) * 8 * 32 * kernel.row.warps
+    of_block = -(-cost.registers // 8) * 8 * kernel.row.threads
     blocks = 1 if kernel.name else kernel.row.min_blocks
     assert of_block * blocks <= REGISTERS, f"{kernel}: {cost}"
 

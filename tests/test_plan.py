@@ -56,10 +56,11 @@ def backward(*args, **more):
 @given(st.lists(st.integers(0, 5), max_size=3), st.integers(0, 1000))
 def test_grid_is_a_block_per_head_or_per_query_tile(row, leading, n):
     plan = Plan(problem(row.dtypes[0], (1, *leading), n), H200, row)
-    tiles = math.ceil(n / plan.block_q)
-    assert plan.grid == math.prod(leading) * (tiles if row.algo == "fa2" else 1)
+    heads, tiles = math.prod(leading), math.ceil(n / plan.block_q)
+    blocks = {"fa1": heads, "fa2": heads * tiles, "fa3": min(heads * tiles, 132)}
+    assert plan.grid == blocks[row.algo]
     assert plan.block_q == row.warps * row.warp_rows
-    assert plan.threads == 32 * row.warps
+    assert plan.threads == 32 * row.warps + (128 if row.engine == "wgmma" else 0)
 
 
 @pytest.mark.parametrize("row", BACKWARD_ROWS, ids=str)
@@ -375,6 +376,41 @@ def test_reasons():
     assert reason(filled, many) == ""
 
 
+def hopper(p=None, device=H200, algo="fa3"):
+    """Why the engine wgmma does not serve, or an empty string."""
+    try:
+        return "" if make_plan(p or problem(), device, algo, "wgmma") else None
+    except NotImplementedError as error:
+        return str(error).splitlines()[1].partition(": ")[2]
+
+
+def test_hopper_serves_or_says_why_not():
+    assert hopper() == hopper(algo="fa2") == hopper(problem("bfloat16", d=256, e=8)) == ""
+    assert hopper(problem("float32")) == "serves float16, bfloat16, not float32"
+    assert hopper(device=Device(80)) == "needs sm_90, the device is sm_80"
+    assert hopper(device=Device(100)) == "needs sm_90, the device is sm_100"
+    assert hopper(device=Device(90, has_features=False)) == "needs NVRTC 12.9 or later"
+    assert hopper(problem(d=60)) == "serves head dims that are multiples of 8"
+    assert hopper(problem(e=60)) == "serves head dims that are multiples of 8"
+    assert hopper(problem(aligned=False)) == "needs rows aligned to 16 bytes"
+    assert hopper(problem(unmappable="its strides")) == "its strides"
+    assert hopper(device=CPU) == "the wgmma engine works on CuPy arrays"
+    with pytest.raises(NotImplementedError, match="backward on .*:\n  there is no kernel of that"):
+        make_plan(backward(), H200, "fa3")
+
+
+def test_hopper_is_the_choice_where_it_fills_the_device():
+    many = make_plan(problem(leading=(8, 64), n=1000), H200)
+    assert (many.algo, many.engine, many.kernel) == ("fa3", "wgmma", "hopper_forward")
+    assert many.compile_options == ("-arch=sm_90a",)
+    few = make_plan(problem(), H200)
+    assert (few.algo, few.engine, few.compile_options) == ("fa2", "mma", ())
+    assert make_plan(problem(), H200, engine="wgmma").engine == "wgmma"  # better than none
+    causal = problem(leading=(8, 64), n=1000, m=1000, band=Band(right=0))
+    assert make_plan(causal, H200).section == 512  # long tiles of all heads before short ones
+    assert make_plan(causal, H200, "fa2", "wgmma").section < 512
+
+
 def test_nothing_serves():
     with pytest.raises(NotImplementedError) as caught:
         make_plan(problem("float32", d=64), H200, "fa2", "mma")
@@ -392,15 +428,19 @@ def test_nothing_serves():
 
 
 def test_unknown_choices():
-    with pytest.raises(ValueError, match="algo='flash': choose one of 'fa1', 'fa2', or None"):
+    with pytest.raises(
+        ValueError, match="algo='flash': choose one of 'fa1', 'fa2', 'fa3', or None"
+    ):
         make_plan(problem(), CPU, "flash")
-    with pytest.raises(ValueError, match="engine='cpu': choose one of 'numpy', 'simt', 'mma', or"):
+    with pytest.raises(
+        ValueError, match="engine='cpu': choose one of 'numpy', 'simt', 'mma', 'wgmma', or"
+    ):
         make_plan(problem(), CPU, None, "cpu")
 
 
 def test_earlier_rows_are_listed_with_their_reasons():
     plan = make_plan(problem("float32", (1,), 4, 4, 32), H200)
-    rows = [row for row in TILES if row.algo == "fa2" and not row.backward]
+    rows = [row for row in TILES if row.algo != "fa1" and not row.backward]
     assert tuple(row for row, _ in plan.rejected) == tuple(rows[: rows.index(plan.tile)])
     assert all(reason for _, reason in plan.rejected)
     text = str(plan)

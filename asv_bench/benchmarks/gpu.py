@@ -281,6 +281,20 @@ class Problem:
 
         return with_backend
 
+    def flash_attention_3(self):
+        """A call of FlashAttention-3's forward pass; None where it is not installed."""
+        try:
+            from fa3_fwd_interface import flash_attn_func
+        except ImportError:
+            return None
+        q, k, v = (x.torch.transpose(1, 2) for x in (self.q, self.k, self.v))
+
+        def call():
+            found = flash_attn_func(q, k, v, causal=self.causal)
+            return (found[0] if isinstance(found, tuple) else found).transpose(1, 2)
+
+        return call
+
     def torch_unfused(self):
         """The formula in torch, without a mask; None without torch."""
         torch = find_torch()

@@ -27,6 +27,7 @@ struct KeyTiles {
     int begin, end;              // places in the list
     int uncut_begin, uncut_end;  // the band shows tiles [uncut_begin, uncut_end) as a whole
 
+    KeyTiles() = default;
     __device__ __forceinline__ KeyTiles(const Params& p, const Head& head, int row, int rows)
         : list(p, head, row) {
         const int q_begin = row * rows;

@@ -20,10 +20,10 @@ __device__ __forceinline__ HeadOutput locate_output(const Params& p, int index) 
 template <typename Tile, typename Softmax, int ROWS, int COLUMNS>
 __device__ __forceinline__ void store_rows(const Accumulator (&O)[ROWS][COLUMNS],
                                            const Softmax& softmax, const Tile& tile,
-                                           const Params& p, const Head& head, int q_begin) {
+                                           const Params& p, const Head& head, int q_begin,
+                                           const HeadOutput& output) {
     constexpr int GROUP = Tile::COLUMN_GROUP;
     const Accumulator multiplier = score_multiplier(p);
-    const HeadOutput output = locate_output(p, head.index);
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         const int q = q_begin + tile.row(i);
@@ -52,4 +52,11 @@ __device__ __forceinline__ void store_rows(const Accumulator (&O)[ROWS][COLUMNS]
             output.lse[q * p.lse_row_stride] =
                 empty ? -infinity<Accumulator>() : softmax.log_sum_exp(i, total, multiplier);
     }
+}
+
+template <typename Tile, typename Softmax, int ROWS, int COLUMNS>
+__device__ __forceinline__ void store_rows(const Accumulator (&O)[ROWS][COLUMNS],
+                                           const Softmax& softmax, const Tile& tile,
+                                           const Params& p, const Head& head, int q_begin) {
+    store_rows(O, softmax, tile, p, head, q_begin, locate_output(p, head.index));
 }

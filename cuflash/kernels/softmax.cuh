@@ -92,3 +92,11 @@ __device__ __forceinline__ void scale_rows(A (&O)[ROWS][COLUMNS], const A (&fact
 #pragma unroll
         for (int j = 0; j < COLUMNS; ++j) O[i][j] *= factor[i];
 }
+
+template <typename A, int ROWS, int COLUMNS>
+__device__ __forceinline__ void clear_rows(A (&O)[ROWS][COLUMNS]) {
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j) O[i][j] = A(0);
+}

@@ -17,9 +17,10 @@ struct Visit {
 };
 
 struct TileList {
-    const int4* entries;
-    int begin, end;
+    const int4* entries = nullptr;
+    int begin = 0, end = 0;
 
+    TileList() = default;
     template <typename P>
     __device__ __forceinline__ TileList(const P& p, const Head& head, int row) {
         if constexpr (MASKED) {

@@ -1,0 +1,106 @@
+// Tiles of a warpgroup: 64 rows of queries, their scores and their outputs, on wgmma (sm_90a).
+//
+// In shared memory a matrix of `width` columns lies in panels of PANEL columns, each
+// [rows][PANEL] with rows of 128 or 64 bytes. Of such a row the 16-byte units are permuted by the
+// row's number (the swizzle), so that 8 rows of one unit meet no bank conflict. TMA and wgmma agree
+// on it, since it is a function of the address and panels are aligned.
+//
+// A warp holds 16 rows of an accumulator in the layout of mma.cuh: lane/4 and lane/4 + 8, and of
+// every 8 columns the two from 2 * (lane % 4) on; packed to halves it is an A operand.
+#pragma once
+#include "hopper.cuh"
+
+constexpr int SLAB = 64;  // rows of a warpgroup's product
+
+constexpr __host__ __device__ int padded(int columns) { return round_up(columns, 32); }
+
+// How a matrix of `WIDTH` columns and `ROWS` rows of halves lies in shared memory.
+template <int ROWS, int WIDTH>
+struct Panels {
+    static constexpr int PANEL = WIDTH % 64 == 0 ? 64 : 32, COUNT = WIDTH / PANEL;
+    static constexpr int ROW_BYTES = 2 * PANEL;
+    static constexpr int PANEL_BYTES = ROWS * ROW_BYTES, BYTES = COUNT * PANEL_BYTES;
+    static constexpr u64 SWIZZLE = PANEL == 64 ? 1 : 2;  // as descriptors number them
+
+    // Matrix descriptor of wgmma. Rows come in groups of 8; LEADING bytes lie between panels, which
+    // counts only for an operand whose columns are not summed over (V).
+    static __device__ __forceinline__ u64 descriptor(u32 address) {
+        return u64(address >> 4) | u64(PANEL_BYTES >> 4) << 16 | u64(8 * ROW_BYTES >> 4) << 32 |
+               SWIZZLE << 62;
+    }
+    // What to add to a descriptor for 16 columns from 16 * i on, and for 16 rows from 16 * i on.
+    static constexpr __device__ int columns(int i) {
+        return (i * 16 / PANEL * PANEL_BYTES + i * 16 % PANEL * 2) >> 4;
+    }
+    static constexpr __device__ int rows(int i) { return i * 16 * ROW_BYTES >> 4; }
+};
+
+// Sets infinities and NaN of 16-byte units to zero; returns, to the whole warp that does it, whether
+// there were any. Looks at several units at a time, since reading one takes long.
+template <int UNITS, typename T>
+__device__ __forceinline__ bool clear_nonfinite_units(T* units, int lane) {
+    constexpr int AT_A_TIME = 4;
+    static_assert(UNITS % 32 == 0, "whole warps");
+    bool found = false;
+#pragma unroll 1
+    for (int begin = lane; begin < UNITS; begin += 32 * AT_A_TIME) {
+        bool some = false;
+#pragma unroll
+        for (int i = 0; i < AT_A_TIME; ++i)
+            if (UNITS % (32 * AT_A_TIME) == 0 || begin + 32 * i < UNITS)
+                some |= has_nonfinite(units + (begin + 32 * i) * CHUNK<T>);
+        if (!some) continue;
+        found = true;
+#pragma unroll 1
+        for (int i = 0; i < AT_A_TIME && begin + 32 * i < UNITS; ++i)
+#pragma unroll 1
+            for (int e = 0; e < CHUNK<T>; ++e) {
+                T& x = units[(begin + 32 * i) * CHUNK<T> + e];
+                if (!is_finite(widen(x))) x = narrow<T>(0.0f);
+            }
+    }
+    return __any_sync(FULL_WARP, found);
+}
+
+template <typename T, int BLOCK_K, int D, int DV>
+struct WarpgroupTile {
+    static constexpr int ROWS = 2, COLUMNS = BLOCK_K / 4, ROW_THREADS = 4;
+    static constexpr int VALUE_COLUMNS = padded(DV) / 4, COLUMN_GROUP = 2;
+    using Queries = Panels<SLAB, padded(D)>;
+    using Keys = Panels<BLOCK_K, padded(D)>;
+    using Values = Panels<BLOCK_K, padded(DV)>;
+
+    const int warp, lane;
+
+    __device__ __forceinline__ WarpgroupTile(int thread) : warp(thread / 32), lane(thread % 32) {}
+
+    __device__ __forceinline__ int row(int i) const { return 16 * warp + i * 8 + lane / 4; }
+    __device__ __forceinline__ int column(int j) const { return j / 2 * 8 + lane % 4 * 2 + j % 2; }
+    __device__ __forceinline__ int value_column(int j) const { return column(j); }
+
+    // S = Q K^T as one group of products, by descriptors of Q and K.
+    __device__ __forceinline__ void score(float (&S)[ROWS][COLUMNS], u64 Q, u64 K) const {
+#pragma unroll
+        for (int i = 0; i < round_up(D, 16) / 16; ++i)
+            multiply_shared(S, Q + Queries::columns(i), K + Keys::columns(i), i > 0);
+        commit_products();
+    }
+
+    // O += P V as one group of products.
+    __device__ __forceinline__ void accumulate(float (&O)[ROWS][VALUE_COLUMNS],
+                                               const u32 (&P)[BLOCK_K / 16][4], u64 V) const {
+#pragma unroll
+        for (int i = 0; i < BLOCK_K / 16; ++i) multiply_registers(O, P[i], V + Values::rows(i), 1);
+        commit_products();
+    }
+
+    // P as the A operands of products: one for every 16 keys.
+    __device__ __forceinline__ void pack_probabilities(u32 (&P)[BLOCK_K / 16][4],
+                                                       const float (&S)[ROWS][COLUMNS]) const {
+#pragma unroll
+        for (int i = 0; i < BLOCK_K / 16; ++i)
+#pragma unroll
+            for (int r = 0; r < 4; ++r)
+                P[i][r] = pack(S[r % 2][4 * i + r / 2 * 2], S[r % 2][4 * i + r / 2 * 2 + 1], T());
+    }
+};

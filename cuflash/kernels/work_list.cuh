@@ -1,0 +1,82 @@
+// What the blocks of a persistent kernel work on: items of one list, each a head's tile of queries.
+// Reads the prelude: Params and the sizes of tiles.
+#pragma once
+#include "key_tiles.cuh"
+#include "output.cuh"
+#include "sequence.cuh"
+
+// The items that are this block's: one of every round of the blocks, in turn from the front and
+// from the back of a round, since longer items come first.
+struct WorkList {
+    const int count;
+    int index, back;
+    __device__ __forceinline__ explicit WorkList(const Params& p)
+        : count(p.head_count * p.query_tiles),
+          index(blockIdx.x),
+          back(2 * (gridDim.x - blockIdx.x) - 1) {}
+    __device__ __forceinline__ bool more() const { return index < count; }
+    __device__ __forceinline__ void advance() {
+        index += back;
+        back = 2 * gridDim.x - back;
+    }
+};
+
+// Where a head lies in an operand's tensor map, whose leading axes have one position where the
+// operand broadcasts.
+struct MapPlace {
+    int at[3];
+    __device__ __forceinline__ void locate(const Params& p, int index, const long long* strides) {
+#pragma unroll
+        for (int axis = 2; axis >= 0; --axis) {
+            const bool moves = axis < p.axes && strides[axis] != 0;
+            at[axis] = moves ? index % p.axis_size[axis] : 0;
+            if (axis < p.axes) index /= p.axis_size[axis];
+        }
+    }
+};
+
+// One item, in shared memory: finding one's way to it takes divisions, which are slow, so that one
+// thread does it ahead of time for all.
+struct Item {
+    int exists;  // 0 behind the last one
+    int q_begin;
+    Head head;
+    KeyTiles<BLOCK_K> keys;
+    HeadOutput output;
+    MapPlace q_place, k_place, v_place;
+    int4 nothing;
+
+    // A row without tiles visits one, of which it sees nothing.
+    __device__ __forceinline__ void see_nothing() {
+        nothing = make_int4(0, -1, -1, 0);
+        keys.list.entries = &nothing;
+        keys.begin = 0, keys.end = 1, keys.uncut_end = 0;
+        head.key_length = 0;
+    }
+    __device__ __forceinline__ void locate(const Params& p, int index) {
+        const Work work(p, index, p.query_tiles);
+        head = locate_head(p, work.head);
+        const int query_tile = row_at(p, head, work.tile, p.query_tiles - 1 - work.tile);
+        q_begin = query_tile * BLOCK_Q;
+        keys = KeyTiles<BLOCK_K>(p, head, query_tile, BLOCK_Q);
+        if (keys.count() == 0) see_nothing();
+        output = locate_output(p, work.head);
+        q_place.locate(p, work.head, p.q_axis_stride);
+        k_place.locate(p, work.head, p.k_axis_stride);
+        v_place.locate(p, work.head, p.v_axis_stride);
+    }
+};
+
+// x, which all lanes of the warp have: now the compiler knows, too, and keeps it in the registers
+// that a warp has in common.
+template <typename T>
+__device__ __forceinline__ T uniform(const T& x) {
+    constexpr int WORDS = sizeof(T) / sizeof(u32);
+    struct Words {
+        u32 at[WORDS];
+    } words;
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i)
+        words.at[i] = __shfl_sync(FULL_WARP, reinterpret_cast<const u32*>(&x)[i], 0);
+    return __builtin_bit_cast(T, words);
+}
