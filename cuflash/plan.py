@@ -500,13 +500,9 @@ class Plan:
     def section(self) -> int:
         """Heads whose keys and values share the L2 cache; blocks do one section after another.
 
-        Sections are of about one size: a small last one would leave multiprocessors idle. Where
-        blocks persist and tiles differ in length, all heads are one: only then do blocks that take
-        every so many tiles of the list get about as much each.
+        Sections are of about one size: a small last one would leave multiprocessors idle.
         """
         p = self.problem
-        if self.algo == "fa3" and not p.band.is_open:
-            return max(1, p.head_count)
         head_bytes = p.key_length * (p.head_dim + p.value_dim) * ITEM_BYTES[p.dtype]
         cached = max(1, self.device.cache_bytes // 2 // max(1, head_bytes))
         return max(1, -(-p.head_count // max(1, round(p.head_count / cached))))

@@ -17,7 +17,8 @@ from cuflash.operands import Spec, conformed, make_layout
 from cuflash.params import pack
 from cuflash.plan import Plan
 from cuflash.scores import softcap as softcap_score
-from cuflash.tensor_maps import tensor_maps
+from cuflash.tensor_maps import TABLES_BYTES, tensor_maps
+from cuflash.work_order import work_order
 
 
 class Result(NamedTuple):
@@ -73,8 +74,13 @@ def attention(
     params["lse"] = 0 if lse is None else memory.place(lse, initialised=not fresh_lse)
     operands = {"q": q, "k": k, "v": v}
     maps = tensor_maps(plan, layout) if plan.engine == "wgmma" else {}
-    packed = [TensorMap(operands[name], *x).pack(memory) for name, x in maps.items()]
-    more = [np.frombuffer(b"".join(packed), np.void(128 * len(packed)).dtype)] if packed else []
+    more = []
+    if plan.engine == "wgmma":
+        packed = [TensorMap(operands[name], *x).pack(memory) for name, x in maps.items()]
+        order = work_order(plan)
+        place = 0 if order is None else memory.place(order)
+        text = b"".join([*packed, place.to_bytes(8, "little")]).ljust(TABLES_BYTES, b"\0")
+        more = [np.frombuffer(text, f"V{TABLES_BYTES}")]
     stats = _launch(plan, [params, *more], memory, mode, seed)
     if target is not result:
         result[...] = target
