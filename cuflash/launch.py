@@ -12,7 +12,8 @@ import numpy as np
 from .memory import conform, device_lists, empty, workspace
 from .params import pack, pointers, workspace_pointers
 from .plan import Device, Launch, Plan
-from .tensor_maps import MAP_BYTES, OPERANDS, TensorMap, tensor_maps
+from .tensor_maps import MAP_BYTES, OPERANDS, TABLES_BYTES, TensorMap, tensor_maps
+from .work_order import work_order
 
 
 @functools.cache
@@ -72,9 +73,23 @@ def _encode_function():
     return function
 
 
-def map_encoder(maps: dict[str, TensorMap], dtype: str):
-    """A function of the operands' addresses that makes the kernel's argument of their maps."""
-    encode, size = _encode_function(), MAP_BYTES * len(maps)
+@functools.lru_cache(maxsize=64)
+def _order_on_device(plan: Plan, device_id: int):
+    """The plan's order of work in device memory, for all streams, or None where it has none."""
+    order = work_order(plan)
+    if order is None:
+        return None
+    with cupy.cuda.Device(device_id):
+        held = empty(order.shape, order.dtype)
+        held.set(order)
+        cupy.cuda.get_current_stream().synchronize()
+    return held
+
+
+def table_maker(maps: dict[str, TensorMap], dtype: str, order):
+    """A function of the operands' addresses that makes the kernel's argument Tables."""
+    encode = _encode_function()
+    order_address = struct.pack("Q", 0 if order is None else order.data.ptr)
     type_code = {"float16": 6, "bfloat16": 9}[dtype]  # CUtensorMapDataType
     fixed = []
     for place, x in enumerate(maps.values()):
@@ -88,14 +103,17 @@ def map_encoder(maps: dict[str, TensorMap], dtype: str):
         )
 
     def make(addresses):
-        memory = np.empty(size + 64, np.uint8)  # the driver wants 64-byte alignment
+        memory = np.zeros(TABLES_BYTES + 64, np.uint8)  # the driver wants 64-byte alignment
         begin = -memory.ctypes.data % 64
         base = memory.ctypes.data + begin
         for address, (offset, kind, rank, more) in zip(addresses, fixed):
             status = encode(base + offset, kind, rank, address, *more)
             if status:
                 raise RuntimeError(f"cuTensorMapEncodeTiled failed with CUDA error {status}")
-        return memory[begin : begin + size].view(f"V{size}")
+        tables = memory[begin : begin + TABLES_BYTES]
+        end = len(maps) * MAP_BYTES
+        tables[end : end + 8] = np.frombuffer(order_address, np.uint8)
+        return tables.view(f"V{TABLES_BYTES}")
 
     return make
 
@@ -116,18 +134,22 @@ def prepare(call, device_id: int):
     offsets = [starts.get(name) for name in names[given:]]
     nowhere = (0,) * len(offsets)
     if plan.engine == "wgmma":
-        encode = map_encoder(tensor_maps(plan, call.layout), plan.problem.dtype)
-        remembered = functools.lru_cache(maxsize=256)(lambda *addresses: encode(addresses))
+        order = _order_on_device(plan, device_id)
+        make = table_maker(tensor_maps(plan, call.layout), plan.problem.dtype, order)
+        tables_of = functools.lru_cache(maxsize=256)(lambda *addresses: make(addresses))
         places = [call.operands.index(name) for name in OPERANDS]
-        ((function, grid, block, shared_bytes),) = kernels
+        *before, (main, grid, block, shared_bytes) = kernels
 
-        def launch_with_maps(addresses, base):
+        def launch_with_tables(addresses, base, _held=order):
             params = template.copy()
-            pack_into(params, 0, *addresses, *nowhere)
-            maps = remembered(*(addresses[place] for place in places))
-            function(grid, block, (params, maps), shared_bytes)
+            parts = [0 if x is None else base + x for x in offsets] if base else nowhere
+            pack_into(params, 0, *addresses, *parts)
+            for function, *sizes, own_shared_bytes in before:
+                function(*sizes, (params,), own_shared_bytes)
+            tables = tables_of(*(addresses[place] for place in places))
+            main(grid, block, (params, tables), shared_bytes)
 
-        return launch_with_maps
+        return launch_with_tables
 
     def launch(addresses, base):
         params = template.copy()  # several threads may be here

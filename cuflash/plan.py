@@ -566,16 +566,13 @@ class Plan:
     def section(self) -> int:
         """Heads whose keys and values share the L2 cache; blocks do one section after another.
 
-        Sections are of about one size: a small last one would leave multiprocessors idle. All heads
-        are one section where blocks persist and tiles differ in length: only then do blocks that
-        take every so many tiles of the list get about as much each. And where blocks add in order
-        under a mask, so that few of one head run at a time: these meet a tile of dQ in another
-        order than they started, and wait (on an H200, 0.76 to 0.82 of the speed of any order,
-        against 0.49 to 0.70 with sections).
+        Sections are of about one size: a small last one would leave multiprocessors idle. With a
+        mask, blocks that add in order are of all heads, so that few of one head run at a time:
+        these meet a tile of dQ in another order than they started, and wait (on an H200, 0.76 to
+        0.82 of the speed of any order, against 0.49 to 0.70 with sections).
         """
         p = self.problem
-        persists_unevenly = self.algo == "fa3" and not p.band.is_open
-        if persists_unevenly or (p.mask and self.is_ordered):
+        if p.mask and self.is_ordered:
             return max(1, p.head_count)
         head_bytes = p.key_length * (p.head_dim + p.value_dim) * ITEM_BYTES[p.dtype]
         cached = max(1, self.device.cache_bytes // 2 // max(1, head_bytes))

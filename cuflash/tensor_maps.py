@@ -9,6 +9,7 @@ from .plan import CHUNK_BYTES, ITEM_BYTES, Plan
 
 OPERANDS = ("q", "k", "v")
 MAP_BYTES = 128
+TABLES_BYTES = (len(OPERANDS) * MAP_BYTES // 64 + 1) * 64  # maps, a pointer, and up to alignment
 WARPGROUP_ROWS = 64
 
 

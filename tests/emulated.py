@@ -17,8 +17,9 @@ from cuflash.operands import Spec, conformed, make_layout
 from cuflash.params import pack
 from cuflash.plan import Plan
 from cuflash.scores import softcap as softcap_score
-from cuflash.tensor_maps import tensor_maps
+from cuflash.tensor_maps import TABLES_BYTES, tensor_maps
 from cuflash.tile_lists import tile_lists
+from cuflash.work_order import work_order
 
 
 class Result(NamedTuple):
@@ -79,8 +80,13 @@ def attention(
     _place_mask(params, mask, plan, memory)
     operands = {"q": q, "k": k, "v": v}
     maps = tensor_maps(plan, layout) if plan.engine == "wgmma" else {}
-    packed = [TensorMap(operands[name], *x).pack(memory) for name, x in maps.items()]
-    more = [np.frombuffer(b"".join(packed), np.void(128 * len(packed)).dtype)] if packed else []
+    more = []
+    if plan.engine == "wgmma":
+        packed = [TensorMap(operands[name], *x).pack(memory) for name, x in maps.items()]
+        order = work_order(plan)
+        place = 0 if order is None else memory.place(order)
+        text = b"".join([*packed, place.to_bytes(8, "little")]).ljust(TABLES_BYTES, b"\0")
+        more = [np.frombuffer(text, f"V{TABLES_BYTES}")]
     stats = _launch(plan, [params, *more], memory, mode, seed)
     if target is not result:
         result[...] = target
@@ -154,7 +160,8 @@ def _launch(plan, args, memory, mode, seed) -> dict:
     for kernel in plan.kernels:
         module = Module(plan.source(kernel.name), mode=mode, arch=plan.device.arch * 10)
         module.launch(
-            kernel.name, kernel.grid, kernel.threads, args,
+            kernel.name, kernel.grid, kernel.threads,
+            args if kernel.name == plan.kernel else args[:1],
             shared_bytes=kernel.shared_bytes, seed=seed, memory=memory,
         )  # fmt: skip
         if kernel.name == plan.kernel:

@@ -75,9 +75,6 @@ __device__ __forceinline__ void pass(int id, int threads) {
 struct __align__(64) TensorMap {
     unsigned char opaque[128];
 };
-struct TensorMaps {
-    TensorMap q, k, v;
-};
 
 // cp.async.bulk.tensor.5d: global to shared; the bytes count at `barrier`.
 __device__ __forceinline__ void load_box(u32 shared, const TensorMap* map, u32 barrier, int column,

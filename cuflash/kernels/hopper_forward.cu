@@ -151,25 +151,24 @@ __device__ __forceinline__ void clear_values(unsigned char* smem, int stage, u32
 }
 
 // Thread 64: works out the items of this block.
-__device__ __forceinline__ void schedule(const Params& p, unsigned char* smem,
+__device__ __forceinline__ void schedule(const Params& p, const int* order, unsigned char* smem,
                                          const Barriers& barriers) {
     Item* const items = reinterpret_cast<Item*>(smem + ITEMS);
     Ring<2> ring;
     bool more;
-    WorkList list(p);
+    WorkList list(p, order);
     do {
         wait_barrier(barriers.item_empty(ring.stage), ring.parity ^ 1);
         Item& item = items[ring.stage];
         item.exists = more = list.more();
-        if (more) item.locate(p, list.index);
+        if (more) item.locate(p, list.index), list.advance();
         arrive(barriers.item_full(ring.stage));
-        list.advance();
         ring.advance();
     } while (more);
 }
 
 // Thread 0 fills the buffers as they become empty, warps 1 and 3 clear cut values.
-__device__ __forceinline__ void produce(const TensorMaps& maps, unsigned char* smem,
+__device__ __forceinline__ void produce(const Tables& tables, unsigned char* smem,
                                         const Barriers& barriers) {
     const bool copies = threadIdx.x == 0;
     const u32 Q_smem = shared_address(smem), K_smem = Q_smem + K_BEGIN, V_smem = Q_smem + V_BEGIN;
@@ -187,14 +186,14 @@ __device__ __forceinline__ void produce(const TensorMaps& maps, unsigned char* s
             const bool cut = keys.is_cut(visit);
             if (copies) {
                 wait_barrier(barriers.K_empty(stage), ring.parity ^ 1);
-                load_panels<Tile::Keys>(K_smem + stage * K_TILE, &maps.k, barriers.K_full(stage),
+                load_panels<Tile::Keys>(K_smem + stage * K_TILE, &tables.k, barriers.K_full(stage),
                                         tile * BLOCK_K, item.k_place);
             }
             if (copies && i == 0) {  // later than keys: this waits for the last item's scores
 #pragma unroll 1
                 for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
                     wait_barrier(barriers.Q_empty(consumer), ~parities >> STAGES & 1);
-                    load_panels<Tile::Queries>(Q_smem + consumer * Q_TILE, &maps.q,
+                    load_panels<Tile::Queries>(Q_smem + consumer * Q_TILE, &tables.q,
                                                barriers.Q_full(consumer),
                                                item.q_begin + consumer * SLAB, item.q_place);
                 }
@@ -203,7 +202,7 @@ __device__ __forceinline__ void produce(const TensorMaps& maps, unsigned char* s
             if (copies) {
                 wait_barrier(barriers.V_empty(stage), ring.parity ^ 1);
                 if (!cut) arrive(barriers.V_full(stage));  // in place of the second that clears
-                load_panels<Tile::Values>(V_smem + stage * V_TILE, &maps.v,
+                load_panels<Tile::Values>(V_smem + stage * V_TILE, &tables.v,
                                           cut ? barriers.V_landed(stage) : barriers.V_full(stage),
                                           tile * BLOCK_K, item.v_place);
             } else if (cut) {
@@ -246,23 +245,23 @@ __device__ __forceinline__ void add_nonfinite_values(const Params& p, const Item
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    hopper_forward(const __grid_constant__ Params p, const __grid_constant__ TensorMaps maps) {
+    hopper_forward(const __grid_constant__ Params p, const __grid_constant__ Tables tables) {
     extern __shared__ __align__(1024) unsigned char smem[];
     const Barriers barriers = {shared_address(smem) + BARRIERS};
     const int* const flags = reinterpret_cast<const int*>(smem + FLAGS);
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
     if (threadIdx.x == 0) {
         barriers.init();
-        prefetch(&maps.q), prefetch(&maps.k), prefetch(&maps.v);
+        prefetch(&tables.q), prefetch(&tables.k), prefetch(&tables.v);
     }
     __syncthreads();  // the barriers exist for all
 
     if (warpgroup == 0) {
         release_registers<PRODUCER_REGISTERS>();
         if (threadIdx.x == 64)
-            schedule(p, smem, barriers);
+            schedule(p, tables.order, smem, barriers);
         else if (threadIdx.x == 0 || threadIdx.x / 32 % 2 == 1)
-            produce(maps, smem, barriers);
+            produce(tables, smem, barriers);
         return;
     }
     claim_registers<CONSUMER_REGISTERS>();

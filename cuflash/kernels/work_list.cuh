@@ -1,23 +1,31 @@
 // What the blocks of a persistent kernel work on: items of one list, each a head's tile of queries.
 // Reads the prelude: Params and the sizes of tiles.
 #pragma once
+#include "hopper.cuh"
 #include "key_tiles.cuh"
 #include "output.cuh"
 #include "sequence.cuh"
 
-// The items that are this block's: one of every round of the blocks, in turn from the front and
-// from the back of a round, since longer items come first.
+// What a kernel is given beside Params: tensor maps and, where the host has worked it out, which
+// items are whose: `order` has a row per round and a column per block.
+struct Tables {
+    TensorMap q, k, v;
+    const int* order;
+};
+
+// The items that are this block's: as `order` says or, where there is none, every gridDim.x-th.
 struct WorkList {
+    const int* const order;
     const int count;
-    int index, back;
-    __device__ __forceinline__ explicit WorkList(const Params& p)
-        : count(p.head_count * p.query_tiles),
-          index(blockIdx.x),
-          back(2 * (gridDim.x - blockIdx.x) - 1) {}
+    int place, index;
+    __device__ __forceinline__ WorkList(const Params& p, const int* order)
+        : order(order), count(p.head_count * p.query_tiles), place(blockIdx.x) {
+        index = order == nullptr ? place : order[place];
+    }
     __device__ __forceinline__ bool more() const { return index < count; }
     __device__ __forceinline__ void advance() {
-        index += back;
-        back = 2 * gridDim.x - back;
+        place += gridDim.x;
+        index = order == nullptr ? place : order[place];
     }
 };
 
