@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
+import sys
 
 import cupy
 import numpy as np
@@ -64,7 +65,8 @@ def compiled(plan: Plan, device_id: int, kernel: Launch | None = None):
 @functools.cache
 def _encode_function():
     """CuTensorMapEncodeTiled of the driver, which CuPy does not wrap."""
-    function = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+    driver = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+    function = ctypes.CDLL(driver).cuTensorMapEncodeTiled
     pointer, integer = ctypes.c_void_p, ctypes.c_int
     function.argtypes = [
         pointer, integer, ctypes.c_uint32, pointer, pointer, pointer, pointer, pointer,
