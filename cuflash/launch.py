@@ -64,7 +64,7 @@ def compiled(plan: Plan, device_id: int, kernel: Launch | None = None):
 
 @functools.cache
 def _encode_function():
-    """CuTensorMapEncodeTiled of the driver, which CuPy does not wrap."""
+    """The driver's cuTensorMapEncodeTiled, which CuPy does not wrap."""
     driver = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
     function = ctypes.CDLL(driver).cuTensorMapEncodeTiled
     pointer, integer = ctypes.c_void_p, ctypes.c_int
@@ -120,6 +120,20 @@ def table_maker(maps: dict[str, TensorMap], dtype: str, order):
     return make
 
 
+def _tables(call, device_id: int):
+    """A function of a call's addresses: the arguments of its kernel beside Params."""
+    plan = call.plan
+    order = _order_on_device(plan, device_id)
+    make = table_maker(tensor_maps(plan, call.layout), plan.problem.dtype, order)
+    places = [call.operands.index(name) for name in OPERANDS]
+    remembered = functools.lru_cache(maxsize=256)(lambda *operands: (make(operands),))
+
+    def of_addresses(addresses, _held=order):
+        return remembered(*[addresses[place] for place in places])
+
+    return of_addresses
+
+
 def prepare(call, device_id: int):
     """A function of a call's pointers that launches its kernels on the current stream."""
     plan = call.plan
@@ -134,27 +148,14 @@ def prepare(call, device_id: int):
     starts = plan.workspace_offsets
     offsets = [starts.get(name) for name in names[len(call.operands) :]]
     nowhere = (0,) * len(offsets)
-    if plan.engine == "wgmma":
-        order = _order_on_device(plan, device_id)
-        make = table_maker(tensor_maps(plan, call.layout), plan.problem.dtype, order)
-        tables_of = functools.lru_cache(maxsize=256)(lambda *addresses: make(addresses))
-        places = [call.operands.index(name) for name in OPERANDS]
-        ((function, grid, block, shared_bytes),) = kernels
-
-        def launch_with_tables(addresses, base, _held=order):
-            params = template.copy()
-            pack_into(params, 0, *addresses, *nowhere)
-            tables = tables_of(*(addresses[place] for place in places))
-            function(grid, block, (params, tables), shared_bytes)
-
-        return launch_with_tables
+    more = _tables(call, device_id) if plan.engine == "wgmma" else lambda addresses: ()
 
     def launch(addresses, base):
         params = template.copy()  # several threads may be here
         parts = [0 if x is None else base + x for x in offsets] if base else nowhere
         pack_into(params, 0, *addresses, *parts)
         for function, grid, block, shared_bytes in kernels:
-            function(grid, block, (params,), shared_bytes)
+            function(grid, block, (params, *more(addresses)), shared_bytes)
 
     return launch
 
