@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
+import sys
 
 import cupy
 import numpy as np
@@ -63,8 +64,9 @@ def compiled(plan: Plan, device_id: int, kernel: Launch | None = None):
 
 @functools.cache
 def _encode_function():
-    """CuTensorMapEncodeTiled of the driver, which CuPy does not wrap."""
-    function = ctypes.CDLL("libcuda.so.1").cuTensorMapEncodeTiled
+    """The driver's cuTensorMapEncodeTiled, which CuPy does not wrap."""
+    driver = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+    function = ctypes.CDLL(driver).cuTensorMapEncodeTiled
     pointer, integer = ctypes.c_void_p, ctypes.c_int
     function.argtypes = [
         pointer, integer, ctypes.c_uint32, pointer, pointer, pointer, pointer, pointer,
@@ -118,6 +120,20 @@ def table_maker(maps: dict[str, TensorMap], dtype: str, order):
     return make
 
 
+def _tables(call, device_id: int):
+    """A function of a call's addresses: the arguments of its kernel beside Params."""
+    plan = call.plan
+    order = _order_on_device(plan, device_id)
+    make = table_maker(tensor_maps(plan, call.layout), plan.problem.dtype, order)
+    places = [call.operands.index(name) for name in OPERANDS]
+    remembered = functools.lru_cache(maxsize=256)(lambda *operands: (make(operands),))
+
+    def of_addresses(addresses, _held=order):
+        return remembered(*[addresses[place] for place in places])
+
+    return of_addresses
+
+
 def prepare(call, device_id: int):
     """A function of a call's pointers that launches its kernels on the current stream."""
     plan = call.plan
@@ -125,38 +141,23 @@ def prepare(call, device_id: int):
     pack_into = struct.Struct(f"{len(names)}Q").pack_into
     template = pack(plan, call.layout, call.scale, call.score.values if call.score else ())
     template = template.view(f"V{template.itemsize}")  # CuPy describes each field of a structure
+    tables = {plan.kernel: _tables(call, device_id)} if plan.engine == "wgmma" else {}
     kernels = [
-        (compiled(plan, device_id, x), (x.grid,), (x.threads,), x.shared_bytes)
+        (compiled(plan, device_id, x), (x.grid,), (x.threads,), x.shared_bytes, tables.get(x.name))
         for x in plan.kernels
     ]
     starts = plan.workspace_offsets
     given = len(names) - len(workspace_pointers(plan))
     offsets = [starts.get(name) for name in names[given:]]
     nowhere = (0,) * len(offsets)
-    if plan.engine == "wgmma":
-        order = _order_on_device(plan, device_id)
-        make = table_maker(tensor_maps(plan, call.layout), plan.problem.dtype, order)
-        tables_of = functools.lru_cache(maxsize=256)(lambda *addresses: make(addresses))
-        places = [call.operands.index(name) for name in OPERANDS]
-        *before, (main, grid, block, shared_bytes) = kernels
-
-        def launch_with_tables(addresses, base, _held=order):
-            params = template.copy()
-            parts = [0 if x is None else base + x for x in offsets] if base else nowhere
-            pack_into(params, 0, *addresses, *parts)
-            for function, *sizes, own_shared_bytes in before:
-                function(*sizes, (params,), own_shared_bytes)
-            tables = tables_of(*(addresses[place] for place in places))
-            main(grid, block, (params, tables), shared_bytes)
-
-        return launch_with_tables
 
     def launch(addresses, base):
         params = template.copy()  # several threads may be here
         parts = [0 if x is None else base + x for x in offsets] if base else nowhere
         pack_into(params, 0, *addresses, *parts)
-        for function, grid, block, shared_bytes in kernels:
-            function(grid, block, (params,), shared_bytes)
+        for function, grid, block, shared_bytes, more in kernels:
+            args = (params,) if more is None else (params, *more(addresses))
+            function(grid, block, args, shared_bytes)
 
     return launch
 

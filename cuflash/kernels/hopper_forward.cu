@@ -2,8 +2,8 @@
 // (Shah et al. 2024, Algorithm 2): O = softmax(Q K^T) V and its log-sum-exp.
 //
 // Grid: with algo fa2 one block per (head, query tile), longest tiles first; with fa3 one block per
-// multiprocessor, which works on one tile after the other. The same code: a block takes one item of
-// every gridDim.x of the list. It has CONSUMERS warpgroups that own 64 queries each, and a producer:
+// multiprocessor, which works on one tile after the other, by the same code. A block has CONSUMERS
+// warpgroups that own 64 queries each, and a producer:
 //
 //     thread 0      copies tiles by TMA      Q_smem  [CONSUMERS][64][D]
 //                                            K_smem  [STAGES][BLOCK_K][D]     a ring, as V is
@@ -20,10 +20,14 @@
 // Every buffer has a barrier "full", which its copy completes, and one "empty", at which all warps
 // that read it arrive. A value tile that is cut completes "landed" first, and "full" when cleared.
 //
-// Measured on an H200 (asv_bench/against_peers.py hopper), the field's grid at N = 4k and 16k, full
-// and causal, TFLOP/s: D 64 480 to 534 and 400 to 500, D 128 590 to 640 and 500 to 630, D 256 680
-// to 740 and 530 to 700. The loop alone, without masks and ends, reaches 560 to 580, 720 to 770 and
-// 790 to 805: there the tensor cores are busy all the time but at D = 64, where exp2 takes as long.
+// Measured on an H200 (asv_bench/against_peers.py hopper), bf16, N = 4k to 16k, full and causal, in
+// TFLOP/s: D 64 506 to 547 and 447 to 535, D 128 635 to 696 and 598 to 684, D 256 721 to 796 and 651
+// to 787: of FlashAttention-3's own kernel 0.90 to 1.01, of cuDNN 1.01 to 1.31. The loop alone,
+// without masks and ends, reaches 560 to 580, 720 to 770 and 790 to 805; at D 64 exp2 takes as long
+// as the products, above it tensor cores and the power limit bound it. What counted: exp2 before the
+// wait for O, which the compiler otherwise puts first; more stages; items without a gap between
+// them, and worked out ahead; nothing in the loop but what it needs, since descriptors otherwise
+// leave the uniform registers.
 #include "numeric.cuh"
 #include "tile.cuh"
 #include "softmax.cuh"
