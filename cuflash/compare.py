@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from . import attention, attention_backward, meters, plan
-from .plan import ALGOS, ENGINES
+from .plan import ALGOS, ENGINES, TILES
 
 TORCH = {
     "torch FA2": "FLASH_ATTENTION",
@@ -157,7 +157,13 @@ class Field:
     def names(self) -> list[str]:
         """All contenders; those whose name begins alike are of one kind."""
         engines = [name for name in ENGINES if (name == "numpy") == (self.cupy is None)]
-        own = [f"{algo} {engine}" for algo in ALGOS[::-1] for engine in engines[::-1]]
+        kinds = {(row.algo, row.engine) for row in TILES}
+        own = [
+            f"{algo} {engine}"
+            for algo in ALGOS[::-1]
+            for engine in engines[::-1]
+            if (algo, engine) in kinds
+        ]
         return [*own, "unfused", *(TORCH if self.torch is not None else ())]
 
     def operands(self, work: Work) -> list:

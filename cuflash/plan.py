@@ -738,6 +738,8 @@ def _first_that_serves(problem, device, algo, engine) -> Plan:
         if row.backward != problem.backward:
             continue
         reason = row.reject(problem, device)
+        if row.engine == "wgmma" and engine is None and algo != "fa3":
+            reason = reason or "only when asked for: engine='wgmma' or algo='fa3'"
         if not reason:
             return Plan(problem, device, row, tuple(rejected))
         rejected.append((row, reason))

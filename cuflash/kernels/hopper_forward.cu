@@ -319,7 +319,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         tile.accumulate(O_regs, P_regs, V + before.stage * (V_TILE >> 4));
     };
     const auto finish = [&] {
-        store_rows(O_regs, softmax, tile, p, head, q_begin, item->output);
+        store_rows(O_regs, softmax, tile, p, head, q_begin, &item->output);
         if (__any_sync(FULL_WARP, nonfinite)) {
             meet(OUTPUT_BARRIER + consumer, WARPGROUP);  // all rows are written
             add_nonfinite_values(p, *item, q_begin);

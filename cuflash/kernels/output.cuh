@@ -21,9 +21,10 @@ template <typename Tile, typename Softmax, int ROWS, int COLUMNS>
 __device__ __forceinline__ void store_rows(const Accumulator (&O)[ROWS][COLUMNS],
                                            const Softmax& softmax, const Tile& tile,
                                            const Params& p, const Head& head, int q_begin,
-                                           const HeadOutput& output) {
+                                           const HeadOutput* located = nullptr) {
     constexpr int GROUP = Tile::COLUMN_GROUP;
     const Accumulator multiplier = score_multiplier(p);
+    const HeadOutput output = located ? *located : locate_output(p, head.index);
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         const int q = q_begin + tile.row(i);
@@ -52,11 +53,4 @@ __device__ __forceinline__ void store_rows(const Accumulator (&O)[ROWS][COLUMNS]
             output.lse[q * p.lse_row_stride] =
                 empty ? -infinity<Accumulator>() : softmax.log_sum_exp(i, total, multiplier);
     }
-}
-
-template <typename Tile, typename Softmax, int ROWS, int COLUMNS>
-__device__ __forceinline__ void store_rows(const Accumulator (&O)[ROWS][COLUMNS],
-                                           const Softmax& softmax, const Tile& tile,
-                                           const Params& p, const Head& head, int q_begin) {
-    store_rows(O, softmax, tile, p, head, q_begin, locate_output(p, head.index));
 }

@@ -34,8 +34,9 @@ __device__ __forceinline__ void mask_scores(Accumulator (&S)[ROWS][COLUMNS], con
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         const VisibleKeys visible(p, head, q_begin + tile.row(i));
-        // Relative to the lane's first column, so that columns are constants.
-        const int origin = tile.column(0), first = visible.first - k_begin - origin;
+        // For warpgroups relative to the lane's first column, so that their columns are constants.
+        const int origin = ENGINE_IS_WGMMA ? tile.column(0) : 0;
+        const int first = visible.first - k_begin - origin;
         const int last = visible.last - k_begin - origin;
 #pragma unroll
         for (int j = 0; j < COLUMNS; ++j) {
