@@ -11,6 +11,8 @@ hopper      wgmma in bf16 against cuDNN, torch's FlashAttention-2 and, where `fa
 small       the same on problems of a few microseconds
 fa1         fa1 against fa2
 backward    gradients, in any order too, against torch's kernels in both of their modes
+blocks      fa2 mma with random block masks, forward and backward, against no mask (at most
+            1.15 x the share of visible blocks + 3 % of its time) and FlexAttention
 fp32        fa2 simt against torch's memory-efficient kernel and CuPy's matmul + softmax
 seeds       fa2 simt on (8, 8, N, d) against the unfused computation in torch
 memory      peak device memory of a call beyond out and lse
@@ -30,24 +32,23 @@ import argparse
 import contextlib
 import functools
 import json
-import os
 import statistics
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import gpu as bench
+from benchmarks.gpu import Backward, Problem
+
+bench.find_torch()  # before CuPy, which then finds the CUDA libraries that torch has loaded
+
 import cupy
-import gpu_bench as bench
 import numpy as np
-from gpu_bench import draw, torch
 
 import cuflash
-
-try:
-    from fa3_fwd_interface import flash_attn_func as flash_attention_3
-except ImportError:
-    flash_attention_3 = None
 
 FA2 = "torch FA2", "FLASH_ATTENTION"
 EFFICIENT = "torch efficient", "EFFICIENT_ATTENTION"
@@ -59,22 +60,9 @@ class Session:
 
     def __init__(self, quick: bool, milliseconds: float):
         self.quick, self.milliseconds = quick, milliseconds
-        self.timer = bench.Timer()
+        self.timer = bench.meter()
         self.ceilings: dict[str, float] = {}
         self.rows: list[dict] = []
-
-    def measure_ceilings(self) -> None:
-        """TFLOP/s of a large product per type, and TB/s of a large copy."""
-        size, count = 8192, 1 << 30
-        for dtype in ("bf16", "fp32") if torch is not None else ():
-            x, y = (draw((1, 1, size, size), dtype).torch[0, 0] for _ in "xy")
-            (times,) = self.timer.measure([lambda x=x, y=y: x @ y], self.milliseconds, 50)
-            self.ceilings[dtype] = 2 * size**3 / statistics.median(times) / 1e6
-        x, y = (cupy.empty(count, cupy.uint8).data for _ in "xy")
-        copy = functools.partial(y.copy_from_device_async, x, count)
-        (times,) = self.timer.measure([copy], self.milliseconds, 50)
-        self.ceilings["copy"] = 2 * count / statistics.median(times) / 1e6
-        bench.release()
 
     def compare(self, group, problem: Problem, name, call, peers, note="") -> None:
         """Time `call` of cuflash and its peers; a row per peer.
@@ -116,7 +104,8 @@ class Session:
             else:
                 row.update(self._rate(problem, times[name]))
                 if peer in times:
-                    error = problem.error(results[peer], results[name])
+                    same = peer not in problem.others
+                    error = problem.error(results[peer], results[name]) if same else 0.0
                     row.update(_ratio(problem, times[name], times[peer], error, target))
                 else:
                     row.update(mark="n/a", reason=reasons[peer])
@@ -165,116 +154,6 @@ def mark(value: float, target: float | None) -> str:
     return "pass" if value >= target else "SHORT"
 
 
-class Problem:
-    """Operands of self-attention of (B, H, N, D), and calls on them."""
-
-    def __init__(self, shape, dtype, causal=False, layout="bhnd"):
-        self.shape, self.dtype, self.causal = shape, dtype, causal
-        self.q, self.k, self.v, self.out = (draw(shape, dtype, layout) for _ in "qkvo")
-        self.results = (self.out,)
-        self.mask = {"causal": "top_left" if causal else False}
-        self.tolerance = bench.TOLERANCE[dtype]
-        batch, heads, length, width = shape
-        pairs = length * (length + 1) // 2 if causal else length**2
-        self.flops = 4 * width * pairs * batch * heads
-        sizes = ",".join(map(str, shape))
-        self.label = f"{dtype} ({sizes})" + (" causal" if causal else "")
-
-    def error(self, theirs, mine) -> float:
-        """What results differ by, to be held against `tolerance`."""
-        return float(np.max([*map(bench.difference, theirs, mine)]))  # NaN where there is one
-
-    def ours(self, algo, engine):
-        """A call of cuflash that writes `out`."""
-        arrays = [x.cupy for x in (self.q, self.k, self.v)]
-        options = {"algo": algo, "engine": engine, **self.mask}
-        return functools.partial(cuflash.attention, *arrays, out=self.out.cupy, **options)
-
-    def torch_fused(self):
-        """A call of torch's attention with whatever kernel is selected; None without torch."""
-        if torch is None:
-            return None
-        q, k, v = self.q.torch, self.k.torch, self.v.torch
-        function = torch.nn.functional.scaled_dot_product_attention
-        return functools.partial(function, q, k, v, is_causal=self.causal)
-
-    def torch_kernel(self, backend):
-        """A call of one of torch's kernels, whatever is selected outside; None without torch."""
-        fused = self.torch_fused()
-
-        def call():
-            with bench.only(backend):
-                return fused()
-
-        return None if fused is None else call
-
-    def flash_attention_3(self):
-        """A call of FlashAttention-3's forward pass; None where it is not installed."""
-        if torch is None or flash_attention_3 is None:
-            return None
-        q, k, v = (x.torch.transpose(1, 2) for x in (self.q, self.k, self.v))
-
-        def call():
-            found = flash_attention_3(q, k, v, causal=self.causal)
-            return (found[0] if isinstance(found, tuple) else found).transpose(1, 2)
-
-        return call
-
-    def torch_unfused(self):
-        """The formula in torch, without a mask; None without torch."""
-        if torch is None:
-            return None
-        q, k, v = self.q.torch, self.k.torch, self.v.torch
-        scale = self.shape[-1] ** -0.5
-        return lambda: torch.softmax(q @ k.transpose(-2, -1) * scale, -1) @ v
-
-    def cupy_unfused(self):
-        """The formula in CuPy, without a mask, in place where it can be."""
-        q, k, v = self.q.cupy, self.k.cupy, self.v.cupy
-
-        def call():
-            scores = cupy.matmul(q, k.swapaxes(-1, -2))
-            scores *= self.shape[-1] ** -0.5
-            scores -= scores.max(axis=-1, keepdims=True)
-            cupy.exp(scores, out=scores)
-            scores /= scores.sum(axis=-1, keepdims=True)
-            return cupy.matmul(scores, v)
-
-        return call
-
-
-class Backward(Problem):
-    """Operands of the gradients of self-attention of (B, H, N, D), and calls on them."""
-
-    def __init__(self, shape, dtype, causal=False, layout="bhnd"):
-        super().__init__(shape, dtype, causal, layout)
-        self.flops = self.flops // 4 * 10
-        self.tolerance = bench.GRADIENT_TOLERANCE[dtype]
-        self.dout, *gradients = (draw(shape, dtype, layout) for _ in range(4))
-        self.results = tuple(gradients)
-        arrays = [x.cupy for x in (self.q, self.k, self.v)]
-        out = self.out.cupy, cupy.empty(shape[:3], cupy.float32)
-        cuflash.attention(*arrays, return_lse=True, out=out, **self.mask)
-        self.arrays = (self.dout.cupy, *arrays, *out)
-
-    def ours(self, algo, engine, deterministic=True):
-        """A call of cuflash that writes the gradients."""
-        options = {"algo": algo, "engine": engine, "deterministic": deterministic, **self.mask}
-        into = tuple(x.cupy for x in self.results)
-        return functools.partial(
-            cuflash.attention_backward, *self.arrays, grads_out=into, **options
-        )
-
-    def torch_gradients(self, backend):
-        """Calls of torch's gradients: in any order, and deterministic."""
-        operands = self.q, self.k, self.v, self.dout
-        return bench.torch_gradients(*operands, self.causal, backend)
-
-    def error(self, theirs, mine) -> float:
-        """What gradients differ by, each relative to its largest value."""
-        return float(np.max([*map(bench.relative_difference, mine, theirs)]))
-
-
 def _versus_torch(s: Session, group, problem, engine, peer, target, note="") -> None:
     name, backend = peer
     with bench.only(backend):
@@ -312,7 +191,7 @@ def hopper(s: Session) -> None:
     for shape, dtype, causal in shapes:
         problem = Problem(shape, dtype, causal, "bnhd")
         calls = {f"{algo} wgmma": problem.ours(algo, "wgmma") for algo in ("fa3", "fa2")}
-        calls.update({name: problem.torch_kernel(backend) for name, backend in (CUDNN, FA2)})
+        calls.update({name: problem.torch_fused(backend) for name, backend in (CUDNN, FA2)})
         calls["FA3"] = problem.flash_attention_3()
         target = 0.95 if shape[2] > 1024 else None
         pairs = [("fa3 wgmma", peer, target) for peer in (CUDNN[0], "FA3", FA2[0])]
@@ -419,23 +298,44 @@ def _gradients_row(s: Session, problem, engine, peer, target) -> None:
     bench.release()
 
 
-class Peak(cupy.cuda.MemoryHook):
-    """The most bytes taken from CuPy's pool at a time since the hook was made."""
+def blocks(s: Session) -> None:
+    """Block masks of random blocks of 128, of each head its own."""
+    length = 4096 if s.quick else 16384
+    for width in (64, 128):
+        heads = 2048 // width
+        for density in (0.05, 0.1, 0.25, 0.5):
+            rng = np.random.default_rng(int(100 * density))
+            shown = rng.random((heads, length // 128, length // 128)) < density
+            for kind in (Problem, Backward):
+                mask = cuflash.BlockMask(shown, 128)
+                problem = kind((1, heads, length, width), "bf16", layout="bnhd", mask=mask)
+                _blocks_rows(s, problem, mask, shown)
+                del problem
+                bench.release()
 
-    name = "Peak"
 
-    def __init__(self):
-        super().__init__()
-        self.used = self.peak = 0
-
-    def malloc_postprocess(self, **facts):
-        """Count what the pool hands out."""
-        self.used += facts["mem_size"]
-        self.peak = max(self.peak, self.used)
-
-    def free_postprocess(self, **facts):
-        """Count what it gets back."""
-        self.used -= facts["mem_size"]
+def _blocks_rows(s: Session, problem, mask, shown) -> None:
+    """Against no mask, in the mode that is faster, and against FlexAttention."""
+    problem.label += f" density {mask.density:.3f}"
+    problem.others = ("no mask",)
+    target = 1 / (1.15 * mask.density + 0.03)
+    if isinstance(problem, Backward):
+        fastest, any_order = "fa2 mma any order", {"deterministic": False}
+        peer = bench.flex_gradients(problem.q, problem.k, problem.v, problem.dout, shown)
+        note = "backward"
+    else:
+        fastest, any_order, note = "fa2 mma", {}, "forward"
+        peer = bench.flex(problem.q, problem.k, problem.v, shown)
+    contenders = {
+        fastest: problem.ours("fa2", "mma", **any_order),
+        "no mask": problem.ours("fa2", "mma", **any_order, mask=None),
+        "FlexAttention": peer,
+    }
+    pairs = [(fastest, "no mask", target), (fastest, "FlexAttention", None)]
+    if any_order:
+        contenders["fa2 mma"] = problem.ours("fa2", "mma")
+        pairs.append(("fa2 mma", fastest, 0.75))
+    s.compare_pairs("blocks", problem, contenders, pairs, note)
 
 
 def memory(s: Session) -> None:
@@ -471,34 +371,23 @@ def backward_memory(s: Session) -> None:
 def _memory_row(s: Session, group, problem, name, call, plan, limit) -> None:
     try:
         call()  # compiles
-        with Peak() as hook:
-            call()
-            cupy.cuda.Device().synchronize()
+        peak = s.timer.taken_bytes(call)[0]
         planned = plan().workspace_bytes
-        as_planned = -(-planned // 512) * 512 == hook.peak  # the pool's chunks
+        as_planned = -(-planned // 512) * 512 == peak  # the pool's chunks
         note = "as planned" if as_planned else f"planned {planned}"
-        s.add(group, problem.label, name, hook.peak, limit, "bytes", note)
+        s.add(group, problem.label, name, peak, limit, "bytes", note)
     except Exception as error:
         s.add(group, problem.label, name, None, limit, "bytes", bench.in_words(error))
 
 
-BARE = """
-extern "C" __global__ void bare(void* a, void* b, void* c, void* d, void* e, void* f, void* g,
-                                void* h, int i, int j, int k, float l) {}
-"""
-
-
 def host(s: Session) -> None:
     """Host time per call, without waiting for the GPU."""
-    kernel = cupy.RawKernel(BARE, "bare")
     for dtype, engine in (("bf16", "mma"), ("bf16", "wgmma"), ("fp32", "simt")):
         problem = Problem((1, 8, 128, 64), dtype, True)
         arrays = [x.cupy for x in (problem.q, problem.k, problem.v, problem.out)]
-        scalars = [np.int32(i) for i in range(3)] + [np.float32(0.125)]
-        bare = functools.partial(kernel, (1,), (128,), (*arrays, *arrays, *scalars))
-        calls = [problem.ours("fa2", engine), bare]
+        calls = [problem.ours("fa2", engine), bench.bare_launch(arrays)]
         try:
-            columns = host_times(calls, 2 if s.quick else 10)
+            columns = bench.host_times(calls, 2 if s.quick else 10)
         except Exception as error:
             s.add(
                 "host", problem.label, f"fa2 {engine}", None, 2.0, "x bare", bench.in_words(error)
@@ -520,57 +409,19 @@ def host(s: Session) -> None:
         )
 
 
-def host_times(calls, batches: int, size: int = 200) -> list[list[float]]:
-    """Microseconds per call, by batches that the launch queue holds, the contenders in turn."""
-    columns = [[] for _ in calls]
-    for batch in range(batches + 1):  # the first warms up
-        for call, column in zip(calls, columns):
-            cupy.cuda.Device().synchronize()
-            start = time.perf_counter()
-            for _ in range(size):
-                call()
-            elapsed = time.perf_counter() - start
-            if batch:
-                column.append(1e6 * elapsed / size)
-    cupy.cuda.Device().synchronize()
-    return columns
-
-
-FIRST_CALL = """
-import sys, time
-import cupy, ml_dtypes, numpy as np
-import cuflash
-dtype, width, engine = sys.argv[1], int(sys.argv[2]), sys.argv[3]
-draw = np.random.default_rng(0).standard_normal
-q, k, v = (cupy.asarray(draw((1, 8, 512, width)).astype(dtype)) for _ in "qkv")
-cupy.zeros(1)
-cupy.cuda.Device().synchronize()
-start = time.perf_counter()
-cuflash.attention(q, k, v, engine=engine, causal=True)
-cupy.cuda.Device().synchronize()
-print(time.perf_counter() - start)
-"""
-
-
 def first_call(s: Session) -> None:
     """The first call of a process that finds nothing compiled."""
-    root = Path(__file__).resolve().parents[1]
-    paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "CUPY_CACHE_IN_MEMORY": "1", "PYTHONPATH": os.pathsep.join(paths)}
-    cases = (
-        ("bfloat16", 64, "mma"), ("bfloat16", 128, "mma"), ("float32", 64, "simt"),
-        ("bfloat16", 64, "wgmma"), ("bfloat16", 256, "wgmma"),
-    )  # fmt: skip
-    options = {"env": environment, "capture_output": True, "text": True, "timeout": 120}
-    for dtype, width, engine in cases:
-        command = [sys.executable, "-c", FIRST_CALL, dtype, str(width), engine]
+    for dtype, width, engine in (
+        ("bfloat16", 64, "mma"),
+        ("bfloat16", 128, "mma"),
+        ("float32", 64, "simt"),
+        ("bfloat16", 64, "wgmma"),
+        ("bfloat16", 256, "wgmma"),
+    ):
         label, name = f"{dtype} (1,8,512,{width}) causal", f"fa2 {engine}"
         try:
-            child = subprocess.run(command, **options)
-            seconds, note = float(child.stdout.split()[-1]), ""
-        except (IndexError, ValueError):
-            seconds, note = None, (child.stderr.strip().splitlines() or ["no output"])[-1][:200]
-        except (OSError, subprocess.SubprocessError) as error:
+            seconds, note = bench.first_call_seconds(dtype, width, "fa2", engine), ""
+        except (OSError, RuntimeError, subprocess.SubprocessError) as error:
             seconds, note = None, bench.in_words(error)
         s.add("first_call", label, name, seconds, 1.5, "s", note)
 
@@ -578,7 +429,8 @@ def first_call(s: Session) -> None:
 GROUPS = {
     f.__name__: f
     for f in (
-        half, hopper, small, fa1, backward, fp32, seeds, memory, backward_memory, host, first_call
+        half, hopper, small, fa1, backward, blocks, fp32, seeds, memory, backward_memory, host,
+        first_call,
     )
 }  # fmt: skip
 
@@ -631,12 +483,13 @@ def main(arguments=None) -> None:
         rest = ["--json", options.json] if options.json else []
         tile_sweep.main(["--case", *options.tiles, *rest])
         return
-    bench.prepare_peers()
+    if bench.find_torch() is None:
+        print("torch is not installed: its contenders show as n/a")
     facts = bench.machine()
     print(", ".join(f"{key} {value}" for key, value in facts.items()))
     session = Session(options.quick, options.ms or (20 if options.quick else 80))
     try:
-        session.measure_ceilings()
+        session.ceilings = bench.ceilings()
     except Exception as error:
         print("ceilings n/a:", bench.in_words(error))
     units = {"bf16": "TFLOP/s", "fp32": "TFLOP/s", "copy": "TB/s"}

@@ -5,16 +5,15 @@
 Prints the median of the ratios engine / unfused over interleaved pairs of runs, for fa1 and
 fa2 at (1, 8, 2048, 64) in float32 without a mask, with the block sizes the engine chooses;
 then the peak of extra memory at 16384 queries and keys, where one head's scores alone would
-take 1 GiB. The unfused expression works in place, with its scores allocated beforehand.
+take 1 GiB. The unfused expression works in place.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import sys
-import time
-import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,7 +21,7 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from cuflash import host
+from cuflash import host, meters
 from cuflash.plan import CPU, Plan, Problem, make_plan
 
 
@@ -42,49 +41,27 @@ def plan_for(algo, q, k, v, blocks=None) -> Plan:
     return replace(plan, tile=replace(plan.tile, block_q=block_q, block_k=block_k))
 
 
-def unfused(q, k, v, scores, out, scale):
-    """The attention formula as one writes it in NumPy, every step in place."""
-    np.matmul(q, k.swapaxes(-1, -2), out=scores)
-    scores *= scale
-    scores -= scores.max(-1, keepdims=True)
-    np.exp(scores, out=scores)
-    scores /= scores.sum(-1, keepdims=True)
-    np.matmul(scores, v, out=out)
-
-
-def seconds(function, *args, **kwargs) -> float:
-    """Wall time of one call."""
-    start = time.perf_counter()
-    function(*args, **kwargs)
-    return time.perf_counter() - start
-
-
-def draw(shape, count=3):
-    """Standard normal float32 arrays."""
-    generator = np.random.default_rng(0)
-    return [generator.standard_normal(shape, dtype=np.float32) for _ in range(count)]
+def draw(shape) -> list[np.ndarray]:
+    """q, k and v."""
+    return [meters.draw(np, shape, "float32", seed) for seed in range(3)]
 
 
 def print_ratios(pairs: int, blocks) -> None:
     """Time fa1 and fa2 against the unfused expression, turn by turn."""
     q, k, v = draw((1, 8, 2048, 64))
-    scores = np.empty((*q.shape[:-1], k.shape[-2]), np.float32)
     out, scale = np.empty_like(q), np.float32(q.shape[-1] ** -0.5)
-    unfused(q, k, v, scores, out, scale)
     for algo in ("fa1", "fa2"):
         plan = plan_for(algo, q, k, v, blocks)
-        host.forward(plan, q, k, v, out, None, scale=scale)
-        runs = [
-            (
-                seconds(host.forward, plan, q, k, v, out, None, scale=scale),
-                seconds(unfused, q, k, v, scores, out, scale),
-            )
-            for _ in range(pairs)
+        calls = [
+            functools.partial(host.forward, plan, q, k, v, out, None, scale=scale),
+            functools.partial(meters.unfused, q, k, v),
         ]
-        ratio = statistics.median(engine / plain for engine, plain in runs)
-        engine, plain = (1e3 * statistics.median(column) for column in zip(*runs, strict=True))
+        meter = meters.HostMeter()
+        meter.rounds(calls, 1)
+        columns = meter.rounds(calls, pairs)
+        engine, plain = (statistics.median(column) / 1e3 for column in columns)
         print(
-            f"{algo} {plan.block_q}x{plan.block_k}: {ratio:.2f} of unfused "
+            f"{algo} {plan.block_q}x{plan.block_k}: {meters.paired_ratio(*columns):.2f} of unfused "
             f"({engine:.0f} ms, {plain:.0f} ms)"
         )
 
@@ -95,13 +72,12 @@ def print_long(length: int) -> None:
     out = np.empty_like(q)
     for algo in ("fa1", "fa2"):
         plan = plan_for(algo, q, k, v)
-        tracemalloc.start()
-        elapsed = seconds(host.forward, plan, q, k, v, out, None, scale=0.125)
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
+        call = functools.partial(host.forward, plan, q, k, v, out, None, scale=0.125)
+        ((microseconds,),) = meters.HostMeter().rounds([call], 1)
+        peak, _ = meters.HostMeter().taken_bytes(call)
         print(
-            f"{algo} N={length}: {elapsed:.2f} s, peak {peak / 2**20:.1f} MiB beyond the output "
-            f"(scores would be {length**2 * 4 / 2**20:.0f} MiB)"
+            f"{algo} N={length}: {microseconds / 1e6:.2f} s, peak {peak / 2**20:.1f} MiB beyond "
+            f"the output (scores would be {length**2 * 4 / 2**20:.0f} MiB)"
         )
 
 

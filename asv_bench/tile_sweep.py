@@ -21,12 +21,19 @@ import functools
 import json
 import os
 import statistics
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import astuple, replace
+from pathlib import Path
 from typing import NamedTuple
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import gpu as bench
+
+torch = bench.find_torch()  # before CuPy, which then finds the CUDA libraries that torch has loaded
+
 import cupy
-import gpu_bench as bench
 import numpy as np
 
 import cuflash
@@ -341,12 +348,12 @@ class Shape:
     def reference(self):
         """The contender that all are held against, its name, and torch's context for it."""
         backend, name = self.case.backend, f"torch {self.case.backend}"
-        if backend and bench.torch is not None:
+        if backend and torch is not None:
             if self.case.backward:
                 operands = self.q, self.k, self.v, self.dout
                 call, _ = bench.torch_gradients(*operands, self.causal, backend)
             else:
-                kernel = bench.torch.nn.functional.scaled_dot_product_attention
+                kernel = torch.nn.functional.scaled_dot_product_attention
                 tensors = self.q.torch, self.k.torch, self.v.torch
                 call = functools.partial(kernel, *tensors, is_causal=self.causal)
             return call, name, bench.only(backend)
@@ -410,7 +417,7 @@ class Sweep:
         ] = {}  # by shape; candidate -1 is the reference
         self.flops: dict[str, int] = {}
 
-    def run(self, sizes, timer: bench.Timer, milliseconds: float) -> None:
+    def run(self, sizes, timer, milliseconds: float) -> None:
         """Compile, check and time the candidates on one shape."""
         shape = Shape(self.case, sizes, self.deterministic)
         self.flops[shape.label] = shape.call.plan.flops
@@ -508,10 +515,9 @@ def main(arguments=None) -> None:
         for name in options.case:
             print(name, *map(describe, candidates(name)), sep="\n  ")
         return
-    bench.prepare_peers()
     facts, results = bench.machine(), []
     print(", ".join(f"{key} {value}" for key, value in facts.items()))
-    timer = bench.Timer()
+    timer = bench.meter()
     for name in options.case:
         sweep = Sweep(name, not options.any_order)
         for sizes in sweep.case.shapes:

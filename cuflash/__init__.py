@@ -2,10 +2,12 @@
 
 from . import reference
 from .attention import attention, attention_backward, attention_vjp, plan
+from .block_mask import BlockMask
 from .plan import Device, Plan
 
 __version__ = "0.1.0"
 __all__ = [
+    "BlockMask",
     "Device",
     "Plan",
     "attention",

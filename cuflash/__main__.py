@@ -1,9 +1,13 @@
-"""`python -m cuflash`: what is here, a checked run of all that works here, and its times."""
+"""`python -m cuflash`: what is here, a checked run of all that works here, and its times.
+
+`python -m cuflash compare` is a command of its own: see compare.py.
+"""
 
 from __future__ import annotations
 
 import platform
 import statistics
+import sys
 import time
 from typing import NamedTuple
 
@@ -220,5 +224,16 @@ def table(rows: list[Row]) -> str:
     return "\n".join(text.rstrip() for text in texts)
 
 
+def command() -> int:
+    """What the command line asks for."""
+    if sys.argv[1:2] == ["compare"]:
+        from .compare import main as compare
+
+        return compare(sys.argv[2:])
+    if sys.argv[1:]:
+        raise SystemExit("usage: python -m cuflash [compare ...]")
+    return main()
+
+
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(command())

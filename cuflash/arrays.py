@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 
+from .block_mask import BlockMask
 from .operands import Spec
 
 _DLPACK_CPU = 1  # kDLCPU
@@ -77,6 +78,19 @@ def _converted(lengths, dtype):
         return lengths.astype(dtype, order="C")
     wanted = Spec.contiguous(lengths.shape, dtype)
     return memory_module().conform(lengths, wanted)
+
+
+def as_mask(mask):
+    """`mask` itself if it is a BlockMask or None, else as an array of bool."""
+    if mask is None or isinstance(mask, BlockMask):
+        return mask
+    mask = as_array("mask", mask)
+    if mask.dtype != np.bool_:
+        raise TypeError(
+            f"mask has dtype {mask.dtype}: give an array of bool, True where a query may attend "
+            "to a key, or a BlockMask"
+        )
+    return mask
 
 
 def both_lengths(q_lengths, kv_lengths, like):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from .arrays import as_array, both_lengths
+from .arrays import as_array, as_mask, both_lengths
 from .calls import BackwardCall, ForwardCall, find_call, run_call
 from .plan import Device, Plan
 
 
 def attention(
-    q, k, v, *, algo=None, engine=None, causal=False, window=None, softcap=None, q_lengths=None,
-    kv_lengths=None, scale=None, enable_gqa=False, return_lse=False, out=None, workspace=None,
+    q, k, v, *, algo=None, engine=None, causal=False, window=None, mask=None, softcap=None,
+    q_lengths=None, kv_lengths=None, scale=None, enable_gqa=False, return_lse=False, out=None,
+    workspace=None,
 ):  # fmt: skip
     """Exact attention, `softmax(scale * q @ k.T) @ v`, without the matrix of scores in memory.
 
@@ -37,6 +38,10 @@ def attention(
     window : int or (int or None, int or None), optional
         Query i sees keys from `i + shift - left` to `i + shift + right`, inclusive. None leaves a
         side open; one number stands for both sides.
+    mask : BlockMask or array of bool, broadcastable to (..., H, N, M), optional
+        True where a query may attend to a key. Tiles that show nothing are skipped: a
+        :class:`BlockMask` knows them beforehand, those of an array are found in each call. What
+        `causal`, `window` or lengths hide stays hidden.
     softcap : float, optional
         Scores s become `softcap * tanh(s / softcap)`.
     q_lengths, kv_lengths : int or array of int, optional
@@ -102,19 +107,29 @@ def attention(
 
     >>> cuflash.attention(q[:, :, :1], k, v, kv_lengths=np.array([40, 70])).shape
     (2, 8, 1, 64)
+
+    Three documents in one sequence, each of which attends to itself:
+
+    >>> documents = cuflash.BlockMask.documents(np.repeat([0, 1, 2], [48, 20, 32]), block_size=16)
+    >>> out = cuflash.attention(q, k, v, mask=documents)
+    >>> own = cuflash.attention(q[:, :, :48], k[:, :, :48], v[:, :, :48])
+    >>> np.allclose(out[:, :, :48], own, atol=1e-6)
+    True
     """
     arrays = _forward_arrays(q, k, v, out, return_lse, q_lengths, kv_lengths)
     options = (algo, engine, causal, window, softcap, scale, enable_gqa, True)
-    results = run_call(ForwardCall, arrays, options, 1 + bool(return_lse), workspace)
+    count = 1 + bool(return_lse)
+    mask = mask if mask is None else as_mask(mask)
+    results = run_call(ForwardCall, arrays, options, count, mask, workspace)
     if not return_lse:
         return results[0] if out is None else out
     return tuple(x if mine is None else mine for x, mine in zip(results, out or (None, None)))
 
 
 def attention_backward(
-    dout, q, k, v, out, lse, *, algo=None, engine=None, causal=False, window=None, softcap=None,
-    q_lengths=None, kv_lengths=None, scale=None, enable_gqa=False, dlse=None, deterministic=True,
-    grads_out=None, workspace=None,
+    dout, q, k, v, out, lse, *, algo=None, engine=None, causal=False, window=None, mask=None,
+    softcap=None, q_lengths=None, kv_lengths=None, scale=None, enable_gqa=False, dlse=None,
+    deterministic=True, grads_out=None, workspace=None,
 ):  # fmt: skip
     r"""Gradients of :func:`attention` with respect to q, k and v, given that of its result.
 
@@ -136,7 +151,7 @@ def attention_backward(
         tile). By default the fastest. It need not be that of the forward call.
     engine : {"numpy", "simt", "mma"}, optional
         As in :func:`attention`; there are no gradients on wgmma.
-    causal, window, softcap, q_lengths, kv_lengths, scale, enable_gqa
+    causal, window, mask, softcap, q_lengths, kv_lengths, scale, enable_gqa
         As given to :func:`attention`.
     dlse : array, shape (..., H, N), optional
         Gradient with respect to `lse`, of a float type that converts to that of `lse` without
@@ -220,19 +235,22 @@ def attention_backward(
         inputs[name] = as_array(name, inputs[name])
     arrays = _backward_arrays(inputs, grads_out, q_lengths, kv_lengths)
     options = (algo, engine, causal, window, softcap, scale, enable_gqa, deterministic)
-    results = run_call(BackwardCall, arrays, options, 3, workspace)
+    results = run_call(BackwardCall, arrays, options, 3, as_mask(mask), workspace)
     return tuple(x if mine is None else mine for x, mine in zip(results, grads_out or (None,) * 3))
 
 
 def attention_vjp(
-    q, k, v, *, algo=None, engine=None, causal=False, window=None, softcap=None, q_lengths=None,
-    kv_lengths=None, scale=None, enable_gqa=False, deterministic=True, return_lse=False,
+    q, k, v, *, algo=None, engine=None, causal=False, window=None, mask=None, softcap=None,
+    q_lengths=None, kv_lengths=None, scale=None, enable_gqa=False, deterministic=True,
+    return_lse=False,
 ):  # fmt: skip
     """:func:`attention`, and the function from its result's gradient to those of q, k and v.
 
     Parameters
     ----------
-    q, k, v, algo, engine, causal, window, softcap, q_lengths, kv_lengths, scale, enable_gqa
+    q, k, v, algo, engine, causal, window, mask, softcap
+        As in :func:`attention`.
+    q_lengths, kv_lengths, scale, enable_gqa
         As in :func:`attention`.
     deterministic : bool
         As in :func:`attention_backward`.
@@ -245,8 +263,8 @@ def attention_vjp(
         As of :func:`attention`; with `return_lse` the pair (out, lse).
     vjp : function
         `vjp(dout, dlse=None)` returns (dq, dk, dv), as :func:`attention_backward` does. It holds
-        the operands, out and lse themselves: do not change them before it is called. It may be
-        called any number of times.
+        the operands, mask, out and lse themselves: do not change them before it is called. It may
+        be called any number of times.
 
     Raises
     ------
@@ -279,8 +297,8 @@ def attention_vjp(
     True
     """
     options = {
-        "algo": algo, "engine": engine, "causal": causal, "window": window, "softcap": softcap,
-        "q_lengths": q_lengths, "kv_lengths": kv_lengths, "scale": scale,
+        "algo": algo, "engine": engine, "causal": causal, "window": window, "mask": mask,
+        "softcap": softcap, "q_lengths": q_lengths, "kv_lengths": kv_lengths, "scale": scale,
         "enable_gqa": enable_gqa,
     }  # fmt: skip
     out, lse = attention(q, k, v, return_lse=True, **options)
@@ -294,15 +312,17 @@ def attention_vjp(
 
 
 def plan(
-    q, k, v, *, algo=None, engine=None, causal=False, window=None, softcap=None, q_lengths=None,
-    kv_lengths=None, scale=None, enable_gqa=False, out=None, device=None, backward=False,
-    deterministic=True,
+    q, k, v, *, algo=None, engine=None, causal=False, window=None, mask=None, softcap=None,
+    q_lengths=None, kv_lengths=None, scale=None, enable_gqa=False, out=None, device=None,
+    backward=False, deterministic=True,
 ) -> Plan:  # fmt: skip
     """What :func:`attention` or :func:`attention_backward` would run for these arguments.
 
     Parameters
     ----------
-    q, k, v, algo, engine, causal, window, softcap, q_lengths, kv_lengths, scale, enable_gqa
+    q, k, v, algo, engine, causal, window, mask, softcap
+        As in :func:`attention`.
+    q_lengths, kv_lengths, scale, enable_gqa
         As in :func:`attention`.
     out : array or tuple of array, optional
         As in :func:`attention`; with `backward`, as `grads_out` of :func:`attention_backward`.
@@ -316,8 +336,8 @@ def plan(
     Returns
     -------
     Plan
-        Printable: kernel, tiles, shared memory, grid, workspace, FLOPs, and why other rows of
-        the table were rejected. `.source()` is the CUDA C that would be compiled.
+        Printable: kernel, tiles, shared memory, grid, workspace, FLOPs, bytes moved, and why other
+        rows of the table were rejected. `.source()` is the CUDA C that would be compiled.
 
     Examples
     --------
@@ -334,14 +354,14 @@ def plan(
     if not (device is None or isinstance(device, Device)):
         raise TypeError(f"device={device!r}: give a cuflash.Device, or None for the arrays' own")
     options = (algo, engine, causal, window, softcap, scale, enable_gqa, deterministic)
-    lengths = q_lengths, kv_lengths
+    lengths, mask = (q_lengths, kv_lengths), as_mask(mask)
     if backward:
         inputs = dict.fromkeys(("dout", "q", "k", "v", "out", "lse", "dlse"))
         inputs.update(q=q, k=k, v=v)
         arrays = _backward_arrays(inputs, out, *lengths)
-        return find_call(BackwardCall, arrays, options, device)[0].plan
+        return find_call(BackwardCall, arrays, options, device, mask)[0].plan
     arrays = _forward_arrays(q, k, v, out, isinstance(out, tuple), *lengths)
-    return find_call(ForwardCall, arrays, options, device)[0].plan
+    return find_call(ForwardCall, arrays, options, device, mask)[0].plan
 
 
 def _forward_arrays(q, k, v, out, return_lse, q_lengths, kv_lengths) -> tuple:

@@ -10,6 +10,8 @@ import numpy as np
 
 from . import host
 from .arrays import check_places, conform
+from .block_mask import BlockMask
+from .head import head_masks
 from .masks import Band
 from .operands import (
     Spec,
@@ -38,8 +40,8 @@ class _Call:
     """
 
     __slots__ = (
-        "apart", "copied", "is_empty", "launch", "layout", "lse_dtype", "out_dtype", "plan",
-        "results", "scale", "score", "staged", "workspace_bytes",
+        "apart", "copied", "has_lists", "is_empty", "launch", "layout", "lse_dtype", "out_dtype",
+        "plan", "results", "scale", "score", "staged", "workspace_bytes",
     )  # fmt: skip
     operands: tuple[str, ...]  # in the order of the kernels' pointers, four matrices first
     written: dict[str, str]  # the results among them, and what errors call these
@@ -48,7 +50,8 @@ class _Call:
     backward: bool
 
     def __init__(self, given, device_id, options):
-        algo, engine, causal, window, cap, scale, gqa, deterministic, aligned, device = options
+        algo, engine, causal, window, cap, scale, gqa, deterministic, *facts = options
+        mask_kind, aligned, device = facts
         inputs = q, k, v = tuple(given[name] for name in "qkv")
         check_shapes(q, k, v)
         self.out_dtype = result_dtype(q.dtype, k.dtype, v.dtype)
@@ -57,10 +60,16 @@ class _Call:
         self.score = None if cap is None else softcap_score(cap)
         self.scale = _checked_scale(scale, q.shape[-1])
         lengths = {name: given.get(name) for name in _LENGTHS}
-        broadcast = {**lengths, "enable_gqa": gqa}
+        mask = given.get("mask")
+        broadcast = {**lengths, "mask": mask, "enable_gqa": gqa}
         on_gpu = not (device_id is None and device is None)
-        specs = self._specs(given, inputs, broadcast, on_gpu)
+        specs = self._specs(given, inputs, broadcast, mask_kind, on_gpu)
         self.layout = self._layout(specs, broadcast)
+        if mask_kind == "blocks" and mask.shape[-2:] != (q.shape[-2], k.shape[-2]):
+            raise ValueError(
+                f"mask is a BlockMask of shape {mask.shape}: it must have {q.shape[-2]} queries "
+                f"and {k.shape[-2]} keys"
+            )
         rows = (spec for name, spec in specs.items() if name not in _TRAILING)
         problem = make_problem(
             self.layout,
@@ -68,16 +77,18 @@ class _Call:
             band=band,
             score=self.score,
             lengths={name: spec.dtype.name for name, spec in lengths.items() if spec is not None},
+            mask=mask_kind,
             aligned=aligned and all(spec.rows_are_aligned() for spec in rows),
             backward=self.backward,
             deterministic=deterministic,
         )
         self.plan = make_plan(problem, device or _device_facts(device_id), algo, engine)
         self.workspace_bytes = self.plan.workspace_bytes
+        self.has_lists = mask_kind == "blocks"
         self.is_empty = 0 in self.layout.out_shape or k.shape[-2] == 0
         self.launch = None  # of a GPU's kernels, once they are compiled
 
-    def _specs(self, given, inputs, broadcast, on_gpu):
+    def _specs(self, given, inputs, broadcast, mask_kind, on_gpu):
         """The spec of each array that an engine is given, and what has to be done for that."""
         read = (conformed(spec, self.out_dtype) for spec in inputs)
         expected = self._expected(inputs, make_layout(*read, **broadcast))
@@ -86,7 +97,7 @@ class _Call:
                 self._check(name, given[name], spec)
         known = {name: given.get(name, spec) for name, spec in expected.items()}
         specs = {name: self._seen(name, spec, on_gpu) for name, spec in known.items()}
-        place = {name: i for i, name in enumerate(self.operands)}
+        place = {name: i for i, name in enumerate((*self.operands, "mask"))}
         self.results = tuple((place[name], expected[name]) for name in self.written)
         changed = [name for name in self.operands if name in specs and specs[name] != known[name]]
         # What is read, and of which an engine needs a copy.
@@ -103,7 +114,7 @@ class _Call:
         )
         self.apart = tuple(
             (a, place[a], b, place[b], *clearance(given[a], given[b]))
-            for a, b in self._pairs(expected)
+            for a, b in self._pairs(expected if mask_kind == "blocks" else [*expected, "mask"])
             if a in given and b in given
         )
         return specs
@@ -114,6 +125,12 @@ class _Call:
         read = [name for name in names if name not in written]
         pairs = [(result, other) for result in written for other in read]
         return pairs + [(a, b) for i, a in enumerate(written) for b in written[:i]]
+
+    def _host_options(self, mask):
+        """What the NumPy engine is told beside its arrays."""
+        if mask is not None:
+            mask = head_masks(mask, self.layout, self.plan.problem.key_length)
+        return {"scale": self.scale, "score": self.score, "mask": mask}
 
     def _check(self, name, spec, expected):
         if name in self.written:
@@ -148,11 +165,9 @@ class ForwardCall(_Call):
     def _layout(self, specs, options):
         return make_layout(*(specs[x] for x in ("q", "k", "v", "out", "lse")), **options)
 
-    def run_host(self, arrays) -> None:
+    def run_host(self, arrays, mask) -> None:
         """Run on arrays that are ready to be read and written."""
-        *views, q_lengths, kv_lengths = _spread_views(self, arrays)
-        lengths = {"q_lengths": q_lengths, "kv_lengths": kv_lengths}
-        host.forward(self.plan, *views, scale=self.scale, score=self.score, **lengths)
+        host.forward(self.plan, *_spread_views(self, arrays), **self._host_options(mask))
 
 
 class BackwardCall(_Call):
@@ -193,13 +208,11 @@ class BackwardCall(_Call):
         operands = (specs[x] for x in ("q", "k", "v", "out", "lse"))
         return make_layout(*operands, gradients=gradients, **options)
 
-    def run_host(self, arrays) -> None:
+    def run_host(self, arrays, mask) -> None:
         """Run on arrays that are ready to be read and written."""
         for place, _ in self.results:
             arrays[place][...] = 0
-        *views, q_lengths, kv_lengths = _spread_views(self, arrays)
-        lengths = {"q_lengths": q_lengths, "kv_lengths": kv_lengths}
-        host.backward(self.plan, *views, scale=self.scale, score=self.score, **lengths)
+        host.backward(self.plan, *_spread_views(self, arrays), **self._host_options(mask))
 
 
 @cache
@@ -224,7 +237,7 @@ def _checked_scale(scale, head_dim: int) -> float:
     return float(scale)
 
 
-def find_call(kind: type[_Call], arrays, options, device=None):
+def find_call(kind: type[_Call], arrays, options, device=None, mask=None):
     """The remembered call of this kind, or a new one; the arrays' device; their addresses.
 
     Parameters
@@ -237,6 +250,8 @@ def find_call(kind: type[_Call], arrays, options, device=None):
         algo, engine, causal, window, softcap, scale, enable_gqa, deterministic.
     device : Device, optional
         To plan for, instead of the arrays' own.
+    mask : BlockMask or array of bool, optional
+        The address of an array comes last.
     """
     specs, places, addresses = [], [], []
     for x in arrays:
@@ -257,6 +272,7 @@ def find_call(kind: type[_Call], arrays, options, device=None):
     for place in kind.more_matrices:
         bits |= addresses[place]
     aligned = bits % CHUNK_BYTES == 0
+    mask_kind = "" if mask is None else _add_mask(mask, specs, places, addresses)
     algo, engine, causal, window, cap, scale, enable_gqa, deterministic = options
     # 2 == 2.0 and 1 == True, but not all of these are right.
     types = (type(causal), type(cap), type(scale), type(window))
@@ -265,7 +281,8 @@ def find_call(kind: type[_Call], arrays, options, device=None):
         types += tuple(map(type, window)) if type(window) is tuple else ()
     enable_gqa, deterministic = bool(enable_gqa), bool(deterministic)
     options = (
-        algo, engine, causal, window, cap, scale, enable_gqa, deterministic, aligned, device,
+        algo, engine, causal, window, cap, scale, enable_gqa, deterministic, mask_kind, aligned,
+        device,
     )  # fmt: skip
     key = (kind, tuple(specs), tuple(places), options, types)
     try:
@@ -273,8 +290,12 @@ def find_call(kind: type[_Call], arrays, options, device=None):
     except TypeError:  # an option that cannot be hashed is wrong: _Call says how
         call = None
     if call is None:
-        check_places({name: x for name, x in zip(kind.operands, arrays) if x is not None})
-        given = {name: Spec(*spec) for name, spec in zip(kind.operands, specs) if spec is not None}
+        names = (*kind.operands, "mask")
+        in_places = {name: x for name, x in zip(names, arrays) if x is not None}
+        check_places(in_places | ({"mask": mask} if mask_kind == "elements" else {}))
+        given = {name: Spec(*spec) for name, spec in zip(names, specs) if spec is not None}
+        if mask_kind == "blocks":
+            given["mask"] = Spec.contiguous(mask.shape, np.bool_)
         call = kind(given, places[0], options)
         if len(_calls) >= _MAX_CALLS:
             _calls.clear()
@@ -282,18 +303,30 @@ def find_call(kind: type[_Call], arrays, options, device=None):
     return call, places[0], addresses
 
 
-def run_call(kind: type[_Call], arrays, options, count: int, workspace=None):
+def _add_mask(mask, specs, places, addresses) -> str:
+    """Add what :func:`find_call` needs to know of a mask; returns its kind, as in Problem."""
+    if isinstance(mask, BlockMask):
+        specs.append((mask.shape, None, np.dtype(np.bool_)))
+        return "blocks"
+    specs.append((mask.shape, mask.strides, mask.dtype))
+    on_host = isinstance(mask, np.ndarray)
+    places.append(None if on_host else mask.device.id)
+    addresses.append(mask.ctypes.data if on_host else mask.data.ptr)
+    return "elements"
+
+
+def run_call(kind: type[_Call], arrays, options, count: int, mask=None, workspace=None):
     """Find the call for these arguments and run it; returns its first `count` results."""
-    call, device_id, addresses = find_call(kind, arrays, options)
+    call, device_id, addresses = find_call(kind, arrays, options, mask=mask)
     for name, i, other, j, low, high in call.apart:
         if low < addresses[j] - addresses[i] < high:
             raise ValueError(f"{name} overlaps {other} in memory: give it memory of its own")
     if device_id is None:
-        return _run_host(call, list(arrays), count)
-    return launch_module().run(call, device_id, arrays, addresses, count, workspace)
+        return _run_host(call, list(arrays), mask, count)
+    return launch_module().run(call, device_id, arrays, addresses, count, workspace, mask)
 
 
-def _run_host(call: _Call, arrays, count: int):
+def _run_host(call: _Call, arrays, mask, count: int):
     """Run a call on NumPy arrays; returns its first `count` results."""
     names = list(call.written)
     results = [arrays[place] for place, _ in call.results[:count]]
@@ -308,7 +341,7 @@ def _run_host(call: _Call, arrays, count: int):
         arrays[place] = conform(arrays[place], spec)
     for _, place, spec in call.staged:
         arrays[place] = np.empty(spec.shape, spec.dtype)
-    call.run_host(arrays)
+    call.run_host(arrays, mask)
     with np.errstate(all="ignore"):  # half precision may overflow
         for number, place, _ in call.staged:
             results[number][...] = arrays[place]

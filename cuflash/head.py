@@ -7,8 +7,58 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .block_mask import BlockMask
 from .masks import Band
 from .scores import ScoreMod
+
+
+@dataclass(frozen=True)
+class BlocksOfHead:
+    """What a block mask shows of one head."""
+
+    mask: BlockMask
+    number: int  # of the list that is the head's
+
+    def tile(self) -> tuple[int, int]:
+        """Queries and keys of a tile: whole blocks, of at least 128 rows for BLAS's sake."""
+        return tuple(size * max(1, 128 // size) for size in self.mask.block_size)
+
+    def part(self, queries: range, keys: range) -> np.ndarray | None:
+        """Which pairs of one tile are visible; None for all."""
+        return self.mask.part(self.number, queries, keys)
+
+    def is_empty(self, queries: range, keys: range) -> bool:
+        """Whether no pair of one tile is visible."""
+        return self.mask.is_empty(self.number, queries, keys)
+
+
+@dataclass(frozen=True)
+class ElementsOfHead:
+    """What an array of bool shows of one head."""
+
+    visible: np.ndarray
+
+    def tile(self) -> tuple[int, int]:
+        """Queries and keys of a tile."""
+        return self.visible.shape
+
+    def part(self, queries: range, keys: range) -> np.ndarray | None:
+        """Which pairs of one tile are visible."""
+        return self.visible[rows_of(queries), rows_of(keys)]
+
+    def is_empty(self, queries: range, keys: range) -> bool:
+        """Whether no pair of one tile is visible."""
+        return not self.part(queries, keys).any()
+
+
+def head_masks(mask, layout, key_length):
+    """The function from the place of a head in the leading axes to what `mask` shows of it."""
+    if isinstance(mask, BlockMask):
+        steps = layout.strides["mask"]
+        return lambda index: BlocksOfHead(mask, sum(i * s for i, s in zip(index, steps)))
+    shape = (*layout.lse_shape, key_length)
+    views = np.broadcast_to(mask, shape).reshape(layout.leading + shape[-2:])
+    return lambda index: ElementsOfHead(views[index])
 
 
 @dataclass(frozen=True)
@@ -24,6 +74,7 @@ class Head:
     band: Band
     shift: int
     score: ScoreMod | None
+    mask: BlocksOfHead | ElementsOfHead | None
     place: tuple[int, int]  # batch entry and head, for the score
     block_q: int
     block_k: int
@@ -31,12 +82,15 @@ class Head:
     ones: np.ndarray
 
     @classmethod
-    def load(cls, plan, arrays, *, scale, score, place) -> Head:
+    def load(cls, plan, arrays, *, scale, score, mask, place) -> Head:
         """The head of `arrays`, which are its valid queries, keys and values."""
         q, k, v = arrays
         dtype = np.dtype(plan.problem.accumulator)
         rows, keys = len(q), len(k)
-        block_q, block_k = min(plan.block_q, rows), min(plan.block_k, max(keys, 1))
+        block_q, block_k = min(plan.block_q, rows), min(plan.block_k, keys)
+        if mask is not None:
+            block_q, block_k = map(min, (block_q, block_k), mask.tile())
+        block_k = max(block_k, 1)  # of no keys, too
         return cls(
             queries=np.multiply(q, dtype.type(scale), dtype=dtype, order="C"),
             keys=_matrix(k, dtype),
@@ -44,6 +98,7 @@ class Head:
             band=plan.problem.band,
             shift=plan.problem.band.shift(rows, keys),
             score=score,
+            mask=mask,
             place=place,
             block_q=block_q,
             block_k=block_k,
@@ -60,13 +115,16 @@ class Head:
     def visible_part(self, queries: range, keys: range) -> tuple[range, range]:
         """The tile without the rows and columns in which the band hides everything.
 
-        This keeps the work proportional to the visible pairs whatever the tile's shape.
+        No queries remain where the mask does. This keeps the work proportional to the visible
+        pairs whatever the tile's shape.
         """
         begin, end = self.band.query_range(keys.start, keys.stop, self.shift, queries.stop)
         queries = range(max(begin, queries.start), end)
         if queries:
             begin, end = self.band.key_range(queries.start, queries.stop, self.shift, keys.stop)
             keys = range(max(begin, keys.start), end)
+        if self.mask is not None and queries and keys and self.mask.is_empty(queries, keys):
+            queries = queries[:0]
         return queries, keys
 
     def products(self, queries: range, keys: range) -> np.ndarray:
@@ -80,11 +138,13 @@ class Head:
         return *self.place, np.array(queries)[:, None], np.array(keys)
 
     def hidden(self, queries: range, keys: range) -> np.ndarray | None:
-        """Which pairs of one tile the band hides; None for none."""
+        """Which pairs of one tile the band or the mask hides; None for none."""
+        shown = None if self.mask is None else self.mask.part(queries, keys)
         if self.band.covers(queries.start, queries.stop, keys.start, keys.stop, self.shift):
-            return None
+            return None if shown is None else ~shown
         offset = queries.start + self.shift - keys.start
-        return _hidden(self.band, offset, (len(queries), len(keys)))
+        hidden = _hidden(self.band, offset, (len(queries), len(keys)))
+        return hidden if shown is None else hidden | ~shown
 
     def scores(self, queries: range, keys: range) -> tuple[np.ndarray, np.ndarray | None]:
         """S of one tile, -inf where a key is hidden, and which ones are (None: none)."""
@@ -180,8 +240,9 @@ class HeadBackward:
 
 
 def tiles_of(span: range, block: int) -> Iterator[range]:
-    """`span` in pieces of `block`; the last one may be shorter."""
-    return (span[begin : begin + block] for begin in range(0, len(span), block))
+    """`span` cut at the multiples of `block`, where a mask's blocks may begin."""
+    edges = range(span.start // block * block, span.stop, block)
+    return (range(max(edge, span.start), min(edge + block, span.stop)) for edge in edges)
 
 
 def rows_of(span: range, origin: int = 0) -> slice:

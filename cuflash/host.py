@@ -46,7 +46,20 @@ def default_blocks(algo: str, head_dim: int, value_dim: int) -> tuple[int, int]:
     return 2048, 512
 
 
-def forward(plan, q, k, v, out, lse, *, scale, score=None, q_lengths=None, kv_lengths=None):
+def forward(
+    plan,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    q_lengths=None,
+    kv_lengths=None,
+    *,
+    scale,
+    score=None,
+    mask=None,
+):
     """Write attention of `q`, `k` and `v` into `out`, and its log-sum-exp into `lse`.
 
     Parameters
@@ -57,12 +70,14 @@ def forward(plan, q, k, v, out, lse, *, scale, score=None, q_lengths=None, kv_le
         Already broadcast to the problem's leading axes; any strides.
     out, lse : ndarray, shapes leading + (N, E) and leading + (N,)
         The results; any strides. `lse` may be None.
+    q_lengths, kv_lengths : ndarray of int, shape leading, optional
+        Valid queries and keys of each head, clamped to the arrays' lengths.
     scale : float
         What the products q.k are multiplied by.
     score : ScoreMod, optional
         How the scaled products are changed.
-    q_lengths, kv_lengths : ndarray of int, shape leading, optional
-        Valid queries and keys of each head, clamped to the arrays' lengths.
+    mask : function, optional
+        From an index into the leading axes to that head's mask, see :func:`head.head_masks`.
     """
     problem = plan.problem
     walk = {"fa1": _walk_fa1, "fa2": _walk_fa2}[plan.algo]
@@ -82,6 +97,7 @@ def forward(plan, q, k, v, out, lse, *, scale, score=None, q_lengths=None, kv_le
                     (q[index][:rows], k[index][:keys], v[index][:keys]),
                     scale=scale,
                     score=score,
+                    mask=mask and mask(index),
                     place=divmod(number, problem.heads),
                 ),
                 out[index][:rows],
@@ -101,11 +117,12 @@ def backward(
     dq,
     dk,
     dv,
+    q_lengths=None,
+    kv_lengths=None,
     *,
     scale,
     score=None,
-    q_lengths=None,
-    kv_lengths=None,
+    mask=None,
 ):
     """Add the gradients of `q`, `k` and `v` to `dq`, `dk` and `dv`.
 
@@ -122,7 +139,7 @@ def backward(
     dq, dk, dv : ndarray, shapes of `q`, `k` and `v`
         In the type of the sums, and zero. Heads may share memory (a stride of 0), where their
         gradients are summed in the order of the heads.
-    scale, score, q_lengths, kv_lengths
+    q_lengths, kv_lengths, scale, score, mask
         As :func:`forward` had them.
     """
     problem = plan.problem
@@ -138,6 +155,7 @@ def backward(
                 (q[index][:rows], k[index][:keys], v[index][:keys]),
                 scale=scale,
                 score=score,
+                mask=mask and mask(index),
                 place=divmod(number, problem.heads),
             )
             given = (None if x is None else x[index][:rows] for x in (dout, out, lse, dlse))

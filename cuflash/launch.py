@@ -10,8 +10,8 @@ import sys
 import cupy
 import numpy as np
 
-from .memory import conform, empty, workspace
-from .params import pack, pointers
+from .memory import conform, device_lists, empty, workspace
+from .params import pack, pointers, workspace_pointers
 from .plan import Device, Launch, Plan
 from .tensor_maps import MAP_BYTES, OPERANDS, TABLES_BYTES, TensorMap, tensor_maps
 from .work_order import work_order
@@ -120,6 +120,10 @@ def table_maker(maps: dict[str, TensorMap], dtype: str, order):
     return make
 
 
+def _no_tables(addresses):
+    return ()
+
+
 def _tables(call, device_id: int):
     """A function of a call's addresses: the arguments of its kernel beside Params."""
     plan = call.plan
@@ -141,33 +145,37 @@ def prepare(call, device_id: int):
     pack_into = struct.Struct(f"{len(names)}Q").pack_into
     template = pack(plan, call.layout, call.scale, call.score.values if call.score else ())
     template = template.view(f"V{template.itemsize}")  # CuPy describes each field of a structure
+    more = _tables(call, device_id) if plan.engine == "wgmma" else _no_tables
     kernels = [
-        (compiled(plan, device_id, x), (x.grid,), (x.threads,), x.shared_bytes)
+        (
+            compiled(plan, device_id, x), (x.grid,), (x.threads,), x.shared_bytes,
+            more if x.name == plan.kernel else _no_tables,
+        )
         for x in plan.kernels
-    ]
+    ]  # fmt: skip
     starts = plan.workspace_offsets
-    offsets = [starts.get(name) for name in names[len(call.operands) :]]
+    given = len(names) - len(workspace_pointers(plan))
+    offsets = [starts.get(name) for name in names[given:]]
     nowhere = (0,) * len(offsets)
-    more = _tables(call, device_id) if plan.engine == "wgmma" else lambda addresses: ()
 
     def launch(addresses, base):
         params = template.copy()  # several threads may be here
         parts = [0 if x is None else base + x for x in offsets] if base else nowhere
         pack_into(params, 0, *addresses, *parts)
-        for function, grid, block, shared_bytes in kernels:
-            function(grid, block, (params, *more(addresses)), shared_bytes)
+        for function, grid, block, shared_bytes, tables in kernels:
+            function(grid, block, (params, *tables(addresses)), shared_bytes)
 
     return launch
 
 
-def run(call, device_id: int, arrays, addresses, count: int, given_workspace):
+def run(call, device_id: int, arrays, addresses, count: int, given_workspace, mask=None):
     """Run a call on CuPy arrays, on the current stream of their device.
 
     Returns its first `count` results.
     """
     if cupy.cuda.runtime.getDevice() != device_id:
         with cupy.cuda.Device(device_id):
-            return run(call, device_id, arrays, addresses, count, given_workspace)
+            return run(call, device_id, arrays, addresses, count, given_workspace, mask)
     results = []
     for place, spec in call.results[:count]:
         x = arrays[place]
@@ -179,6 +187,9 @@ def run(call, device_id: int, arrays, addresses, count: int, given_workspace):
         for x, value in zip(results, call.empty_values):
             x.fill(value)
         return results
+    if call.has_lists:
+        lists = device_lists(mask, call.plan, device_id)
+        addresses += [0 if x is None else x.data.ptr for x in lists]
     if call.launch is None:
         call.launch = prepare(call, device_id)
     base = 0

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+
 import cupy
 import numpy as np
 
-from .plan import CHUNK_BYTES
+from .block_mask import BlockMask
+from .plan import CHUNK_BYTES, Plan
+from .tile_lists import TileLists, tile_lists
+
+_building = threading.Lock()
 
 
 def as_array(x) -> cupy.ndarray:
@@ -54,3 +60,24 @@ def workspace(needed: int, given, device_id: int) -> cupy.ndarray:
     if given.nbytes < needed or given.data.ptr % CHUNK_BYTES:
         raise ValueError(f"workspace has {given.nbytes} bytes: give {needed}, 16-byte aligned")
     return given
+
+
+def device_lists(mask: BlockMask, plan: Plan, device_id: int) -> TileLists:
+    """The mask's lists of tiles for `plan`, in the memory of the current device.
+
+    They are made when first needed, which waits for the copy: no stream sees them unfinished. The
+    mask keeps them.
+    """
+    turned = plan.problem.backward
+    key = (device_id, turned, *plan.tile.scored, plan.is_longest_first)
+    lists = mask.device_lists.get(key)
+    if lists is None:
+        with _building:
+            lists = mask.device_lists.get(key)
+            if lists is None:
+                refuse_capture()
+                made = tile_lists(mask.T if turned else mask, *key[2:])
+                lists = TileLists(*(None if x is None else cupy.asarray(x) for x in made))
+                cupy.cuda.get_current_stream().synchronize()
+                mask.device_lists[key] = lists
+    return lists

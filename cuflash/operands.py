@@ -56,12 +56,26 @@ class Spec(NamedTuple):
         return all(s % CHUNK_BYTES == 0 for n, s in zip(self.shape[:-1], self.strides) if n > 1)
 
 
+class MaskLayout(NamedTuple):
+    """Where the elements of a mask lie; strides count bytes.
+
+    `axes` are its own leading axes without those that it broadcasts over, folded; the position in
+    them is the number of a list.
+    """
+
+    lists: int
+    axes: tuple[int, ...]
+    axis_strides: tuple[int, ...]
+    strides: tuple[int, int]  # of rows and columns
+
+
 class Layout(NamedTuple):
     """Where the rows of every operand lie.
 
     `leading` are the broadcast leading axes, grouped heads split in two; `strides` maps an
     operand's name to its element strides along them. `axes` are the same folded into few.
-    `summed` says how many heads share one row of q, k and v; 1 where axes have no heads.
+    `summed` says how many heads share one row of q, k and v; 1 where axes have no heads. Strides
+    of a mask count its lists.
     """
 
     out_shape: tuple[int, ...]
@@ -72,6 +86,7 @@ class Layout(NamedTuple):
     axes: tuple[int, ...]
     axis_strides: dict[str, tuple[int, ...]]
     summed: tuple[int, int, int]
+    mask: MaskLayout | None = None
 
 
 def result_dtype(q: np.dtype, k: np.dtype, v: np.dtype) -> np.dtype:
@@ -213,8 +228,23 @@ def _grouped(name: str, steps: tuple[int, ...], group: int) -> tuple[int, ...]:
     return (*steps[:-1], steps[-1] * group, steps[-1])
 
 
+def _mask_layout(mask: Spec, shape: tuple[int, ...]) -> tuple[MaskLayout, tuple[int, ...]]:
+    """The layout of a mask that broadcasts to `shape`, and its steps along the leading axes."""
+    try:
+        fits = np.broadcast_shapes(shape, mask.shape) == shape
+    except ValueError:
+        fits = False
+    if not fits:
+        raise ValueError(f"mask has shape {mask.shape}: it must broadcast to {shape}")
+    strides = _spread(mask, shape, 0)
+    own = [size if step else 1 for size, step in zip(shape, strides[:-2])]
+    steps = Spec.contiguous(own, np.bool_).element_strides()
+    axes, folded = _fold(own, {"mask": strides[:-2]})
+    return MaskLayout(math.prod(own), axes, folded["mask"], strides[-2:]), steps
+
+
 def make_layout(
-    q, k, v, out=None, lse=None, *, gradients=None, q_lengths=None, kv_lengths=None,
+    q, k, v, out=None, lse=None, *, gradients=None, q_lengths=None, kv_lengths=None, mask=None,
     enable_gqa=False,
 ):  # fmt: skip
     """Broadcast the operands' leading axes.
@@ -230,6 +260,8 @@ def make_layout(
         strides are 0.
     q_lengths, kv_lengths : Spec, optional
         Over the batch axes: all leading axes but the heads.
+    mask : Spec, optional
+        Of bool, broadcastable to (..., H, N, M).
     enable_gqa : bool
 
     Returns
@@ -262,13 +294,19 @@ def make_layout(
     for name, spec in (("q_lengths", q_lengths), ("kv_lengths", kv_lengths)):
         steps = (0,) * len(batch) if spec is None else _length_steps(name, spec, batch, given)
         strides[name] = steps + (0,) * (len(heads) + (group > 1))
+    mask_layout = None
+    if mask is not None:
+        mask_layout, steps = _mask_layout(mask, (*lse_shape, k.shape[-2]))
+        strides["mask"] = _grouped("mask", steps, group)
     if group > 1:
         heads = (heads[0] // group, group)
     leading = (*batch, *heads)
     axes, axis_strides = _fold(leading, strides)
     count = math.prod(leading)
     summed = tuple(count // math.prod(x.shape[:-2]) if count else 1 for x in (q, k, v))
-    return Layout(out_shape, lse_shape, leading, strides, rows, axes, axis_strides, summed)
+    return Layout(
+        out_shape, lse_shape, leading, strides, rows, axes, axis_strides, summed, mask_layout
+    )
 
 
 MAP_AXES = 3  # leading axes of a tensor map, beside rows and columns
@@ -289,7 +327,8 @@ def _unmappable(layout: Layout, queries: int, keys: int) -> str:
 
 def make_problem(
     layout: Layout, q: Spec, k: Spec, v: Spec, *, band: Band, score: ScoreMod | None,
-    lengths: dict[str, str], aligned: bool, backward: bool = False, deterministic: bool = True,
+    lengths: dict[str, str], mask: str = "", aligned: bool, backward: bool = False,
+    deterministic: bool = True,
 ) -> Problem:  # fmt: skip
     """The problem that a layout and the options pose."""
     return Problem(
@@ -310,6 +349,8 @@ def make_problem(
         backward=backward,
         deterministic=deterministic,
         summed=layout.summed if backward else (1, 1, 1),
+        mask=mask,
+        mask_lists=layout.mask.lists if layout.mask else 1,
     )
 
 

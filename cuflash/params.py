@@ -20,6 +20,11 @@ _OPERANDS = {
            "dlse": "const Accumulator*", "dq": "Element*", "dk": "Element*", "dv": "Element*"},
 }  # fmt: skip
 _LENGTHS = ("q_lengths", "kv_lengths")
+# A mask's lists of tiles: given, or made in the workspace of a given array.
+_LISTS = {"mask_ranges": "int2*", "mask_entries": "int4*", "mask_order": "int*",
+          "mask_bits": "unsigned int*"}  # fmt: skip
+_MASK = {"": {}, "blocks": _LISTS, "elements": {"mask": "const unsigned char*"}}
+_MASK_WORKSPACE = {"": {}, "blocks": {}, "elements": {**_LISTS, "mask_states": "unsigned char*"}}
 _WORKSPACE = {
     False: {"state": "Accumulator*"},
     True: {"rows": "Accumulator*", "dq_sum": "Accumulator*", "dk_sum": "Accumulator*",
@@ -33,28 +38,50 @@ _SCALARS = (
     (("axes", "heads", "head_count", "query_length", "key_length"), "i4", "int"),
     (("band_left", "band_right", "bottom_right"), "i4", "int"),
     (("query_tiles", "key_tiles", "section"), "i4", "int"),
+    (("mask_axis_stride",), "i4 axes", "int"),  # in lists
+    (("mask_rows", "mask_columns"), "i4", "int"),  # tiles of one list
     (("scale",), "Accumulator", "Accumulator"),
+)
+_ELEMENT_SCALARS = (
+    (("mask_height", "mask_width", "list_axes"), "i4", "int"),
+    (("list_axis_size",), "i4 axes", "int"),
+    (("list_axis_stride",), "i8 axes", "long long"),
+    (("mask_row_stride", "mask_column_stride"), "i8", "long long"),
 )
 
 
 def pointers(plan: Plan) -> tuple[str, ...]:
-    """Names of the struct's leading fields, all pointers: operands, lengths, workspace."""
-    backward = plan.problem.backward
-    return (*_OPERANDS[backward], *_LENGTHS, *_WORKSPACE[backward])
+    """Names of the struct's leading fields, all pointers: operands, lengths, mask, workspace."""
+    operands, mask, workspace = _pointer_types(plan)
+    return (*operands, *_LENGTHS, *mask, *workspace)
+
+
+def workspace_pointers(plan: Plan) -> tuple[str, ...]:
+    """Those of them that point into the workspace."""
+    return tuple(_pointer_types(plan)[2])
+
+
+def _pointer_types(plan: Plan) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
+    """C types of the operands, the mask and the parts of the workspace."""
+    problem = plan.problem
+    workspace = {**_MASK_WORKSPACE[problem.mask], **_WORKSPACE[problem.backward]}
+    return _OPERANDS[problem.backward], _MASK[problem.mask], workspace
 
 
 def _fields(plan: Plan):
     """(names, NumPy type, C type) of the fields before the captured scalars."""
-    operands, workspace = _OPERANDS[plan.problem.backward], _WORKSPACE[plan.problem.backward]
+    operands, mask, workspace = _pointer_types(plan)
     for name, c_type in operands.items():
         yield (name,), "u8", c_type
     yield _LENGTHS, "u8", "const Length*"
-    for name, c_type in workspace.items():
+    for name, c_type in (mask | workspace).items():
         yield (name,), "u8", c_type
     yield tuple(f"{x}_row_stride" for x in operands), "i8", "long long"
     yield tuple(f"{x}_axis_stride" for x in operands), "i8 axes", "long long"
     yield tuple(f"{x}_stride" for x in _LENGTHS), "i8 axes", "long long"
     yield from _SCALARS
+    if plan.problem.mask == "elements":
+        yield from _ELEMENT_SCALARS
 
 
 def fields(plan: Plan):
@@ -100,9 +127,25 @@ def pack(plan: Plan, layout: Layout, scale: float, captured: tuple[float, ...]) 
     params["band_right"] = OPEN_WIDTH if band.right is None else min(band.right, OPEN_WIDTH)
     params["bottom_right"] = band.alignment == "bottom_right"
     params["query_tiles"], params["key_tiles"] = plan.query_tiles, plan.key_tiles
+    if problem.mask:
+        params["mask_axis_stride"][0, : len(layout.axes)] = layout.axis_strides["mask"]
+        params["mask_rows"], params["mask_columns"] = plan.tile.scored_tiles(problem)
+    if problem.mask == "elements":
+        _pack_elements(params, problem, layout.mask)
     params["section"] = plan.section
     smallest = 0.0 if problem.backward else 16 * float(np.finfo(problem.accumulator).tiny)
     params["scale"] = max(scale, smallest)
     for name, value in zip(problem.captures, captured):
         params[name] = value
     return params
+
+
+def _pack_elements(params, problem, mask) -> None:
+    """Where the elements of a bool array lie; backward reads its transpose."""
+    turned = -1 if problem.backward else 1
+    sizes = (problem.query_length, problem.key_length)[::turned]
+    params["mask_height"], params["mask_width"] = sizes
+    params["mask_row_stride"], params["mask_column_stride"] = mask.strides[::turned]
+    params["list_axes"] = len(mask.axes)
+    params["list_axis_size"][0, : len(mask.axes)] = mask.axes
+    params["list_axis_stride"][0, : len(mask.axes)] = mask.axis_strides

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from .masks import Band
+from .traffic import moved, moved_unfused
 
 HALF = ("float16", "bfloat16")
 ACCUMULATORS = {
@@ -107,6 +108,10 @@ class Problem:
         Whether gradients must be the same bits each time.
     summed : tuple of int
         How many heads share one row of q, k and v, whose gradient sums over them.
+    mask : str
+        "blocks" (a BlockMask), "elements" (an array of bool), or empty for none.
+    mask_lists : int
+        How many different masks it holds, for heads to share.
     """
 
     dtype: str
@@ -126,6 +131,8 @@ class Problem:
     backward: bool = False
     deterministic: bool = True
     summed: tuple[int, int, int] = (1, 1, 1)
+    mask: str = ""
+    mask_lists: int = 1
 
     @property
     def head_count(self) -> int:
@@ -139,7 +146,7 @@ class Problem:
 
     @property
     def flops(self) -> int:
-        """Of the products, per visible pair of query and key, lengths taken as full.
+        """Of the products, per visible pair of query and key; a mask or lengths hide none here.
 
         Forward q.k and P v; backward q.k, dS k and dS q over D, and P dout and dout.v over Dv.
         """
@@ -156,6 +163,8 @@ class Problem:
             text += f", value dim {self.value_dim}"
         if not self.band.is_open:
             text += f", {self.band}"
+        if self.mask:
+            text += f", mask of {self.mask}"
         if self.score:
             text += f", score {self.score}"
         for name in ("q_lengths", "kv_lengths"):
@@ -273,6 +282,20 @@ class Tile:
             return (keys + self.stages * queries + exchange) * itemsize
         return (queries + self.stages * keys + exchange) * itemsize
 
+    @property
+    def scored(self) -> tuple[int, int]:
+        """Rows and columns of a tile of a mask's lists; in backward its rows are keys."""
+        if self.backward:
+            return self.block_k, self.block_q
+        return (self.warp_rows, self.step_k) if self.algo == "fa1" else (self.block_q, self.block_k)
+
+    def scored_tiles(self, problem: Problem) -> tuple[int, int]:
+        """How many such tiles there are down and across."""
+        lengths = problem.query_length, problem.key_length
+        if self.backward:
+            lengths = lengths[::-1]
+        return tuple(-(-length // size) for length, size in zip(lengths, self.scored))
+
     def blocks(self, problem: Problem) -> int:
         """Thread blocks: B * H in fa1; B * H * Tr in fa2, B * H * Tc in its backward.
 
@@ -309,6 +332,11 @@ class Tile:
             return reason
         if max(problem.head_dim, problem.value_dim) > self.max_dim:
             return f"serves head dims up to {self.max_dim}"
+        if problem.mask:
+            if any(size & (size - 1) for size in self.scored):
+                return "its tiles of {}x{} lie across the blocks of masks".format(*self.scored)
+            if problem.mask_lists * math.prod(self.scored_tiles(problem)) >= 1 << 31:
+                return "the mask has more than 2^31 of its tiles"
         shared = self.shared_bytes(problem)
         if shared > device.shared_bytes:
             return f"needs {shared} bytes of shared memory, the device has {device.shared_bytes}"
@@ -386,8 +414,16 @@ class Plan:
     def kernels(self) -> tuple[Launch, ...]:
         """What is launched, in this order."""
         main = Launch(self.kernel, self.grid, self.threads, self.shared_bytes)
+        lists = ()
+        if self.problem.mask == "elements" and self.engine != "numpy":
+            rows, columns = self.tile.scored_tiles(self.problem)
+            rows *= self.problem.mask_lists
+            lists = (
+                Launch("mask_tiles", rows * columns, self.threads),
+                Launch("mask_lists", rows, 32),
+            )
         if not self.problem.backward:
-            return (main,)
+            return (*lists, main)
         tiles = {"q": self.query_tiles, "k": self.key_tiles, "v": self.key_tiles}
         sums = [
             Launch(f"sum_d{name}", self.problem.head_count // heads * tiles[name], self.threads)
@@ -395,7 +431,7 @@ class Plan:
             if name == "q" or heads > 1
         ]
         rows = Launch("backward_rows", self.problem.head_count * self.query_tiles, self.threads)
-        return (rows, main, *sums)
+        return (*lists, rows, main, *sums)
 
     @property
     def query_tiles(self) -> int:
@@ -411,6 +447,12 @@ class Plan:
     def is_ordered(self) -> bool:
         """Whether blocks add to dQ one after the other, in the order of their keys."""
         return self.problem.backward and self.problem.deterministic and self.algo == "fa2"
+
+    @property
+    def is_longest_first(self) -> bool:
+        """Whether rows of tiles that visit most start first; else a band tells which do."""
+        p = self.problem
+        return p.mask == "blocks" and p.band.is_open and not (p.q_lengths or p.kv_lengths)
 
     @property
     def block_q(self) -> int:
@@ -454,16 +496,28 @@ class Plan:
 
         fa1's O, l and m (state). Backward: two numbers per query (rows), dQ in the type of sums
         (dq_sum), dK and dV of heads that share a key (dk_sum, dv_sum), and whose turn it is to
-        add to which tile of dQ (turns).
+        add to which tile of dQ (turns). The tiles of a mask of elements: lists (mask_ranges,
+        mask_entries), what each tile shows (mask_bits, mask_states).
         """
         p, item = self.problem, ITEM_BYTES[self.problem.accumulator]
         if self.engine == "numpy":
             return ()
+        parts = []
+        if p.mask == "elements":
+            rows, columns = self.tile.scored_tiles(p)
+            tiles, (height, width) = p.mask_lists * rows * columns, self.tile.scored
+            parts += [
+                ("mask_ranges", p.mask_lists * rows * 8),
+                ("mask_entries", tiles * 16),
+                ("mask_bits", tiles * height * -(-width // 32) * 4),
+                ("mask_states", tiles),
+            ]
         if not p.backward:
-            state = p.head_count * p.query_length * (p.value_dim + 2) * item
-            return (("state", state),) if self.algo == "fa1" else ()
+            if self.algo == "fa1":
+                parts.append(("state", p.head_count * p.query_length * (p.value_dim + 2) * item))
+            return tuple(parts)
         q_tiles, k_tiles = p.head_count * self.query_tiles, p.head_count * self.key_tiles
-        parts = [
+        parts += [
             ("rows", q_tiles * 2 * self.block_q * item),
             ("dq_sum", q_tiles * self.threads * self.tile.dq_per_thread(p) * item),
         ]
@@ -497,12 +551,29 @@ class Plan:
         return self.problem.flops
 
     @property
+    def traffic(self) -> int:
+        """Bytes between chip and device memory as the papers count them: see traffic.py."""
+        p = self.problem
+        sizes = ITEM_BYTES[p.dtype], ITEM_BYTES[p.accumulator]
+        return moved(p, self.algo, self.block_q, self.block_k, *sizes)
+
+    @property
+    def unfused_traffic(self) -> int:
+        """The same of array operations that hold all scores in memory."""
+        return moved_unfused(self.problem, ITEM_BYTES[self.problem.dtype])
+
+    @property
     def section(self) -> int:
         """Heads whose keys and values share the L2 cache; blocks do one section after another.
 
-        Sections are of about one size: a small last one would leave multiprocessors idle.
+        Sections are of about one size: a small last one would leave multiprocessors idle. With a
+        mask, blocks that add in order are of all heads, so that few of one head run at a time:
+        these meet a tile of dQ in another order than they started, and wait (on an H200, 0.76 to
+        0.82 of the speed of any order, against 0.49 to 0.70 with sections).
         """
         p = self.problem
+        if p.mask and self.is_ordered:
+            return max(1, p.head_count)
         head_bytes = p.key_length * (p.head_dim + p.value_dim) * ITEM_BYTES[p.dtype]
         cached = max(1, self.device.cache_bytes // 2 // max(1, head_bytes))
         return max(1, -(-p.head_count // max(1, round(p.head_count / cached))))
@@ -529,6 +600,8 @@ class Plan:
         lines += [
             f"workspace  {self.workspace_bytes} bytes",
             f"work       {self.flops / 1e9:.3f} GFLOP",
+            f"traffic    {self.traffic / 1e9:.3f} GB without caches, unfused "
+            f"{self.unfused_traffic / 1e9:.3f} GB",
         ]
         lines += [f"rejected   {row}: {reason}" for row, reason in self.rejected]
         return "\n".join(lines)
@@ -570,12 +643,15 @@ EVERY = (*SINGLE, *DOUBLE)
 # block. `load_unroll` is what leaves the row without spills.
 TILES = (
     *_wgmma(64, 128, 3, stages=4, ping_pong=True),
+    *_wgmma(64, 128, 2, stages=4, ping_pong=True),
     *_wgmma(128, 128, 2, stages=3, ping_pong=True),
     *_wgmma(192, 112, 2),
     *_wgmma(256, 80, 2),
+    *_wgmma(256, 64, 2),
     _mma("fa2", 64, 64, 4, 2, stages=2, load_unroll=8, queries_in_registers=True, fill=1.0),
     _mma("fa2", 64, 64, 4, 1, stages=3, queries_in_registers=True),
     _mma("fa2", 128, 48, 4, 2, stages=2, min_blocks=2, fill=1.0),
+    _mma("fa2", 128, 64, 4, 2, step_k=32, stages=2, min_blocks=2, fill=1.0),
     _mma("fa2", 128, 64, 4, 1, stages=2, queries_in_registers=True),
     _mma("fa2", 256, 64, 8, 1, stages=1, fill=1.0),
     _mma("fa2", 256, 32, 4, 1, stages=2),

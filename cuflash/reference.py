@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .block_mask import BlockMask
 from .masks import Band
 
 
@@ -17,6 +18,7 @@ def attention(
     *,
     causal=False,
     window=None,
+    mask=None,
     softcap=None,
     q_lengths=None,
     kv_lengths=None,
@@ -31,7 +33,7 @@ def attention(
     ----------
     q, k, v : array_like, shapes (..., N, D), (..., M, D) and (..., M, E)
         Leading axes broadcast as in :func:`numpy.matmul`.
-    causal, window, softcap, q_lengths, kv_lengths, scale, enable_gqa, return_lse
+    causal, window, mask, softcap, q_lengths, kv_lengths, scale, enable_gqa, return_lse
         As in :func:`cuflash.attention`.
     dtype : scalar type, default numpy.float64
         Of the arithmetic and the results; `numpy.longdouble` checks float64 results.
@@ -62,6 +64,7 @@ def attention(
         enable_gqa=enable_gqa,
         causal=causal,
         window=window,
+        mask=mask,
         q_lengths=q_lengths,
         kv_lengths=kv_lengths,
     )
@@ -77,6 +80,7 @@ def attention_backward(
     dlse=None,
     causal=False,
     window=None,
+    mask=None,
     softcap=None,
     q_lengths=None,
     kv_lengths=None,
@@ -94,7 +98,7 @@ def attention_backward(
         As given to :func:`attention`.
     dlse : array_like, shape (..., N), optional
         Gradient of the same number with respect to `lse`, by default 0.
-    causal, window, softcap, q_lengths, kv_lengths, scale, enable_gqa
+    causal, window, mask, softcap, q_lengths, kv_lengths, scale, enable_gqa
         As given to :func:`attention`.
     dtype : scalar type, default numpy.float64
         Of the arithmetic and the results; `numpy.longdouble` checks float64 results.
@@ -134,6 +138,7 @@ def attention_backward(
         enable_gqa=enable_gqa,
         causal=causal,
         window=window,
+        mask=mask,
         q_lengths=q_lengths,
         kv_lengths=kv_lengths,
     )
@@ -212,7 +217,7 @@ def _own_sum(gradient, shape):
     return gradient.reshape(*split, *gradient.shape[-2:]).sum(axis=sharing).reshape(shape)
 
 
-def visible_keys(shape, *, causal=False, window=None, q_lengths=None, kv_lengths=None):
+def visible_keys(shape, *, causal=False, window=None, mask=None, q_lengths=None, kv_lengths=None):
     """Which keys each query may attend to, as a bool array of `shape` (..., N, M).
 
     Lengths broadcast to the batch axes, which are all leading axes but the last one.
@@ -241,6 +246,8 @@ def visible_keys(shape, *, causal=False, window=None, q_lengths=None, kv_lengths
         visible = visible & (j >= i + shift - min(band.left, widest))
     if band.right is not None:
         visible = visible & (j <= i + shift + min(band.right, widest))
+    if mask is not None:
+        visible = visible & (mask.to_dense() if isinstance(mask, BlockMask) else mask)
     return np.broadcast_to(visible, shape)
 
 

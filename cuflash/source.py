@@ -48,6 +48,9 @@ def _constants(plan: Plan) -> dict[str, int | bool]:
         "ALIGNED": plan.problem.aligned,
         "SHARED_BYTES": plan.shared_bytes,
         "SCORE_IS_MODIFIED": bool(plan.problem.score),
+        "MASKED": bool(plan.problem.mask),
+        "MASK_ROWS": tile.scored[0],
+        "MASK_COLUMNS": tile.scored[1],
         **(_wgmma_constants(tile) if tile.engine == "wgmma" else {}),
         **({"STEP_Q": tile.step_q, "ORDERED": plan.is_ordered} if tile.backward else {}),
     }

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import ml_dtypes
 import numpy as np
 
-from cuflash import reference
+from cuflash import BlockMask, reference
 from cuflash.plan import EVERY, HALF, Device, Problem, make_plan
 
 H200 = Device(90, "NVIDIA H200", multiprocessors=132)
@@ -27,7 +27,7 @@ DIMS = {
     "wgmma": 64,
 }  # where a case is not about head dims: few kernels to compile
 UNMAPPABLE = {"odd", "offset", "reversed"}  # layouts that no tensor map describes
-OPTIONS = "causal window softcap scale enable_gqa q_lengths kv_lengths".split()
+OPTIONS = "causal window mask softcap scale enable_gqa q_lengths kv_lengths".split()
 
 
 def numpy_dtype(name):
@@ -100,7 +100,7 @@ class Case:
 
     def _seen(self):
         """Which query sees which key."""
-        names = ("causal", "window", "q_lengths", "kv_lengths")
+        names = ("causal", "window", "mask", "q_lengths", "kv_lengths")
         shape = (*self.q[:-1], self.k[-2])
         return reference.visible_keys(
             shape, **{n: self.options[n] for n in names if n in self.options}
@@ -167,6 +167,22 @@ class BackwardCase(Case):
             owner(x).view(x.dtype)[...] = blank
             grads.append(x)
         return tuple(grads)
+
+
+def random_mask(shape, block, shown=0.4, partial=0.3, seed=0):
+    """A bool array of blocks: empty, full, or with every other element or so.
+
+    A row and a column of blocks are empty.
+    """
+    rng = np.random.default_rng(seed)
+    *leading, n, m = shape
+    grid = (*leading, -(-n // block), -(-m // block))
+    blocks = rng.random(grid) < shown
+    blocks[..., grid[-2] // 2, :] = blocks[..., :, grid[-1] // 2] = False
+    whole = (rng.random(grid) > partial)[..., :, None, :, None]
+    elements = rng.random((*grid[:-1], block, grid[-1], block)) < 0.6
+    mask = blocks[..., :, None, :, None] & (whole | elements)
+    return mask.reshape(*leading, grid[-2] * block, grid[-1] * block)[..., :n, :m]
 
 
 def place(values, layout):
@@ -468,6 +484,73 @@ class _Cases:
                 )
             self.add("masked nothing, visible nonfinite", dtype, q, k, poison="visible")
 
+    def blocks(self):
+        """Block masks, whose blocks are not the kernel's tiles."""
+        for i, dtype in enumerate(self.dtypes):
+            n, m, dim = self.sizes(dtype)
+            size = (n + 37, m + 45)
+            q, k = (2, 4, size[0], dim), (2, 4, size[1], dim)
+            for block in (16, (48, 32), 128)[i % 2 :]:
+                own = (2, 4)[2 - i % 3 :]  # for each batch entry and head, each head, all
+                mask = random_mask((*own, *size), np.max(block), seed=i)
+                mask = BlockMask.from_dense(mask, block)
+                self.add(f"blocks of {block}", dtype, q, k, mask=mask)
+            mask = BlockMask.from_dense(random_mask((4, *size), 32), 32)
+            more = {"causal": True, "window": (m // 2, None)}
+            self.add("blocks and band", dtype, q, k, mask=mask, **more)
+            none = BlockMask.from_dense(np.zeros(size, bool))
+            self.add("blocks none", dtype, q[1:], k[1:], mask=none)
+        dtype, groups = self.dtypes[0], (2, 2, size[1], dim)
+        mask = BlockMask.from_dense(random_mask((2, 4, *size), 64, seed=3), 64)
+        lengths = {"q_lengths": np.int32([n - 3, n + 37]), "kv_lengths": np.int32([m + 1, m - 9])}
+        self.add(
+            "blocks with groups and lengths",
+            dtype,
+            q,
+            groups,
+            mask=mask,
+            enable_gqa=True,
+            **lengths,
+        )
+        self.add("blocks and softcap", dtype, q, k, mask=mask, softcap=2.0, causal="top_left")
+        one = BlockMask.from_dense(random_mask((2, 1, *size), 48, seed=4), 48)
+        wide = (*k[:-1], 40)
+        self.add("blocks and value dim", dtype, q, k, wide, mask=one, causal=True)
+        self.add("blocks all", dtype, q[1:], k[1:], mask=BlockMask.from_dense(np.ones(size, bool)))
+        for poison in ("hidden", "visible"):
+            name, lengths["causal"] = f"blocks with {poison} nonfinite", True
+            self.add(name, dtype, q, k, poison=poison, mask=one)
+            self.add(f"{name}, lengths", dtype, q, k, poison=poison, mask=mask, **lengths)
+
+    def elements(self):
+        """Arrays of bool, of every shape that broadcasts."""
+        for i, dtype in enumerate(self.dtypes):
+            n, m, dim = self.sizes(dtype)
+            n, m = n + 21, m + 13
+            q, k = (2, 4, n, dim), (2, 4, m, dim)
+            for own in ((2, 4), (2, 1), (4,), ())[i % 2 :: 2]:
+                mask = random_mask((*own, n, m), 32, seed=i)
+                self.add(f"elements of {own}", dtype, q, k, mask=mask, causal=i % 2 == 0)
+        dtype = self.dtypes[0]
+        keys = random_mask((2, 1, 1, m), 1, shown=0.7)
+        self.add("elements of keys", dtype, q, k, mask=keys)
+        self.add("elements of queries", dtype, q, k, mask=random_mask((n, 1), 1, shown=0.7))
+        self.add("elements of one row", dtype, q, k, mask=keys[0, 0, 0])
+        self.add("elements one for all", dtype, q, k, mask=np.array(True))
+        self.add("elements transposed", dtype, q, k, mask=random_mask((2, 4, m, n), 32).mT)
+        batch_last = np.moveaxis(random_mask((4, 2, n, m), 32), 0, 1)
+        self.add("elements with heads outside", dtype, q, k, mask=batch_last[..., ::-1])
+        sparse = np.zeros((n, 2 * m), bool)
+        sparse[:, ::2] = random_mask((n, m), 16)
+        more = {"window": (m // 2, 3), "softcap": 3.0}
+        self.add("elements with strides", dtype, q, k, mask=sparse[:, ::2], **more)
+        mask = random_mask((2, 4, n, m), 32, seed=5)
+        lengths = {"q_lengths": np.int32([n - 3, n]), "kv_lengths": np.int32([m - 9, m + 1])}
+        groups = (2, 2, m, dim)
+        self.add("elements with groups", dtype, q, groups, mask=mask, enable_gqa=True, **lengths)
+        for poison in ("hidden", "visible"):
+            self.add(f"elements with {poison} nonfinite", dtype, q, k, poison=poison, mask=mask)
+
     def scales(self):
         for dtype in self.dtypes:
             n, m, dim = self.sizes(dtype)
@@ -642,7 +725,9 @@ def _all_cases(kind, kernels):
     return cases
 
 
-FAMILIES = "edges windows softcaps lengths heads axes strides dims masked scales orders".split()
+FAMILIES = (
+    "edges windows softcaps lengths heads axes strides dims masked blocks elements scales orders"
+).split()
 CASES = _all_cases(_Cases, KERNELS)
 BACKWARD_CASES = _all_cases(_BackwardCases, BACKWARD_KERNELS)
 

@@ -18,6 +18,7 @@ from cuflash.params import pack
 from cuflash.plan import Plan
 from cuflash.scores import softcap as softcap_score
 from cuflash.tensor_maps import TABLES_BYTES, tensor_maps
+from cuflash.tile_lists import tile_lists
 from cuflash.work_order import work_order
 
 
@@ -31,7 +32,7 @@ class Result(NamedTuple):
 
 
 def attention(
-    q, k, v, *, out=None, return_lse=True, scale=None, softcap=None, enable_gqa=False,
+    q, k, v, *, out=None, return_lse=True, scale=None, softcap=None, enable_gqa=False, mask=None,
     q_lengths=None, kv_lengths=None, mode="check", seed=0, row=None, device=H200, **options,
 ):  # fmt: skip
     """attention() as `device` would run it; `row` forces a row of the table, `mode` and `seed`
@@ -41,8 +42,8 @@ def attention(
     """
     lengths = {"q_lengths": q_lengths, "kv_lengths": kv_lengths}
     plan = cuflash.plan(
-        q, k, v, out=out, scale=scale, softcap=softcap, enable_gqa=enable_gqa, device=device,
-        **lengths, **options,
+        q, k, v, out=out, scale=scale, softcap=softcap, enable_gqa=enable_gqa, mask=mask,
+        device=device, **lengths, **options,
     )  # fmt: skip
     if row is not None:
         plan = on_row(plan, row)
@@ -52,6 +53,10 @@ def attention(
         if x is not None:
             lengths[name] = np.asarray(x, getattr(plan.problem, name))
     specs = {name: None if x is None else _spec(x) for name, x in lengths.items()}
+    mask_spec = mask
+    if mask is not None:
+        blocks = isinstance(mask, cuflash.BlockMask)
+        mask_spec = Spec.contiguous(mask.shape, np.bool_) if blocks else _spec(mask)
     result, lse = out if return_lse and out is not None else (out, None)
     shapes = make_layout(_spec(q), _spec(k), _spec(v), enable_gqa=enable_gqa, **specs)
     fresh, fresh_lse = result is None, lse is None
@@ -62,7 +67,7 @@ def attention(
     target = _conform(result, dtype)
     layout = make_layout(
         _spec(q), _spec(k), _spec(v), _spec(target), None if lse is None else _spec(lse),
-        enable_gqa=enable_gqa, **specs,
+        enable_gqa=enable_gqa, mask=mask_spec, **specs,
     )  # fmt: skip
 
     memory = Memory()
@@ -72,6 +77,7 @@ def attention(
         params[name] = 0 if x is None else memory.place(x)
     params["out"] = memory.place(target, initialised=not fresh and target is result)
     params["lse"] = 0 if lse is None else memory.place(lse, initialised=not fresh_lse)
+    _place_mask(params, mask, plan, memory)
     operands = {"q": q, "k": k, "v": v}
     maps = tensor_maps(plan, layout) if plan.engine == "wgmma" else {}
     more = []
@@ -99,8 +105,8 @@ class Gradients(NamedTuple):
 
 def attention_backward(
     dout, q, k, v, out, lse, *, dlse=None, grads_out=None, algo=None, engine=None, causal=False,
-    window=None, softcap=None, q_lengths=None, kv_lengths=None, scale=None, enable_gqa=False,
-    deterministic=True, mode="check", seed=0, row=None, device=H200,
+    window=None, mask=None, softcap=None, q_lengths=None, kv_lengths=None, scale=None,
+    enable_gqa=False, deterministic=True, mode="check", seed=0, row=None, device=H200,
 ):  # fmt: skip
     """attention_backward() as `device` would run it; `row`, `mode` and `seed` as in attention().
 
@@ -109,7 +115,7 @@ def attention_backward(
     given = (dout, q, k, v, out, lse, dlse, *(grads_out or (None,) * 3))
     arrays = [*given, *both_lengths(q_lengths, kv_lengths, q)]
     options = (algo, engine, causal, window, softcap, scale, enable_gqa, deterministic)
-    call = find_call(BackwardCall, tuple(arrays), options, device)[0]
+    call = find_call(BackwardCall, tuple(arrays), options, device, mask)[0]
     plan = call.plan if row is None else on_row(call.plan, row)
     results, fresh = [], set()
     for place, spec in call.results:
@@ -127,10 +133,22 @@ def attention_backward(
     params = pack(plan, call.layout, call.scale, call.score.values if call.score else ())
     for place, (name, x) in enumerate(zip(BackwardCall.operands, arrays, strict=True)):
         params[name] = 0 if x is None else memory.place(x, initialised=place not in fresh)
+    _place_mask(params, mask, plan, memory)
     stats = _launch(plan, [params], memory, mode, seed)
     for number, place, _ in call.staged:
         results[number][...] = arrays[place]
     return Gradients(*results, plan, stats)
+
+
+def _place_mask(params, mask, plan, memory) -> None:
+    """Place an array's elements, or the lists of a block mask."""
+    if plan.problem.mask == "elements":
+        params["mask"] = memory.place(mask)
+    elif plan.problem.mask == "blocks":
+        turned = mask.T if plan.problem.backward else mask
+        lists = tile_lists(turned, *plan.tile.scored, plan.is_longest_first)
+        for name, x in lists._asdict().items():
+            params[f"mask_{name}"] = 0 if x is None or not x.size else memory.place(x)
 
 
 def _launch(plan, args, memory, mode, seed) -> dict:
@@ -142,7 +160,8 @@ def _launch(plan, args, memory, mode, seed) -> dict:
     for kernel in plan.kernels:
         module = Module(plan.source(kernel.name), mode=mode, arch=plan.device.arch * 10)
         module.launch(
-            kernel.name, kernel.grid, kernel.threads, args,
+            kernel.name, kernel.grid, kernel.threads,
+            args if kernel.name == plan.kernel else args[:1],
             shared_bytes=kernel.shared_bytes, seed=seed, memory=memory,
         )  # fmt: skip
         if kernel.name == plan.kernel:

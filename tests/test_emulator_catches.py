@@ -8,14 +8,15 @@ expected result.
 import functools
 import re
 
+import emulated
 import numpy as np
 import pytest
-from cases import numpy_dtype, tile_of
-from emulated import attention_backward
+from cases import numpy_dtype, random_mask, tile_of
+from emulated import attention, attention_backward
 from emulator import EmulatorError, Memory, Module, TensorMap, available
-from tolerance import assert_backward_close
+from tolerance import assert_backward_close, assert_forward_close
 
-from cuflash import reference, source
+from cuflash import BlockMask, reference, source
 
 pytestmark = pytest.mark.skipif(available() is not None, reason=str(available()))
 
@@ -633,9 +634,9 @@ PLANTED = [
      "", {}),
     ("the turn is not waited for", r"wait_turn\(turn, ", "if (false) wait_turn(turn, ",
      IN_FLOAT32),
-    ("the turn is passed before it is used", r"(const bool cut = tiles\.is_cut\(tile\))",
-     r"if (ORDERED && threadIdx.x == 0) pass_turn(p.turns + first_tile + tile, key_tile + 1); \1",
-     IN_FLOAT32),
+    ("the turn is passed before it is used", r"(const bool cut = tiles\.is_cut\(visit\))",
+     r"if (ORDERED && threadIdx.x == 0) "
+     r"pass_turn(p.turns + first_tile + visit.tile, key_tile + 1); \1", IN_FLOAT32),
     ("the turn is never passed", r"if \(threadIdx.x == 0\)\s+pass_turn\(", "if (false) pass_turn(",
      {}),
     ("delta is left out", r"deltas\[row\] = delta;", "deltas[row] = Accumulator(0);", {}),
@@ -644,8 +645,8 @@ PLANTED = [
     ("dQ is not scaled", r"BLOCK_Q,\s+p\.scale\)", "BLOCK_Q, Accumulator(1))", {}),
     ("a ragged key tile is not masked", r"if \(k_last >= head\.key_length\) uncut_end = 0;", "",
      {"kv_lengths": 150, "causal": False}),
-    ("the diagonal is not masked", r"return tile < uncut_begin \|\| tile >= uncut_end;",
-     "return tile < uncut_begin - 1 || tile >= uncut_end;", {}),
+    ("the diagonal is not masked", r"visit\.tile < uncut_begin \|\| visit\.tile >= uncut_end;",
+     "visit.tile < uncut_begin - 1 || visit.tile >= uncut_end;", {}),
     ("dS is not transposed", r"load_matrices_transposed\(a\[slab\]", "load_matrices(a[slab]", {}),
     ("dQ is stored, not added", r"add_unit\((sums \+ .*?), unit\);",
      r"*reinterpret_cast<Vector<A>*>(\1) = unit;", {}),
@@ -717,3 +718,181 @@ def test_bugs_planted_in_the_backward_kernels(monkeypatch, text, wrong, options)
     with pytest.raises((EmulatorError, AssertionError)):
         backward_is_right(options)
     assert any(found), "no kernel has this text any more"
+
+
+# ------------------------------------------------------------------------------- bugs in masks
+BACKWARD = {"backward": True}
+GIVEN = {"kind": "blocks"}
+STATS = {"algo": "fa1", "engine": "simt"}  # of key tiles that hold several steps
+BAND = {"causal": True, "window": (70, None)}
+ORDER = {**BACKWARD, "engine": "simt"}  # another order shows in the last bit
+WRONG_MASKS = [
+    ("bits one column on", r">> column % 32", ">> (column + 1) % 32", {}),
+    ("bits of the second word of a row left out", r"column / 32\] >>", "0] >>", {}),
+    ("bits one column on, backward", r">> column % 32", ">> (column + 1) % 32", BACKWARD),
+    ("nothing hidden", r"bits\.hide\(S, -infinity.*?;", "", GIVEN),
+    ("nothing hidden, backward", r"if \(CUT\) bits\.hide\(S.*?;", "", BACKWARD),
+    ("tiles with bits not cut", r"visit\.bits >= 0 \|\| ", "", GIVEN),
+    ("bits from the block's first row on", r"(MASK_ROWS) \+ first_row;", r"\1;", {}),
+    ("bits from the block's first row on, backward", r"(MASK_ROWS) \+ first_row;", r"\1;",
+     BACKWARD),
+    ("NaN from under the mask", r"bits\.has\(tile\.row\(i\), k - k_begin\)", "true",
+     {**GIVEN, "nonfinite": True}),
+    ("the place after the first tile of a band", r"return low;", "return low + 1;", BAND),
+    ("the place before the first tile of a band", r"return low;", "return low - (low > begin);",
+     {**ORDER, **BAND}),
+    ("steps of another key tile", r"max\(steps\.begin, (.*?)\);\n", r"\1;\n", {**STATS, **BAND}),
+    ("slabs from the first key tile on",
+     r"max\(steps\.begin, steps\.list\.find\(key_tile \* STEPS\)\)", "steps.begin", STATS),
+    ("the first head's list", r"list \+= position \* p\.mask_axis_stride\[axis\];", "", GIVEN),
+    ("the tile before, whoever visits it", r"= MASKED \? visit\.previous :",
+     "= true ? key_tile - 1 :", ORDER),
+    ("the tile before is hidden by the band", r"previous < first \?", "previous < 0 ?",
+     {**ORDER, **BAND}),
+    ("made: a ragged word counts as full", r"width <= 0 \|\| bits == .*?;",
+     "width < 32 || bits == ~0u;", {}),
+    ("made: one thread judges a tile", r"all = __syncthreads_and\(all\);", "", {}),
+    ("made: what shows something is full", r"state == FULL \? -1", "state != EMPTY ? -1", {}),
+    ("made: the row before", r"&& \*above == EMPTY", "&& false", ORDER),
+    ("made: entries one place on", r"\(1u << lane\) - 1", "(2u << lane) - 1", {}),
+    ("made: the first list's elements", r"p\.mask \+ locate_list\(.*?\);", "p.mask;", {}),
+    ("made: elements of the first column", r"first \* p\.mask_column_stride;", "0;", BACKWARD),
+]  # fmt: skip
+
+
+def strides_exchanged(plan, *rest, right=emulated.pack):
+    params = right(plan, *rest)
+    row, column = params["mask_row_stride"].copy(), params["mask_column_stride"].copy()
+    params["mask_row_stride"], params["mask_column_stride"] = column, row
+    return params
+
+
+def in_their_own_order(mask, rows, columns, longest_first, right=emulated.tile_lists):
+    """`previous` of rows in their own order, though the longest start first."""
+    natural = right(mask, rows, columns, False)
+    return natural._replace(order=right(mask, rows, columns, True).order)
+
+
+def one_row_for_all(mask, rows, columns, longest_first, right=emulated.tile_lists):
+    lists = right(mask, rows, columns, longest_first)
+    lists.order[:] = lists.order[0]
+    return lists
+
+
+WRONG_CALLERS = [
+    ("strides of the mask itself in backward", "pack", strides_exchanged, BACKWARD),
+    ("lists of the mask itself in backward", "tile_lists",
+     lambda mask, *rest, right=emulated.tile_lists: right(mask.T, *rest), {**BACKWARD, **GIVEN}),
+    ("one row of tiles for all", "tile_lists", one_row_for_all, GIVEN),
+]  # fmt: skip
+
+
+@functools.cache
+def masked_inputs(engine, algo, backward, nonfinite):
+    """dout, q, k, v and an array of bool; several tiles, some of them empty or full."""
+    rng, dtype = np.random.default_rng(0), "bfloat16" if engine == "mma" else "float32"
+    tile = tile_of(algo, engine, dtype, 32, backward=backward)
+    m = tile.block_k + 37 if algo == "fa1" else 3 * tile.block_k + 5
+    n = (2 if algo == "fa1" else 3) * tile.block_q + 3
+    shapes = (2, n, 32), (2, n, 32), (1, m, 32), (1, m, 32)
+    dout, q, k, v = (rng.standard_normal(shape).astype(numpy_dtype(dtype)) for shape in shapes)
+    mask = random_mask((2, n, m), 64, shown=0.6, partial=0.4)
+    mask[:, : tile.block_q, : tile.block_k] = True  # a full tile
+    mask[:, -3:, : tile.block_k] = True
+    mask[:, -2, 5] = mask[:, 3, -1] = False
+    if nonfinite:
+        v[..., 5, 3] = np.inf  # of a key that some queries of a tile see
+    return dout, q, k, v, mask
+
+
+def masked_is_right(options, seeds=(0, 1, 2)):
+    """Compare with the reference under several schedules; raises where something is wrong."""
+    options = {"engine": "mma", "algo": "fa2", "kind": "elements", **options}
+    engine, algo, kind = (options.pop(name) for name in ("engine", "algo", "kind"))
+    backward, nonfinite = (options.pop(name, False) for name in ("backward", "nonfinite"))
+    dout, q, k, v, options["mask"] = masked_inputs(engine, algo, backward, nonfinite)
+    if kind == "blocks":
+        options["mask"] = BlockMask.from_dense(options["mask"], 32)
+    if backward:
+        out, lse = reference.attention(q, k, v, return_lse=True, **options)
+        given = dout, q, k, v, out.astype(q.dtype), lse.astype(np.float32)
+    first = None
+    for seed in seeds:
+        if backward:
+            result = attention_backward(*given, algo=algo, engine=engine, seed=seed, **options)[:3]
+            assert_backward_close(result, dout, q, k, v, **options)
+        else:
+            result = attention(q, k, v, algo=algo, engine=engine, seed=seed, **options)[:2]
+            assert_forward_close(*result, q, k, v, **options)
+        bits = [x.tobytes() for x in result]
+        first = first or bits
+        assert bits == first, f"other bits with seed {seed}"
+
+
+def plant(monkeypatch, *changes):
+    """Change the text of every kernel; returns how often, for each kernel and change."""
+    found = []
+
+    def changed(plan, kernel, right=source.kernel_source):
+        text = right(plan, kernel)
+        for pattern, wrong in changes:
+            text, count = re.subn(pattern, wrong, text, flags=re.DOTALL)
+            found.append(count)
+        return text
+
+    monkeypatch.setattr(source, "kernel_source", changed)
+    return found
+
+
+def options_of(bugs):
+    """The different options of planted bugs."""
+    return [dict(x) for x in dict.fromkeys(tuple(bug[-1].items()) for bug in bugs)]
+
+
+@pytest.mark.parametrize("options", options_of(WRONG_MASKS + WRONG_CALLERS), ids=str)
+def test_masks_without_a_planted_bug(options):
+    masked_is_right(options)
+
+
+@pytest.mark.parametrize(("text", "wrong", "options"), [x[1:] for x in WRONG_MASKS],
+                         ids=[x[0] for x in WRONG_MASKS])  # fmt: skip
+def test_bugs_planted_in_masks(monkeypatch, text, wrong, options):
+    """Each is reported by the emulator, moves a result out of bounds, or changes its bits."""
+    found = plant(monkeypatch, (text, wrong))
+    with pytest.raises((EmulatorError, AssertionError)):
+        masked_is_right(options)
+    assert any(found), "no kernel has this text any more"
+
+
+@pytest.mark.parametrize(("name", "wrong", "options"), [x[1:] for x in WRONG_CALLERS],
+                         ids=[x[0] for x in WRONG_CALLERS])  # fmt: skip
+def test_bugs_planted_in_what_kernels_are_told(monkeypatch, name, wrong, options):
+    monkeypatch.setattr(emulated, name, wrong)
+    with pytest.raises((EmulatorError, AssertionError)):
+        masked_is_right(options)
+
+
+# Where blocks start one after the other, each finds its turn has come: a device need not have room
+# for a block that another one waits for.
+NO_WAIT = (r"while \(now != wanted\);", "while (false); if (now != wanted) *(volatile u32*)8 = 0;")
+
+
+@pytest.mark.parametrize("options", [{}, GIVEN, {**GIVEN, **BAND}], ids=str)
+def test_no_block_waits_for_a_later_one(monkeypatch, options):
+    found = plant(monkeypatch, NO_WAIT)
+    masked_is_right({**ORDER, **options}, seeds=(0,))
+    assert any(found)
+
+
+@pytest.mark.parametrize("bug", ["order of lists", "row_at"])
+def test_blocks_that_wait_for_later_ones_are_found(monkeypatch, bug):
+    """Where one side has the longest rows first and the other one the rows' own order."""
+    changes = [NO_WAIT]
+    if bug == "row_at":
+        changes.append((r"return p\.mask_order\[.*?\];", "return natural;"))
+    else:
+        monkeypatch.setattr(emulated, "tile_lists", in_their_own_order)
+    found = plant(monkeypatch, *changes)
+    with pytest.raises(EmulatorError, match="OUT OF BOUNDS"):
+        masked_is_right({**ORDER, **GIVEN}, seeds=(0,))
+    assert sum(found) >= len(changes)

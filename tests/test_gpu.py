@@ -146,7 +146,7 @@ def check_backward(cupy, case):
     assert_backward_close(grads, *host[:4], plan=case, **named)
 
     # Again into memory that holds NaN, and, where the case says so, in its layout.
-    likes = case.grads_out() or [place(x.get() * 0, "dense") for x in grads]
+    likes = case.grads_out() or [place(np.zeros(x.shape, x.dtype), "dense") for x in grads]
     for like in likes:
         owner(like).view(like.dtype)[...] = np.nan
     before = [owner(like).view(np.uint8).copy() for like in likes]
@@ -358,6 +358,137 @@ def test_backward_takes_memory_linear_in_the_length(cupy, pool, algo, engine, de
     with hook_of(cupy) as hook:
         cuflash.attention_backward(*inputs, grads_out=grads, workspace=workspace, **options)
     assert hook.sizes == []
+
+
+# ------------------------------------------------------------------------------ masks
+def block_mask(heads, length, density=0.3, seed=0):
+    """Random blocks, a part of them refined by a window."""
+    shown = np.random.default_rng(seed).random((heads, -(-length // 64), -(-length // 64)))
+    blocks = cuflash.BlockMask(shown < density, 64, (length, length))
+    shape = (length, length)
+    return blocks | cuflash.BlockMask.sliding_window(shape, (50, 3), block_size=64)
+
+
+@EACH_KERNEL
+def test_masks_of_blocks_and_elements_agree(cupy, algo, engine):
+    kernel, dtype, dim = wants(algo, engine)
+    mask = block_mask(4, 1500)
+    inputs = gradients_of(cupy, dtype, (2, 4, 1500, dim), mask=mask, **kernel)
+    dout, q, k, v, out, lse = inputs
+    assert_forward_close(out, lse, q, k, v, mask=mask)
+    dense = cupy.asarray(mask.to_dense())
+    again = cuflash.attention(q, k, v, mask=dense, return_lse=True, **kernel)
+    assert all(same_bits(a, b) for a, b in zip(again, (out, lse), strict=True))
+    for deterministic in (True, False):
+        for given in (mask, dense):
+            options = dict(kernel, mask=given, deterministic=deterministic)
+            grads = cuflash.attention_backward(*inputs, **options)
+            assert_backward_close(grads, dout, q, k, v, mask=mask)
+
+
+@EACH_KERNEL
+def test_gradients_under_a_mask_are_the_same_bits_each_time(cupy, algo, engine):
+    kernel, dtype, dim = wants(algo, engine)
+    mask = block_mask(8, 1001)
+    inputs = gradients_of(cupy, dtype, (2, 8, 1001, dim), mask=mask, **kernel)
+    for given in (mask, cupy.asarray(mask.to_dense())):
+        first = cuflash.attention_backward(*inputs, mask=given, **kernel)
+        for _ in range(20):
+            again = cuflash.attention_backward(*inputs, mask=given, **kernel)
+            assert all(same_bits(a, b) for a, b in zip(again, first, strict=True))
+
+
+@EACH_KERNEL
+def test_a_mask_is_ready_for_every_stream_and_thread(cupy, algo, engine):
+    """The lists that one stream makes are complete for the others, which use them at once."""
+    kernel, dtype, dim = wants(algo, engine)
+    q, k, v = (random(cupy, dtype, 2, 4, 700, dim, seed=i) for i in range(3))
+    cupy.cuda.Device().synchronize()
+    for seed in range(4):
+        mask, results = block_mask(4, 700, seed=seed), [None] * 6
+
+        def call(i, mask=mask, results=results):
+            with cupy.cuda.Stream(non_blocking=True) as stream:
+                results[i] = cuflash.attention(q, k, v, mask=mask, **kernel)
+                stream.synchronize()
+
+        threads = [threading.Thread(target=call, args=(i,)) for i in range(len(results))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(mask.device_lists) == 1
+        assert_forward_close(results[0], None, q, k, v, mask=mask)
+        assert all(same_bits(results[0], x) for x in results[1:])
+
+
+@EACH_KERNEL
+def test_capture_with_a_mask(cupy, algo, engine):
+    """The mask's lists must be there before; an array's are made in the graph, each time anew."""
+    kernel, dtype, dim = wants(algo, engine)
+    q, k, v = (random(cupy, dtype, 2, 4, 300, dim, seed=i) for i in range(3))
+    mask, other = block_mask(4, 300), block_mask(4, 300, seed=1)
+    dense = cupy.asarray(mask.to_dense())
+    for given in (mask, dense):
+        out = cupy.empty_like(q)
+        plan = cuflash.plan(q, k, v, mask=given, **kernel)
+        workspace = cupy.empty(max(16, plan.workspace_bytes), np.uint8)
+        options = dict(kernel, out=out, workspace=workspace)
+        stream = cupy.cuda.Stream(non_blocking=True)
+        cupy.cuda.Device().synchronize()
+        with stream:
+            cuflash.attention(q, k, v, mask=given, **options)
+            stream.synchronize()
+            out.fill(0)
+            stream.begin_capture()
+            try:
+                cuflash.attention(q, k, v, mask=given, **options)
+                if given is mask:
+                    with pytest.raises(RuntimeError, match="captured"):
+                        cuflash.attention(q, k, v, mask=other, **options)
+            finally:
+                graph = stream.end_capture()
+            graph.launch(stream)
+            stream.synchronize()
+            assert_forward_close(out, None, q, k, v, mask=mask)
+    dense[...] = cupy.asarray(other.to_dense())
+    cupy.cuda.Device().synchronize()
+    graph.launch(stream)
+    stream.synchronize()
+    assert_forward_close(out, None, q, k, v, mask=other)
+
+
+def test_masks_from_arrays_on_the_device(cupy):
+    sparse = pytest.importorskip("cupyx.scipy.sparse")
+    mask = block_mask(1, 300).to_dense()
+    expected = cuflash.BlockMask.from_dense(mask[0])
+    assert cuflash.BlockMask.from_dense(cupy.asarray(mask[0])) == expected
+    assert cuflash.BlockMask.from_scipy(sparse.csr_matrix(cupy.asarray(mask[0]))) == expected
+    ids = cupy.asarray(np.repeat([0, 1], [100, 200]))
+    assert cuflash.BlockMask.documents(ids) == cuflash.BlockMask.documents(ids.get())
+
+
+@EACH_KERNEL
+def test_memory_under_a_mask(cupy, pool, algo, engine):
+    """A mask's lists once; then, as for an array, what the plan says."""
+    kernel, dtype, dim = wants(algo, engine)
+    q, k, v = (random(cupy, dtype, 1, 4, 1000, dim, seed=i) for i in range(3))
+    mask = block_mask(4, 1000)
+    first, later = [], []
+    for sizes in (first, later):
+        with hook_of(cupy) as hook:
+            out = cuflash.attention(q, k, v, mask=mask, **kernel)
+        sizes += hook.sizes
+    plan = cuflash.plan(q, k, v, mask=mask, **kernel)
+    needed = [out.nbytes] + [plan.workspace_bytes] * (plan.workspace_bytes > 0)
+    assert sorted(later) == sorted(needed)
+    lists = sum(x.nbytes for x in next(iter(mask.device_lists.values())) if x is not None)
+    assert sum(first) - sum(later) == lists
+    dense = cupy.asarray(mask.to_dense())
+    with hook_of(cupy) as hook:
+        cuflash.attention(q, k, v, mask=dense, **kernel)
+    planned = cuflash.plan(q, k, v, mask=dense, **kernel).workspace_bytes
+    assert sorted(hook.sizes) == sorted([out.nbytes, planned])
 
 
 @EACH_BACKWARD_KERNEL

@@ -11,7 +11,9 @@ import tolerance
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuflash import host, scores
+import cuflash
+from cuflash import BlockMask, host, scores
+from cuflash.head import Head
 from cuflash.masks import Band
 from cuflash.plan import CPU, Plan, Problem, make_plan
 
@@ -353,6 +355,100 @@ def test_work_of_a_causal_mask_is_half(algo, blocks):
 @algos
 def test_work_follows_the_lengths(algo):
     assert count_pairs(algo, 512, kv_lengths=100, q_lengths=50) == 100 * 50
+
+
+def pairs_visited(function, *arguments, **options):
+    """Pairs of queries and keys whose products the engine forms in a call."""
+    tiles = []
+
+    def products(head, queries, keys, right=Head.products):
+        tiles.append(len(queries) * len(keys))
+        return right(head, queries, keys)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Head, "products", products)
+        function(*arguments, **options)
+    return sum(tiles)
+
+
+def elements_of_tiles(mask, rows, columns):
+    """Elements in tiles that show something."""
+    kinds = mask.tiles(rows, columns)[0]
+    n, m = mask.shape[-2:]
+    heights = np.minimum(rows, n - np.arange(0, n, rows))
+    widths = np.minimum(columns, m - np.arange(0, m, columns))
+    return int(((kinds > 0) * np.outer(heights, widths)).sum())
+
+
+# Block size, and the tile that the engine makes of blocks.
+TILES_OF_BLOCKS = [(128, (128, 128)), (16, (128, 128)), ((48, 256), (96, 256)), (640, (640, 512))]
+
+
+@algos
+@pytest.mark.parametrize(("block", "tile"), TILES_OF_BLOCKS)
+def test_work_is_that_of_the_tiles_a_block_mask_shows(algo, block, tile):
+    arrays = inputs((1, 2), 1000, 1300, 8, 8)
+    grid = BlockMask.causal((1000, 1300), block_size=block).kinds.shape
+    for share in (0.0, 0.1, 0.5, 1.0):
+        shown = np.random.default_rng(1).random((2, *grid)) < share
+        mask = BlockMask(shown, block, (1000, 1300))
+        work = pairs_visited(cuflash.attention, *arrays, algo=algo, mask=mask)
+        assert work == elements_of_tiles(mask, *tile)
+        under = pairs_visited(cuflash.attention, *arrays, algo=algo, mask=mask, causal=True)
+        assert under <= min(work, 0.9 * 2 * 1000 * 1300)
+    everything = pairs_visited(cuflash.attention, *arrays, algo=algo)
+    assert work == everything == 2 * 1000 * 1300
+
+
+@algos
+def test_work_of_a_window_of_blocks_is_linear(algo):
+    def work(length):
+        mask = BlockMask.sliding_window((length, length), 100)
+        return pairs_visited(cuflash.attention, *inputs((), length, length), algo=algo, mask=mask)
+
+    assert work(4096) <= 2.05 * work(2048)
+    assert work(4096) <= 3 * 128 * 4096
+
+
+@algos
+def test_tiles_that_an_array_hides_are_skipped(algo):
+    arrays = inputs((), 300, 2000, 8, 8)
+    mask = np.zeros((300, 2000), bool)
+    assert pairs_visited(cuflash.attention, *arrays, algo=algo, mask=mask) == 0
+    mask[7, 600] = mask[9, 1900] = True  # of four tiles of 512 keys the second and the last
+    work = pairs_visited(cuflash.attention, *arrays, algo=algo, mask=mask)
+    assert work == 300 * (512 + 2000 - 3 * 512)
+
+
+def masked_peaks(function, make_mask):
+    """Peak bytes of a call at three lengths, its results included."""
+    peaks = {}
+    for length in (4096, 8192, 16384):
+        arrays = inputs((), length, length, 16, 16)
+        mask = make_mask(length)
+        arguments = arrays
+        if function is cuflash.attention_backward:
+            out, lse = cuflash.attention(*arrays, mask=mask, return_lse=True)
+            arguments = (np.ones_like(out), *arrays, out, lse)
+        tracemalloc.start()
+        function(*arguments, mask=mask)
+        peaks[length] = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+    return peaks
+
+
+@pytest.mark.parametrize("row", [False, True])
+def test_memory_is_linear_with_a_mask(row):
+    """Of blocks, or of a row of elements that all queries share."""
+
+    def make_mask(length):
+        if row:
+            return np.arange(length) % 4096 < 300
+        return BlockMask.sliding_window((length, length), 150)
+
+    tile = 2048 * 512 if row else 128 * 128
+    for length, peak in masked_peaks(cuflash.attention, make_mask).items():
+        assert peak <= 4 * (3 * 16 + 12) * length + 2 * 4 * tile + 4 * length**2 // 128**2
 
 
 def peak_bytes(algo, length, dtype, causal):

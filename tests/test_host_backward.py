@@ -12,17 +12,22 @@ from test_host import (
     BLOCKS,
     DTYPES,
     LENGTHS,
+    TILES_OF_BLOCKS,
     algos,
     causals,
     dtypes,
+    elements_of_tiles,
     inputs,
+    masked_peaks,
     normal,
+    pairs_visited,
     plan_for,
     problems,
     run,
 )
 
-from cuflash import host
+import cuflash
+from cuflash import BlockMask, host
 from cuflash.masks import Band
 from cuflash.scores import ScoreMod, softcap
 
@@ -338,6 +343,28 @@ def test_work_follows_the_lengths_and_the_heads(algo):
     counting = count_pairs(algo, 21, leading=(2, 3))
     assert counting.pairs == 6 * 21**2
     assert counting.places == {(b, h) for b in range(2) for h in range(3)}
+
+
+@algos
+@pytest.mark.parametrize(("block", "tile"), TILES_OF_BLOCKS)
+def test_work_is_that_of_the_tiles_a_block_mask_shows(algo, block, tile):
+    arrays = inputs((1, 2), 1000, 1300, 8, 8)
+    grid = BlockMask.causal((1000, 1300), block_size=block).kinds.shape
+    mask = BlockMask(np.random.default_rng(1).random((2, *grid)) < 0.3, block, (1000, 1300))
+    out, lse = cuflash.attention(*arrays, mask=mask, return_lse=True)
+    given = (np.ones_like(out), *arrays, out, lse)
+    work = pairs_visited(cuflash.attention_backward, *given, algo=algo, mask=mask)
+    assert work == elements_of_tiles(mask, *tile)
+    hidden = np.zeros((1000, 1300), bool)
+    assert pairs_visited(cuflash.attention_backward, *given, algo=algo, mask=hidden) == 0
+
+
+def test_memory_is_linear_with_a_block_mask():
+    def make_mask(length):
+        return BlockMask.sliding_window((length, length), 150)
+
+    for length, peak in masked_peaks(cuflash.attention_backward, make_mask).items():
+        assert peak <= 4 * (6 * 16 + 12) * length + 5 * 4 * 128**2 + 4 * length**2 // 128**2
 
 
 def peak_bytes(algo, length, dtype, causal):

@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 import cuflash
+from cuflash import calls
 from cuflash.calls import BackwardCall, ForwardCall, find_call
 from cuflash.params import params_dtype, pointers
+from cuflash.tile_lists import tile_lists
 
 H200 = cuflash.Device(90, "NVIDIA H200", multiprocessors=132)
 OPTIONS = (None, None, False, None, None, None, True, True)
@@ -48,8 +50,13 @@ class Array:
 class Stream:
     capturing = False
 
+    waits = 0
+
     def is_capturing(self):
         return self.capturing
+
+    def synchronize(self):
+        Stream.waits += 1
 
 
 @pytest.fixture
@@ -58,11 +65,14 @@ def launch(monkeypatch):
     cupy = types.ModuleType("cupy")
     cupy.ndarray = Array
     cupy.empty = lambda shape, dtype: Array(np.zeros(shape, dtype))
+    cupy.asarray = Array
     cupy.cuda = types.SimpleNamespace(
         runtime=types.SimpleNamespace(getDevice=lambda: 0),
         get_current_stream=Stream,
     )
     monkeypatch.setattr(Array, "made", [])
+    monkeypatch.setattr(Stream, "waits", 0)
+    monkeypatch.setattr(calls, "_calls", {})  # what is prepared in one test launches there
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     for name in ("memory", "launch"):
         monkeypatch.delitem(sys.modules, f"cuflash.{name}", raising=False)
@@ -101,10 +111,10 @@ def columns(*shape, dtype=np.float16):
     return Array(np.zeros((*shape[:-2], shape[-1], shape[-2]), dtype).swapaxes(-1, -2))
 
 
-def call_of(kind, given, options=OPTIONS):
+def call_of(kind, given, options=OPTIONS, mask=None):
     """The call for these arrays, by name, as an H200 would run it; all that `run` is given."""
     arrays = tuple(given.get(name) for name in kind.operands)
-    call, _, addresses = find_call(kind, arrays, options, H200)
+    call, _, addresses = find_call(kind, arrays, options, H200, mask)
     return call, 0, arrays, addresses
 
 
@@ -159,6 +169,194 @@ def test_pointers_of_a_backward_call(launch, algo):
     assert all(a <= b for (_, a), (b, _) in itertools.pairwise(spans))
     assert spans[-1][1] - spans[0][0] == plan.workspace_bytes
     assert all(params[name] == 0 for name in parts if name not in sizes)
+
+
+LISTS = ("mask_ranges", "mask_entries", "mask_order", "mask_bits")
+KINDS = {"forward": ForwardCall, "backward": BackwardCall}
+kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+algos = pytest.mark.parametrize("algo", ["fa1", "fa2"])
+
+
+def run_masked(launch, kind, mask, workspace=None, **options):
+    """Run a call with a mask; its plan and what its main kernel was given."""
+    given = backward_operands()
+    if kind is ForwardCall:
+        given = {name: given[name] for name in "qkv"}
+    given.update(options.pop("given", {}))
+    named = dict(zip(("algo", "engine", "causal"), OPTIONS[:3], strict=True)) | options
+    call, *rest = call_of(kind, given, (*named.values(), *OPTIONS[3:]), mask)
+    launch.launched.clear()
+    launch.run(call, *rest, len(kind.written), workspace, mask)
+    params = launch.launched[0][-1]
+    assert all(x[-1] == params for x in launch.launched)
+    assert [x[0] for x in launch.launched] == [kernel.name for kernel in call.plan.kernels]
+    return call.plan, params
+
+
+def values_at(address):
+    return next(x.values for x in Array.made if x.data.ptr == address)
+
+
+@kinds
+@algos
+@pytest.mark.parametrize("causal", [False, True])
+def test_pointers_of_a_block_mask(launch, kind, algo, causal):
+    """Its lists, of the transpose in backward; in an order of their own where no band has one."""
+    shown = np.random.default_rng(0).random((8, 4, 3)) < 0.5
+    mask = cuflash.BlockMask(shown, 32, (100, 90)) & cuflash.BlockMask.causal((100, 90))
+    plan, params = run_masked(launch, kind, mask, algo=algo, causal=causal)
+    turned = mask.T if kind is BackwardCall else mask
+    expected = tile_lists(turned, *plan.tile.scored, longest_first=not causal)
+    assert expected.bits.size
+    for name, x in zip(LISTS, expected, strict=True):
+        if x is None:
+            assert params[name] == 0
+        else:
+            np.testing.assert_array_equal(values_at(params[name]), x)
+    assert (params["mask_order"] == 0) == causal
+    assert (params["mask_rows"], params["mask_columns"]) == plan.tile.scored_tiles(plan.problem)
+    # A list per query head, the same for all batch entries.
+    assert params["axis_size"][:3].tolist() == [2, 4, 2]
+    assert params["mask_axis_stride"][:3].tolist() == [0, 2, 1]
+    # Behind the lists come the parts of the workspace.
+    names = pointers(plan)
+    assert names[len(kind.operands) :][:4] == LISTS
+    for name, _ in plan.workspace:
+        assert params[name] - params[plan.workspace[0][0]] == plan.workspace_offsets[name]
+        assert params[name] != 0
+
+
+def test_lists_are_made_once(launch):
+    mask, other = (cuflash.BlockMask.causal((100, 90), block_size=32) for _ in range(2))
+
+    def lists(kind, mask=mask, **options):
+        params = run_masked(launch, kind, mask, **options)[1]
+        return [int(params[name]) for name in LISTS]
+
+    first = lists(ForwardCall)
+    assert Stream.waits == 1  # for the copy: no other stream may see them unfinished
+    count = len(mask.device_lists)
+    assert lists(ForwardCall) == first
+    assert (Stream.waits, len(mask.device_lists)) == (1, count) == (1, 1)
+    gradients = lists(BackwardCall)
+    by_head = lists(ForwardCall, algo="fa1")
+    ordered = lists(ForwardCall, causal=True)
+    assert Stream.waits == len(mask.device_lists) == 4
+    made = (first, gradients, by_head, ordered)
+    assert len({x for addresses in made for x in addresses} - {0}) == 15  # one without an order
+    # Of another problem whose tiles are of the same size they are the same.
+    alike = {name: make(8, 100, 48) for name in "qkv"} | {name: make(8, 90, 48) for name in "kv"}
+    assert lists(ForwardCall, given=alike) == first
+    assert Stream.waits == 4
+    # An equal mask has its own.
+    assert lists(ForwardCall, other) != first
+    assert other == mask
+    assert set(other.device_lists) < set(mask.device_lists)
+
+
+def test_lists_of_a_mask_and_of_its_transpose_are_told_apart(launch):
+    """Where forward and backward have tiles of one size."""
+    mask = cuflash.BlockMask.causal((100, 100), block_size=32)
+    tile = types.SimpleNamespace(scored=(32, 32))
+    for backward in (False, True):
+        problem = types.SimpleNamespace(backward=backward)
+        plan = types.SimpleNamespace(problem=problem, tile=tile, is_longest_first=False)
+        lists = sys.modules["cuflash.memory"].device_lists(mask, plan, 0)
+        counts = np.diff(lists.ranges.values).ravel().tolist()
+        assert counts == ([4, 3, 2, 1] if backward else [1, 2, 3, 4])
+
+
+@kinds
+def test_lists_of_another_device(launch, kind):
+    mask = cuflash.BlockMask.causal((100, 90), block_size=32)
+    plan, _ = run_masked(launch, kind, mask)
+    here, there = (
+        sys.modules["cuflash.memory"].device_lists(mask, plan, number) for number in (0, 1)
+    )
+    assert len(mask.device_lists) == Stream.waits == 2
+    assert here.ranges is not there.ranges
+    np.testing.assert_array_equal(here.entries.values, there.entries.values)
+
+
+@kinds
+def test_lists_are_not_made_while_capturing(launch, kind):
+    mask = cuflash.BlockMask.causal((100, 90), block_size=32)
+    given = backward_operands() | {name: make(2, 4, 90, 64) for name in ("dk", "dv")}
+    given |= {"dq": make(2, 8, 100, 64)}
+    if kind is ForwardCall:
+        given = {name: given[name] for name in ("q", "k", "v", "out", "lse")}
+    size = call_of(kind, given, mask=mask)[0].plan.workspace_bytes
+    workspace = make(size, dtype=np.uint8)
+    with capturing():
+        with pytest.raises(RuntimeError, match="while a CUDA graph is captured"):
+            run_masked(launch, kind, mask, workspace, given=given)
+        assert not launch.launched
+    assert not mask.device_lists
+    _, expected = run_masked(launch, kind, mask, workspace, given=given)
+    with capturing():
+        assert run_masked(launch, kind, mask, workspace, given=given)[1] == expected
+        with pytest.raises(RuntimeError, match="captured"):  # of other tiles
+            run_masked(launch, kind, mask, workspace, given=given, algo="fa1", engine="simt")
+    assert Stream.waits == len(mask.device_lists) == 1
+
+
+@kinds
+@algos
+def test_pointers_of_a_mask_of_elements(launch, kind, algo):
+    """Its address behind the lengths; its lists are parts of the workspace, and have no order."""
+    lengths = {"kv_lengths": make(2, dtype=np.int32)}
+    mask = Array(np.zeros((4, 2, 1, 90), bool).reshape(8, 1, 90)[::-1])
+    mask.data.ptr += 9  # bytes need no alignment
+    plan, params = run_masked(launch, kind, mask, algo=algo, given=lengths)
+    assert pointers(plan)[len(kind.operands) :][0] == "mask"
+    assert params["mask"] == mask.data.ptr
+    assert params["kv_lengths"] == lengths["kv_lengths"].data.ptr
+    assert params["q_lengths"] == params["mask_order"] == 0
+    assert plan.problem.aligned
+    assert [name for name, _ in plan.workspace[:4]] == [
+        "mask_ranges", "mask_entries", "mask_bits", "mask_states",
+    ]  # fmt: skip
+    base = params["mask_ranges"]
+    for name, _ in plan.workspace:
+        assert params[name] == base + plan.workspace_offsets[name]
+    held = values_at(base)
+    assert held.shape == (plan.workspace_bytes,)
+    # Where the elements are: 8 lists of a row that all queries share, backwards.
+    sizes, strides = (100, 90), (0, 1)
+    turned = slice(None, None, -1 if kind is BackwardCall else 1)
+    assert (params["mask_height"], params["mask_width"]) == sizes[turned]
+    assert (params["mask_row_stride"], params["mask_column_stride"]) == strides[turned]
+    assert params["list_axes"] == 1
+    assert params["list_axis_size"][0] == plan.problem.mask_lists == 8
+    assert params["list_axis_stride"][0] == -90
+    assert Stream.waits == 0
+
+
+def test_a_mask_of_elements_is_captured_with_workspace(launch):
+    mask = Array(np.zeros((100, 90), bool))
+    given = {**{name: backward_operands()[name] for name in "qkv"}, "out": make(2, 8, 100, 64)}
+    given["lse"] = make(2, 8, 100, dtype=np.float32)
+    size = call_of(ForwardCall, given, mask=mask)[0].plan.workspace_bytes
+    assert size
+    with capturing():
+        with pytest.raises(RuntimeError, match="workspace="):
+            run_masked(launch, ForwardCall, mask, given=given)
+        workspace = make(size, dtype=np.uint8)
+        _, params = run_masked(launch, ForwardCall, mask, workspace, given=given)
+    assert params["mask_ranges"] == workspace.data.ptr
+
+
+@kinds
+def test_empty_calls_need_no_lists(launch, kind):
+    mask = cuflash.BlockMask(np.zeros((1, 0), bool), 16, (5, 0))
+    given = {name: make(2, 3, 0 if name in "kv" else 5, 8) for name in "qkv"}
+    given.update(dout=make(2, 3, 5, 8), out=make(2, 3, 5, 8), lse=make(2, 3, 5, dtype=np.float32))
+    given.update({f"d{name}": make(*given[name].shape) for name in "qkv"})
+    call, *rest = call_of(kind, given, mask=mask)
+    with capturing():
+        launch.run(call, *rest, len(kind.written), None, mask)
+    assert launch.launched == []
+    assert not mask.device_lists
 
 
 def test_one_pointer_for_each_operand():

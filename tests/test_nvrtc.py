@@ -25,28 +25,25 @@ ARCHES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_100", "sm_120")
 # and simt kernels up to head dim 128 but for float64, cannot be listed, except what does the work
 # of backward: it keeps two tiles of sums in registers and may spill a little.
 BUDGETS: dict[str, tuple[int, int]] = {
-    "fa1 simt 8x8, 2 warps, 2 stages, D 512, float64, sm_90a": (48, 276),
-    "fa2 simt 8x8, 2 warps, D 512, float64, sm_80": (88, 434),
-    "fa1 simt 8x8, 2 warps, 2 stages, D 512, float64, sm_80": (24, 120),
-    "fa2 simt 8x8, 2 warps, D 512, float64, sm_86": (88, 434),
-    "fa2 simt 8x8, 2 warps, D 512, float64, sm_89": (88, 434),
-    "fa2 mma 128x64, 4 warps, 2 stages, D 64, float16, sm_100": (8, 8),
-    "fa2 mma 128x64, 4 warps, 2 stages, D 64, bfloat16, sm_100": (8, 8),
-    "fa2 mma 128x48, 4 warps, 2 stages, D 128, float16, sm_100": (16, 32),
-    "fa2 mma 128x48, 4 warps, 2 stages, D 128, bfloat16, sm_100": (16, 32),
-    "fa2 simt 128x64, 4 warps, D 64, float16, sm_100": (56, 148),
-    "fa2 simt 128x64, 4 warps, D 64, bfloat16, sm_100": (56, 148),
-    "fa2 simt 128x64, 4 warps, D 64, float32, sm_100": (40, 124),
-    "fa2 simt 8x8, 2 warps, D 512, float64, sm_100": (64, 144),
+    "fa1 simt 8x8, 2 warps, 2 stages, D 512, float64, sm_90a": (80, 328),
+    "fa2 simt 8x8, 2 warps, D 512, float64, sm_80": (88, 454),
+    "fa2 simt 8x8, 2 warps, D 512, float64, sm_86": (88, 454),
+    "fa2 simt 8x8, 2 warps, D 512, float64, sm_89": (88, 454),
+    "fa2 mma 128x64, 4 warps, 2 stages, D 64, float16, sm_100": (8, 16),
+    "fa2 mma 128x64, 4 warps, 2 stages, D 64, bfloat16, sm_100": (8, 16),
+    "fa2 mma 128x48, 4 warps, 2 stages, D 128, float16, sm_100": (24, 72),
+    "fa2 mma 128x48, 4 warps, 2 stages, D 128, bfloat16, sm_100": (24, 72),
+    "fa2 simt 128x64, 4 warps, D 64, float16, sm_100": (48, 136),
+    "fa2 simt 128x64, 4 warps, D 64, bfloat16, sm_100": (48, 136),
+    "fa2 simt 128x64, 4 warps, D 64, float32, sm_100": (40, 120),
     "fa1 mma 256x512, 8 warps, 2 stages, D 64, float16, sm_100": (8, 8),
-    "fa1 mma 256x512, 8 warps, 2 stages, D 64, bfloat16, sm_100": (8, 8),
-    "fa1 simt 8x8, 2 warps, 2 stages, D 512, float64, sm_100": (24, 116),
+    "fa1 simt 8x8, 2 warps, 2 stages, D 512, float64, sm_100": (72, 276),
     "fa2 mma 128x64, 4 warps, 2 stages, D 64, float16, sm_120": (8, 8),
     "fa2 mma 128x64, 4 warps, 2 stages, D 64, bfloat16, sm_120": (8, 8),
     "fa2 backward mma 128x128, 4 warps, 2 stages, D 32, bfloat16, sm_90a": (48, 132),
-    "fa2 backward mma 64x128, 4 warps, 2 stages, D 64, bfloat16, sm_90a": (72, 232),
-    "fa2 backward mma 64x128, 8 warps, 2 stages, D 128, bfloat16, sm_90a": (40, 124),
-    "fa2 backward mma 64x64, 8 warps, 2 stages, D 256, bfloat16, sm_90a": (152, 500),
+    "fa2 backward mma 64x128, 4 warps, 2 stages, D 64, bfloat16, sm_90a": (72, 220),
+    "fa2 backward mma 64x128, 8 warps, 2 stages, D 128, bfloat16, sm_90a": (48, 156),
+    "fa2 backward mma 64x64, 8 warps, 2 stages, D 256, bfloat16, sm_90a": (152, 492),
     "fa2 backward mma 64x64, 8 warps, D 256, bfloat16, sm_90a": (168, 520),
     "fa1 backward mma 128x128, 4 warps, 2 stages, D 32, bfloat16, sm_90a": (48, 160),
     "fa1 backward mma 64x128, 4 warps, 2 stages, D 64, bfloat16, sm_90a": (64, 200),
@@ -54,10 +51,9 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "fa1 backward mma 64x64, 8 warps, 2 stages, D 256, bfloat16, sm_90a": (136, 456),
     "fa1 backward mma 64x64, 8 warps, D 256, bfloat16, sm_90a": (144, 456),
     "fa2 backward simt 64x128, 4 warps, D 32, float32, sm_90a": (96, 364),
-    "fa2 backward simt 32x128, 4 warps, D 64, float32, sm_90a": (104, 300),
-    "fa2 backward simt 32x128, 8 warps, 2 stages, D 128, float32, sm_90a": (8, 8),
-    "fa2 backward simt 32x32, 4 warps, D 128, float64, sm_90a": (72, 232),
-    "fa2 backward simt 16x16, 4 warps, D 256, float64, sm_90a": (40, 72),
+    "fa2 backward simt 32x128, 4 warps, D 64, float32, sm_90a": (104, 344),
+    "fa2 backward simt 32x128, 8 warps, 2 stages, D 128, float32, sm_90a": (16, 28),
+    "fa2 backward simt 32x32, 4 warps, D 128, float64, sm_90a": (80, 260),
     "fa2 backward simt 16x8, 4 warps, D 512, float64, sm_90a": (256, 1536),
     "fa1 backward simt 64x128, 4 warps, D 32, float32, sm_90a": (120, 460),
     "fa1 backward simt 32x128, 4 warps, D 64, float32, sm_90a": (104, 428),
@@ -67,44 +63,43 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "fa1 backward simt 16x8, 4 warps, D 512, float64, sm_90a": (264, 1288),
     "fa1 backward simt 32x128, 4 warps, D 64, float32, sm_80": (72, 188),
     "fa1 backward mma 64x128, 4 warps, 2 stages, D 64, bfloat16, sm_80": (40, 92),
-    "fa2 backward mma 64x128, 4 warps, 2 stages, D 64, bfloat16, sm_80": (48, 104),
+    "fa2 backward mma 64x128, 4 warps, 2 stages, D 64, bfloat16, sm_80": (48, 108),
     "fa1 backward mma 64x128, 4 warps, 2 stages, D 64, bfloat16, sm_86": (24, 56),
-    "fa2 backward mma 64x128, 4 warps, 2 stages, D 64, bfloat16, sm_86": (48, 104),
+    "fa2 backward mma 64x128, 4 warps, 2 stages, D 64, bfloat16, sm_86": (48, 108),
     "fa1 backward mma 64x128, 4 warps, 2 stages, D 64, bfloat16, sm_89": (24, 56),
-    "fa2 backward mma 64x128, 4 warps, 2 stages, D 64, bfloat16, sm_89": (48, 104),
+    "fa2 backward mma 64x128, 4 warps, 2 stages, D 64, bfloat16, sm_89": (48, 108),
     "fa1 backward simt 32x128, 4 warps, D 64, float32, sm_100": (24, 56),
     "fa1 backward mma 64x128, 4 warps, 2 stages, D 64, bfloat16, sm_100": (32, 68),
-    "fa2 backward simt 32x128, 4 warps, D 64, float32, sm_100": (16, 36),
-    "fa2 backward mma 64x128, 4 warps, 2 stages, D 64, bfloat16, sm_100": (32, 96),
-    "fa2 backward mma 64x128, 4 warps, 2 stages, D 64, bfloat16, sm_120": (24, 48),
-    "fa2 backward simt 64x128, 4 warps, D 32, bfloat16, sm_100": (104, 488),
-    "fa2 backward simt 64x128, 4 warps, D 32, float16, sm_100": (104, 488),
-    "fa2 backward simt 64x128, 4 warps, D 32, float32, sm_100": (104, 488),
+    "fa2 backward simt 32x128, 4 warps, D 64, float32, sm_100": (16, 24),
+    "fa2 backward mma 64x128, 4 warps, 2 stages, D 64, bfloat16, sm_100": (32, 84),
+    "fa2 backward mma 64x128, 4 warps, 2 stages, D 64, bfloat16, sm_120": (16, 36),
+    "fa2 backward simt 64x128, 4 warps, D 32, bfloat16, sm_100": (96, 476),
+    "fa2 backward simt 64x128, 4 warps, D 32, float16, sm_100": (96, 476),
+    "fa2 backward simt 64x128, 4 warps, D 32, float32, sm_100": (96, 476),
     "fa1 backward simt 64x128, 4 warps, D 32, bfloat16, sm_100": (16, 32),
     "fa1 backward simt 64x128, 4 warps, D 32, float16, sm_100": (16, 32),
-    "fa2 backward simt 32x128, 4 warps, D 64, bfloat16, sm_100": (16, 36),
-    "fa2 backward simt 32x128, 4 warps, D 64, float16, sm_100": (16, 36),
-    "fa2 backward simt 32x128, 8 warps, 2 stages, D 128, bfloat16, sm_100": (16, 36),
-    "fa2 backward simt 32x128, 8 warps, 2 stages, D 128, float16, sm_100": (16, 36),
+    "fa2 backward simt 32x128, 4 warps, D 64, bfloat16, sm_100": (16, 24),
+    "fa2 backward simt 32x128, 4 warps, D 64, float16, sm_100": (16, 24),
+    "fa2 backward simt 32x128, 8 warps, 2 stages, D 128, bfloat16, sm_100": (8, 24),
+    "fa2 backward simt 32x128, 8 warps, 2 stages, D 128, float16, sm_100": (8, 24),
     "fa1 backward simt 32x128, 8 warps, 2 stages, D 128, float32, sm_100": (24, 48),
     "fa1 backward simt 32x128, 4 warps, D 64, bfloat16, sm_100": (24, 56),
     "fa1 backward simt 32x128, 4 warps, D 64, float16, sm_100": (24, 56),
     "fa1 backward simt 16x8, 4 warps, D 512, float64, sm_100": (256, 1280),
     "fa2 backward simt 16x8, 4 warps, D 512, float64, sm_100": (272, 1304),
-    "fa2 backward simt 32x32, 4 warps, D 128, float64, sm_100": (32, 60),
+    "fa2 backward simt 32x32, 4 warps, D 128, float64, sm_100": (24, 48),
     "fa1 backward mma 64x128, 4 warps, 2 stages, D 64, float16, sm_100": (32, 68),
-    "fa2 backward simt 32x128, 8 warps, 2 stages, D 128, float32, sm_100": (32, 68),
-    "fa2 backward mma 64x128, 4 warps, 2 stages, D 64, float16, sm_100": (32, 96),
+    "fa2 backward simt 32x128, 8 warps, 2 stages, D 128, float32, sm_100": (24, 56),
+    "fa2 backward mma 64x128, 4 warps, 2 stages, D 64, float16, sm_100": (32, 84),
     "fa1 backward mma 128x128, 4 warps, 2 stages, D 32, bfloat16, sm_100": (40, 116),
     "fa1 backward mma 128x128, 4 warps, 2 stages, D 32, float16, sm_100": (40, 116),
-    "fa2 backward mma 128x128, 4 warps, 2 stages, D 32, bfloat16, sm_100": (40, 160),
-    "fa2 backward mma 128x128, 4 warps, 2 stages, D 32, float16, sm_100": (40, 160),
-    "fa2 backward simt 16x16, 4 warps, D 256, float64, sm_100": (56, 180),
+    "fa2 backward mma 128x128, 4 warps, 2 stages, D 32, bfloat16, sm_100": (40, 148),
+    "fa2 backward mma 128x128, 4 warps, 2 stages, D 32, float16, sm_100": (40, 148),
+    "fa2 backward simt 16x16, 4 warps, D 256, float64, sm_100": (48, 168),
     "fa1 backward simt 64x128, 4 warps, D 32, float32, sm_100": (72, 248),
-    "fa2 backward mma 64x128, 8 warps, 2 stages, D 128, bfloat16, sm_100": (8, 16),
     "fa2 backward mma 64x128, 8 warps, 2 stages, D 128, float16, sm_100": (8, 16),
-    "fa2 backward mma 64x64, 8 warps, D 256, bfloat16, sm_100": (8, 20),
-    "fa2 backward mma 64x64, 8 warps, D 256, float16, sm_100": (8, 20),
+    "fa2 backward mma 64x64, 8 warps, D 256, bfloat16, sm_100": (8, 8),
+    "fa2 backward mma 64x64, 8 warps, D 256, float16, sm_100": (8, 8),
     "fa1 backward simt 16x8, 4 warps, D 512, float64, sm_100, sum_dq": (88, 176),
     "fa2 backward simt 16x8, 4 warps, D 512, float64, sm_100, sum_dq": (88, 176),
     "fa2 backward simt 64x128, 4 warps, D 32, bfloat16, sm_120": (104, 512),
@@ -114,35 +109,34 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "fa1 backward simt 64x128, 4 warps, D 32, float16, sm_120": (16, 32),
     "fa1 backward mma 128x128, 4 warps, 2 stages, D 32, bfloat16, sm_120": (24, 44),
     "fa1 backward mma 128x128, 4 warps, 2 stages, D 32, float16, sm_120": (24, 44),
-    "fa2 backward mma 64x128, 4 warps, 2 stages, D 64, float16, sm_120": (24, 48),
-    "fa2 backward mma 128x128, 4 warps, 2 stages, D 32, bfloat16, sm_120": (40, 160),
-    "fa2 backward mma 128x128, 4 warps, 2 stages, D 32, float16, sm_120": (40, 160),
+    "fa2 backward mma 64x128, 4 warps, 2 stages, D 64, float16, sm_120": (16, 36),
+    "fa2 backward mma 128x128, 4 warps, 2 stages, D 32, bfloat16, sm_120": (32, 148),
+    "fa2 backward mma 128x128, 4 warps, 2 stages, D 32, float16, sm_120": (32, 148),
     "fa1 backward simt 64x128, 4 warps, D 32, float32, sm_120": (72, 248),
     "fa1 backward simt 64x128, 4 warps, D 32, float32, sm_80": (104, 372),
-    "fa2 backward mma 64x64, 8 warps, D 256, bfloat16, sm_80": (112, 336),
-    "fa2 backward mma 64x64, 8 warps, D 256, float16, sm_80": (112, 336),
+    "fa2 backward mma 64x64, 8 warps, D 256, bfloat16, sm_80": (112, 272),
+    "fa2 backward mma 64x64, 8 warps, D 256, float16, sm_80": (112, 272),
     "fa1 backward simt 32x128, 4 warps, D 64, bfloat16, sm_80": (24, 56),
     "fa1 backward simt 32x128, 4 warps, D 64, float16, sm_80": (24, 56),
     "fa1 backward simt 16x16, 4 warps, D 256, float64, sm_80": (32, 60),
-    "fa2 backward simt 16x16, 4 warps, D 256, float64, sm_80": (40, 72),
+    "fa2 backward simt 16x16, 4 warps, D 256, float64, sm_80": (48, 108),
     "fa1 backward mma 64x128, 4 warps, 2 stages, D 64, float16, sm_80": (40, 92),
-    "fa2 backward mma 64x128, 4 warps, 2 stages, D 64, float16, sm_80": (48, 104),
-    "fa2 backward mma 128x128, 4 warps, 2 stages, D 32, bfloat16, sm_80": (56, 152),
-    "fa2 backward mma 128x128, 4 warps, 2 stages, D 32, float16, sm_80": (56, 152),
+    "fa2 backward mma 64x128, 4 warps, 2 stages, D 64, float16, sm_80": (48, 108),
+    "fa2 backward mma 128x128, 4 warps, 2 stages, D 32, bfloat16, sm_80": (56, 160),
+    "fa2 backward mma 128x128, 4 warps, 2 stages, D 32, float16, sm_80": (56, 160),
     "fa1 backward simt 32x32, 4 warps, D 128, float64, sm_80": (56, 168),
     "fa1 backward simt 64x128, 4 warps, D 32, bfloat16, sm_80": (64, 188),
     "fa1 backward simt 64x128, 4 warps, D 32, float16, sm_80": (64, 188),
-    "fa2 backward simt 32x32, 4 warps, D 128, float64, sm_80": (64, 216),
+    "fa2 backward simt 32x32, 4 warps, D 128, float64, sm_80": (80, 220),
     "fa1 backward mma 128x128, 4 warps, 2 stages, D 32, bfloat16, sm_80": (72, 180),
     "fa1 backward mma 128x128, 4 warps, 2 stages, D 32, float16, sm_80": (72, 180),
-    "fa2 backward simt 32x128, 4 warps, D 64, bfloat16, sm_80": (80, 208),
     "fa2 backward simt 32x128, 4 warps, D 64, float16, sm_80": (80, 208),
     "fa1 backward mma 64x64, 8 warps, D 256, bfloat16, sm_80": (88, 244),
     "fa1 backward mma 64x64, 8 warps, D 256, float16, sm_80": (88, 244),
     "fa1 backward mma 64x128, 4 warps, 2 stages, D 64, float16, sm_86": (24, 56),
     "fa2 backward mma 128x128, 4 warps, 2 stages, D 32, bfloat16, sm_86": (40, 116),
     "fa2 backward mma 128x128, 4 warps, 2 stages, D 32, float16, sm_86": (40, 116),
-    "fa2 backward mma 64x128, 4 warps, 2 stages, D 64, float16, sm_86": (48, 104),
+    "fa2 backward mma 64x128, 4 warps, 2 stages, D 64, float16, sm_86": (48, 108),
     "fa1 backward mma 128x128, 4 warps, 2 stages, D 32, bfloat16, sm_86": (48, 180),
     "fa1 backward mma 128x128, 4 warps, 2 stages, D 32, float16, sm_86": (48, 180),
     "fa1 backward simt 64x128, 4 warps, D 32, float32, sm_86": (72, 296),
@@ -154,7 +148,7 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "fa1 backward mma 64x128, 4 warps, 2 stages, D 64, float16, sm_89": (24, 56),
     "fa2 backward mma 128x128, 4 warps, 2 stages, D 32, bfloat16, sm_89": (40, 116),
     "fa2 backward mma 128x128, 4 warps, 2 stages, D 32, float16, sm_89": (40, 116),
-    "fa2 backward mma 64x128, 4 warps, 2 stages, D 64, float16, sm_89": (48, 104),
+    "fa2 backward mma 64x128, 4 warps, 2 stages, D 64, float16, sm_89": (48, 108),
     "fa1 backward mma 128x128, 4 warps, 2 stages, D 32, bfloat16, sm_89": (48, 180),
     "fa1 backward mma 128x128, 4 warps, 2 stages, D 32, float16, sm_89": (48, 180),
     "fa1 backward simt 64x128, 4 warps, D 32, float32, sm_89": (72, 296),
@@ -165,15 +159,14 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "fa1 backward simt 64x128, 4 warps, D 32, float16, sm_89": (96, 452),
     "fa1 backward mma 64x64, 8 warps, 2 stages, D 256, float16, sm_90a": (136, 456),
     "fa1 backward mma 64x64, 8 warps, D 256, float16, sm_90a": (144, 456),
-    "fa2 backward mma 64x64, 8 warps, 2 stages, D 256, float16, sm_90a": (152, 500),
+    "fa2 backward mma 64x64, 8 warps, 2 stages, D 256, float16, sm_90a": (152, 492),
     "fa2 backward mma 64x64, 8 warps, D 256, float16, sm_90a": (168, 520),
     "fa1 backward mma 64x128, 8 warps, 2 stages, D 128, float16, sm_90a": (32, 96),
-    "fa2 backward mma 64x128, 8 warps, 2 stages, D 128, float16, sm_90a": (40, 124),
+    "fa2 backward mma 64x128, 8 warps, 2 stages, D 128, float16, sm_90a": (48, 156),
     "fa2 backward mma 128x128, 4 warps, 2 stages, D 32, float16, sm_90a": (48, 132),
     "fa1 backward mma 128x128, 4 warps, 2 stages, D 32, float16, sm_90a": (48, 160),
     "fa1 backward mma 64x128, 4 warps, 2 stages, D 64, float16, sm_90a": (64, 200),
-    "fa2 backward mma 64x128, 4 warps, 2 stages, D 64, float16, sm_90a": (72, 232),
-    "fa2 backward simt 32x128, 4 warps, D 64, bfloat16, sm_90a": (80, 208),
+    "fa2 backward mma 64x128, 4 warps, 2 stages, D 64, float16, sm_90a": (72, 220),
     "fa2 backward simt 32x128, 4 warps, D 64, float16, sm_90a": (80, 208),
     "fa1 backward simt 32x128, 4 warps, D 64, bfloat16, sm_90a": (88, 356),
     "fa1 backward simt 32x128, 4 warps, D 64, float16, sm_90a": (88, 356),
@@ -181,6 +174,37 @@ BUDGETS: dict[str, tuple[int, int]] = {
     "fa1 backward simt 64x128, 4 warps, D 32, float16, sm_90a": (88, 412),
     "fa2 backward simt 64x128, 4 warps, D 32, bfloat16, sm_90a": (96, 364),
     "fa2 backward simt 64x128, 4 warps, D 32, float16, sm_90a": (96, 364),
+    "fa2 backward mma 128x128, 4 warps, 2 stages, D 32, bfloat16, sm_90a, mask": (88, 348),
+    "fa2 backward mma 64x128, 4 warps, 2 stages, D 64, bfloat16, sm_90a, mask": (96, 364),
+    "fa2 backward mma 64x128, 8 warps, 2 stages, D 128, bfloat16, sm_90a, mask": (40, 156),
+    "fa2 backward mma 64x64, 8 warps, 2 stages, D 256, bfloat16, sm_90a, mask": (176, 544),
+    "fa2 backward mma 64x64, 8 warps, D 256, bfloat16, sm_90a, mask": (176, 524),
+    "fa1 backward mma 128x128, 4 warps, 2 stages, D 32, bfloat16, sm_90a, mask": (48, 120),
+    "fa1 backward mma 64x128, 4 warps, 2 stages, D 64, bfloat16, sm_90a, mask": (104, 320),
+    "fa1 backward mma 64x128, 8 warps, 2 stages, D 128, bfloat16, sm_90a, mask": (64, 164),
+    "fa1 backward mma 64x64, 8 warps, 2 stages, D 256, bfloat16, sm_90a, mask": (136, 392),
+    "fa1 backward mma 64x64, 8 warps, D 256, bfloat16, sm_90a, mask": (120, 344),
+    "fa2 backward simt 32x128, 4 warps, D 64, float32, sm_80": (64, 124),
+    "fa2 mma 128x48, 4 warps, 2 stages, D 128, bfloat16, sm_80": (48, 134),
+    "fa1 mma 64x32, 4 warps, 2 stages, D 256, bfloat16, sm_80": (8, 8),
+    "fa2 mma 128x48, 4 warps, 2 stages, D 128, bfloat16, sm_86": (48, 134),
+    "fa1 mma 64x32, 4 warps, 2 stages, D 256, bfloat16, sm_86": (8, 8),
+    "fa2 mma 128x48, 4 warps, 2 stages, D 128, bfloat16, sm_89": (48, 134),
+    "fa1 mma 64x32, 4 warps, 2 stages, D 256, bfloat16, sm_89": (8, 8),
+    "fa2 mma 128x64, 4 warps, 2 stages, D 128, bfloat16, sm_100": (8, 16),
+    "fa1 mma 64x128, 4 warps, 2 stages, D 256, bfloat16, sm_100": (8, 8),
+    "fa2 mma 128x48, 4 warps, 2 stages, D 128, bfloat16, sm_120": (16, 56),
+    "fa1 mma 64x32, 4 warps, 2 stages, D 256, bfloat16, sm_120": (8, 8),
+    "fa2 mma 128x48, 4 warps, 2 stages, D 128, float16, sm_80": (48, 134),
+    "fa1 mma 64x32, 4 warps, 2 stages, D 256, float16, sm_80": (8, 8),
+    "fa2 mma 128x48, 4 warps, 2 stages, D 128, float16, sm_86": (48, 134),
+    "fa1 mma 64x32, 4 warps, 2 stages, D 256, float16, sm_86": (8, 8),
+    "fa2 mma 128x48, 4 warps, 2 stages, D 128, float16, sm_89": (48, 134),
+    "fa1 mma 64x32, 4 warps, 2 stages, D 256, float16, sm_89": (8, 8),
+    "fa2 mma 128x64, 4 warps, 2 stages, D 128, float16, sm_100": (8, 16),
+    "fa1 mma 64x128, 4 warps, 2 stages, D 256, float16, sm_100": (8, 8),
+    "fa2 mma 128x48, 4 warps, 2 stages, D 128, float16, sm_120": (16, 56),
+    "fa1 mma 64x32, 4 warps, 2 stages, D 256, float16, sm_120": (8, 8),
 }
 
 
@@ -195,14 +219,16 @@ class Kernel(NamedTuple):
     arch: str
     head_dim: int
     name: str = ""
+    mask: str = ""
 
     def __str__(self):
         text = f"{self.row}, D {self.head_dim}, {self.dtype}, {self.arch}"
+        text += ", mask" if self.mask else ""
         return f"{text}, {self.name}" if self.name else text
 
     @property
     def problem(self) -> Problem:
-        return problem(self.dtype, self.head_dim, self.row.backward)
+        return problem(self.dtype, self.head_dim, self.row.backward, self.mask)
 
     @property
     def plan(self) -> Plan:
@@ -225,11 +251,11 @@ class Kernel(NamedTuple):
         return self.arch == "sm_90a" and (self.row.engine in ("mma", "wgmma") or small)
 
 
-def problem(dtype, head_dim, backward=False):
+def problem(dtype, head_dim, backward=False, mask=""):
     """Backward, of keys and values that all heads share, so that all kernels run."""
     return Problem(
         dtype, (32, 32), 4096, 4096, head_dim, head_dim, heads=32, backward=backward,
-        summed=(1, 1024, 1024),
+        summed=(1, 1024, 1024), mask=mask,
     )  # fmt: skip
 
 
@@ -249,10 +275,17 @@ def kernels(arch, dtypes) -> list[Kernel]:
 
 
 def every_row() -> list[Kernel]:
-    """All rows for sm_90a: mma and wgmma in bfloat16, simt in float32 and float64."""
+    """All rows for sm_90a: mma and wgmma in bf16, without and with a mask; simt in two types."""
     mma = [x for x in kernels("sm_90a", ["bfloat16"]) if x.row.engine in ("mma", "wgmma")]
     simt = [x for x in kernels("sm_90a", ["float32", "float64"]) if x.row.engine == "simt"]
-    return mma + simt
+    return mma + masked(mma) + simt
+
+
+def masked(made: list[Kernel]) -> list[Kernel]:
+    """The main kernels of `made` with a mask, and once what makes its lists."""
+    main = [x._replace(mask="elements") for x in made if not x.name]
+    main = [x for x in main if not x.reject()]
+    return main + [main[0]._replace(name=name) for name in ("mask_tiles", "mask_lists")]
 
 
 def one_row_each() -> list[Kernel]:
@@ -308,6 +341,7 @@ def test_every_architecture_has_its_kernels():
 
 def test_budgets_are_of_rows_that_exist_and_may_spill():
     matrix = [kernel for arch in (*ARCHES, "sm_90a") for kernel in kernels(arch, ITEM_BYTES)]
+    matrix += masked(kernels("sm_90a", ["bfloat16"]))
     names = {str(kernel): kernel for kernel in matrix}
     assert len(names) == len(matrix)  # a name tells a row
     assert set(BUDGETS) <= set(names)

@@ -177,6 +177,124 @@ def test_reasons_of_backward_rows():
         make_plan(backward("float64", deterministic=False), H200, "fa2", "mma")
 
 
+MASKED_PLANS = [
+    (make, algo, engine) for make in (problem, backward) for algo in ("fa1", "fa2")
+    for engine in ("simt", "mma")
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "algo", "engine"), MASKED_PLANS)
+def test_lists_of_an_array_are_made_in_the_workspace(make, algo, engine):
+    """A range per row of tiles; per tile a bit per element, an entry and a byte."""
+    p = make(n=300, m=500, mask="elements", mask_lists=3)
+    plan = make_plan(p, H200, algo, engine)
+    rows, columns = plan.tile.scored
+    if p.backward:
+        assert (rows, columns) == (plan.block_k, plan.block_q)
+    else:
+        by_step = plan.tile.warp_rows, plan.tile.step_k
+        assert (rows, columns) == (by_step if algo == "fa1" else (plan.block_q, plan.block_k))
+    lengths = (500, 300) if p.backward else (300, 500)
+    down, across = math.ceil(lengths[0] / rows), math.ceil(lengths[1] / columns)
+    assert plan.tile.scored_tiles(p) == (down, across)
+    tiles, launches = plan.kernels[:2], plan.kernels[2:]
+    assert [tuple(kernel) for kernel in tiles] == [
+        ("mask_tiles", 3 * down * across, plan.threads, 0),
+        ("mask_lists", 3 * down, 32, 0),
+    ]
+    parts = dict(plan.workspace)
+    assert {name: parts.pop(name) for name in list(parts)[:4]} == {
+        "mask_ranges": 3 * down * 8,
+        "mask_entries": 3 * down * across * 16,
+        "mask_bits": 3 * down * across * rows * 4 * math.ceil(columns / 32),
+        "mask_states": 3 * down * across,
+    }
+    # All else is as without a mask, or with a BlockMask, whose lists are given.
+    for mask in ("", "blocks"):
+        other = dataclasses.replace(plan, problem=dataclasses.replace(p, mask=mask))
+        assert (other.kernels, dict(other.workspace)) == (launches, parts)
+    assert plan.workspace_bytes > sum(dict(plan.workspace).values()) - 256
+    assert [x % 256 for x in plan.workspace_offsets.values()] == [0] * len(plan.workspace)
+
+
+def test_the_numpy_engine_makes_no_lists():
+    for make in (problem, backward):
+        plan = make_plan(make(mask="elements", mask_lists=6), CPU)
+        assert plan.workspace == ()
+        assert "mask_tiles" not in [kernel.name for kernel in plan.kernels]
+
+
+def test_tiles_that_lie_across_blocks_of_masks_do_not_serve():
+    """Of the rows of the table that is the one of 48 keys; the next one serves."""
+    p = problem(leading=(4, 64), n=1000, m=1000, d=128)
+    assert make_plan(p, H200, engine="mma").block_k == 48
+    for mask in ("blocks", "elements"):
+        masked = dataclasses.replace(p, mask=mask)
+        plan = make_plan(masked, H200, engine="mma")
+        reasons = {row.block_k: reason for row, reason in plan.rejected}
+        assert reasons[48] == "its tiles of 128x48 lie across the blocks of masks"
+        assert plan.block_k == 64
+        assert "\nrejected   fa2 mma 128x48, 4 warps, 2 stages: its tiles of 128x48" in str(plan)
+    for row in GPU_ROWS + BACKWARD_ROWS:
+        of_row = problem(row.dtypes[0], mask="blocks", d=1, backward=row.backward)
+        assert ("lie across" in row.reject(of_row, H200)) == (row.scored[1] == 48)
+
+
+@pytest.mark.parametrize("make", [problem, backward])
+def test_places_in_lists_are_31_bits(make):
+    row = make_plan(make(mask="blocks"), H200, "fa2", "simt").tile
+    across = 1 << 15
+    lengths = row.scored[0] * across, row.scored[1] * across  # 2^30 tiles
+    n, m = lengths[::-1] if row.backward else lengths
+    p = make("float16", (2, 3), n, m, mask="blocks", mask_lists=1)
+    assert row.reject(p, H200) == ""
+    for more in ({"mask_lists": 2}, {"query_length": 2 * n}, {"key_length": 2 * m}):
+        large = dataclasses.replace(p, **more)
+        assert row.reject(large, H200) == "the mask has more than 2^31 of its tiles"
+        assert row.reject(dataclasses.replace(large, mask=""), H200) == ""
+    p = dataclasses.replace(p, mask_lists=2, query_length=n - row.scored[row.backward])
+    assert row.reject(p, H200) == ""
+
+
+def test_ordered_blocks_of_a_mask_are_of_all_heads():
+    def section(**more):
+        p = backward("float16", (4, 64), 4096, 4096, **more)
+        return make_plan(p, H200, "fa2", "mma").section
+
+    for mask in ("blocks", "elements"):
+        assert section(mask=mask) == 256
+        assert 1 <= section(mask=mask, deterministic=False) == section(deterministic=False) < 64
+    assert section() < 64
+    p = problem("float16", (4, 64), 4096, 4096)
+    masked = dataclasses.replace(p, mask="blocks")
+    assert make_plan(masked, H200).section == make_plan(p, H200).section < 64
+    nothing = Plan(backward("float16", (0, 3), mask="blocks"), H200, BACKWARD_ROWS[0])
+    assert nothing.section == 1
+
+
+def test_the_longest_rows_come_first_unless_a_band_or_lengths_say_which():
+    def is_longest_first(**more):
+        return make_plan(problem(**more), H200).is_longest_first
+
+    assert is_longest_first(mask="blocks")
+    assert not is_longest_first()
+    assert not is_longest_first(mask="elements")  # whose lists are made on the device
+    assert not is_longest_first(mask="blocks", band=Band(right=0))
+    assert not is_longest_first(mask="blocks", kv_lengths="int32")
+    assert not is_longest_first(mask="blocks", q_lengths="int64")
+
+
+def test_problems_name_the_kind_of_mask():
+    for mask in ("blocks", "elements"):
+        p = problem(mask=mask, band=Band(right=0), q_lengths="int32")
+        assert f", {p.band}, mask of {mask}, q_lengths" in str(p)
+        assert f", mask of {mask}, q_lengths" in str(make_plan(p, H200))
+        assert p.flops == problem(band=Band(right=0)).flops
+        assert make_plan(p, H200) != make_plan(dataclasses.replace(p, mask_lists=2), H200)
+    with pytest.raises(NotImplementedError, match="head dim 5000, mask of blocks on NVIDIA"):
+        make_plan(problem(d=5000, mask="blocks"), H200)
+
+
 @pytest.mark.parametrize("causal", [False, True, "top_left"])
 @pytest.mark.parametrize("window", [None, 3, (5, None), (None, 2), (2**80, 1), (2**63 - 1,) * 2])
 def test_flops_are_those_of_the_visible_pairs(causal, window):

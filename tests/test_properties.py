@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from tolerance import assert_backward_close, assert_forward_close, forward_bound
 
 import cuflash
+from cuflash import BlockMask
 
 DTYPES = {
     "float16": np.dtype(np.float16),
@@ -19,10 +20,48 @@ sizes = st.integers(1, 12)
 
 
 @st.composite
-def calls(draw, leading=None, masked=True):
-    """q, k, v and options of one call."""
+def masks(draw, shape, kinds, blocks):
+    """None, an array of bool that broadcasts to `shape`, in some layout, or a BlockMask."""
+    kind = draw(st.sampled_from(kinds))
+    if kind == "none":
+        return None
+    own = [draw(st.sampled_from([1, size])) for size in shape]
+    if kind == "blocks":
+        own[-2:] = shape[-2:]
+    own = own[draw(st.integers(0, len(own) - (2 if kind == "blocks" else 0))) :]
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    grain = draw(st.sampled_from([1, 16]))  # of what is all visible or all hidden
+    places = [np.arange(size) // (grain if axis < 2 else 1) for axis, size in enumerate(own[::-1])]
+    cells = rng.random(own) < draw(st.sampled_from([0.2, 0.6, 1]))
+    mask = cells[np.ix_(*places[::-1])] ^ (rng.random(own) < draw(st.sampled_from([0, 0.1])))
+    if kind == "blocks":
+        return BlockMask.from_dense(mask, draw(st.sampled_from(blocks)))
+    layout = draw(st.sampled_from(["C", "F", "strided"]))
+    if layout == "strided" and own:
+        return np.repeat(mask, 2, axis=-1)[..., ::2]
+    return np.array(mask, order="F" if layout == "F" else "C")
+
+
+def changed(mask, change):
+    """A mask of the same kind, with `change` of its elements."""
+    if isinstance(mask, BlockMask):
+        return BlockMask.from_dense(change(mask.to_dense()), mask.block_size)
+    return None if mask is None else change(mask)
+
+
+def repeated_heads(mask, group):
+    """The mask of queries whose heads are repeated `group` times."""
+    return changed(mask, lambda x: np.concatenate([x] * group, -3) if x.shape[-3:-2] > (1,) else x)
+
+
+@st.composite
+def calls(
+    draw, leading=None, masked=True, longest=12, kinds=("none", "elements", "blocks"), blocks=(16,)
+):
+    """q, k, v and options of one call; unless `masked`, nothing is hidden."""
     leading = draw(st.lists(st.integers(1, 3), max_size=2)) if leading is None else leading
-    n, m, d, e = (draw(sizes) for _ in range(4))
+    n, m = (draw(st.integers(1, longest)) for _ in range(2))
+    d, e = (draw(sizes) for _ in range(2))
     dtype = DTYPES[draw(st.sampled_from(sorted(DTYPES)))]
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     q, k, v = (
@@ -37,10 +76,11 @@ def calls(draw, leading=None, masked=True):
         side = st.none() | st.integers(0, 14)
         options["causal"] = draw(st.sampled_from([False, True, "top_left"]))
         options["window"] = draw(st.none() | st.tuples(side, side))
-        for name, longest in (("q_lengths", n), ("kv_lengths", m)):
+        for name, length in (("q_lengths", n), ("kv_lengths", m)):
             shape = leading[:-1]
             if draw(st.booleans()):
-                options[name] = rng.integers(0, longest + 2, shape)
+                options[name] = rng.integers(0, length + 2, shape)
+        options["mask"] = draw(masks((*leading, n, m), kinds, blocks))
     return q, k, v, options
 
 
@@ -108,6 +148,10 @@ def test_gradients_of_broadcast_heads_and_strided_views(call, data):
     for name in ("q_lengths", "kv_lengths"):
         if name in options:
             options[name] = options[name][: batch[0]]
+    options["mask"] = changed(
+        options["mask"],
+        lambda x: x[(slice(batch[0]), slice(max(heads)))[4 - x.ndim :]] if x.ndim > 2 else x,
+    )
     options["enable_gqa"] = heads == {1, 2} and data.draw(st.booleans())
     if options["enable_gqa"] and (arrays[0].shape[1] == 1 or arrays[1].shape != arrays[2].shape):
         options["enable_gqa"] = False
@@ -120,6 +164,7 @@ def test_gradients_of_broadcast_heads_and_strided_views(call, data):
 def test_gradients_of_grouped_heads_are_sums_of_repeated_ones(call, group):
     q, k, v, options = call
     q = np.concatenate([q] * group, axis=-3)
+    options["mask"] = repeated_heads(options["mask"], group)
     dout, dlse = upstream(q, k, v, {**options, "enable_gqa": True})
     grads = gradients(q, k, v, dout, dlse, options, enable_gqa=True)
     given_options = {**without_algo(options), "enable_gqa": True}
@@ -237,6 +282,7 @@ def test_two_halves_merged_by_lse_are_the_whole(call, data):
 def test_grouped_heads_equal_repeated_ones(call, group):
     q, k, v, options = call
     q = np.concatenate([q] * group, axis=-3)
+    options["mask"] = repeated_heads(options["mask"], group)
     grouped = cuflash.attention(q, k, v, enable_gqa=True, **options)
     repeated = cuflash.attention(q, *(np.repeat(x, group, -3) for x in (k, v)), **options)
     np.testing.assert_array_equal(grouped, repeated)
@@ -301,6 +347,126 @@ def test_the_result_is_linear_in_the_values(call, factor):
         for x, size in ((v, 1), (w, abs(factor)), (v + factor * w, 2))
     )
     assert (np.abs(a + factor * b - c) <= limits + 1e-300).all()
+
+
+# Masks
+
+
+MASKED = ("elements", "blocks")
+
+
+def masked_calls(**more):
+    """Calls with masks of several blocks."""
+    return calls(longest=70, blocks=(16, 32, (32, 16)), **more)
+
+
+def results_of(q, k, v, options):
+    """out, lse, dq, dk and dv, and how far each may be from what it should be."""
+    dout, dlse = upstream(q, k, v, options)
+    out, vjp = cuflash.attention_vjp(q, k, v, return_lse=True, **options)
+    bound = bound_of(q, k, v, options)
+    of_gradients = gradient_bound(q, k, v, dout, dlse, options)
+    limits = bound.out_bound, np.where(np.isfinite(bound.lse), bound.lse_bound, 0)
+    limits += tuple(getattr(of_gradients, f"{name}_bound") for name in ("dq", "dk", "dv"))
+    return (*out, *vjp(dout, dlse)), limits
+
+
+def assert_alike(a, b, limits):
+    """Results of two calls, each within bounds; infinite in the same places."""
+    for x, y, limit in zip(a, b, limits, strict=True):
+        finite = np.isfinite(x)
+        np.testing.assert_array_equal(x[~finite], y[~finite])
+        assert_within(x[finite], y[finite], limit[finite])
+
+
+@settings(max_examples=30, deadline=None)
+@given(masked_calls(leading=[2, 2], kinds=MASKED), st.integers(1, 2))
+def test_masks_of_several_blocks_equal_the_reference(call, group):
+    q, k, v, options = call
+    q = np.concatenate([q] * group, axis=-3)
+    options.update(mask=repeated_heads(options["mask"], group), enable_gqa=True)
+    dout, dlse = upstream(q, k, v, options)
+    for algo in ("fa1", "fa2"):
+        options["algo"] = algo
+        out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+        assert_forward_close(out, lse, q, k, v, **without_algo(options))
+        grads = gradients(q, k, v, dout, dlse, options)
+        assert_backward_close(grads, dout, q, k, v, dlse=dlse, **without_algo(options))
+
+
+@settings(max_examples=40, deadline=None)
+@given(masked_calls(kinds=["blocks"]))
+def test_a_block_mask_is_its_elements(call):
+    q, k, v, options = call
+    blocks, _ = results_of(q, k, v, options)
+    elements, _ = results_of(q, k, v, {**options, "mask": options["mask"].to_dense()})
+    for a, b in zip(blocks, elements, strict=True):  # one tile each: the same bits
+        np.testing.assert_array_equal(a, b)
+
+
+@settings(max_examples=40, deadline=None)
+@given(masked_calls(kinds=["none"]), st.sampled_from(["grid", "dense", "elements"]))
+def test_all_blocks_are_no_mask(call, form):
+    q, k, v, options = call
+    lengths = q.shape[-2], k.shape[-2]
+    mask = np.ones(lengths, bool)
+    if form == "grid":
+        mask = BlockMask(np.ones((-(-lengths[0] // 16), -(-lengths[1] // 16)), bool), 16, lengths)
+    elif form == "dense":
+        mask = BlockMask.from_dense(mask, 32)
+    expected, _ = results_of(q, k, v, options)
+    got, _ = results_of(q, k, v, {**options, "mask": mask})
+    for a, b in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@settings(max_examples=40, deadline=None)
+@given(masked_calls(kinds=["none"]), st.sampled_from(["bottom_right", "top_left"]))
+def test_a_causal_block_mask_is_causal(call, alignment):
+    q, k, v, options = call
+    for name in ("q_lengths", "kv_lengths"):  # move a causal diagonal, but no mask
+        options.pop(name, None)
+    options["window"] = None
+    by_option, limits = results_of(q, k, v, {**options, "causal": alignment})
+    mask = BlockMask.causal((q.shape[-2], k.shape[-2]), alignment, block_size=16)
+    by_mask, _ = results_of(q, k, v, {**options, "causal": False, "mask": mask})
+    assert_alike(by_mask, by_option, limits)
+
+
+@settings(max_examples=40, deadline=None)
+@given(masked_calls(kinds=MASKED))
+def test_what_hides_combines_by_and(call):
+    """Whatever else hides a key might as well be in the mask."""
+    q, k, v, options = call
+    shape = (*q.shape[:-1], k.shape[-2])
+    hiding = ("causal", "window", "mask", "q_lengths", "kv_lengths")
+    visible = cuflash.reference.visible_keys(
+        shape, **{name: options[name] for name in hiding if name in options}
+    )
+    combined, limits = results_of(q, k, v, options)
+    rest = {name: value for name, value in options.items() if name not in hiding}
+    for mask in (visible, BlockMask.from_dense(visible, 32)):
+        alone, _ = results_of(q, k, v, {**rest, "mask": mask})
+        assert_alike(alone, combined, limits)
+
+
+@settings(max_examples=40, deadline=None)
+@given(masked_calls(kinds=MASKED))
+def test_keys_under_a_mask_have_no_influence(call):
+    q, k, v, options = call
+    visible = cuflash.reference.visible_keys((*q.shape[:-1], k.shape[-2]), mask=options["mask"])
+    unseen = ~visible.any(-2)
+    (*expected, _, _), _ = results_of(q, k, v, options)
+    dout, dlse = upstream(q, k, v, options)
+    k, v = k.copy(), v.copy()
+    k[unseen], v[unseen] = np.nan, np.inf
+    out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+    dq, dk, dv = gradients(q, k, v, dout, dlse, options)
+    for got, wanted in zip((out, lse, dq), expected, strict=True):
+        np.testing.assert_array_equal(got, wanted)
+    assert (dk[unseen] == 0).all()
+    assert (dv[unseen] == 0).all()
+    assert np.isfinite(dk).all()
 
 
 @pytest.mark.parametrize("algo", ["fa1", "fa2"])

@@ -20,7 +20,7 @@ H200 = Device(90, "NVIDIA H200", multiprocessors=132)
 KERNELS = files("cuflash") / "kernels"
 NAMES = [
     "fa1_forward.cu", "fa2_forward.cu", "fa1_backward.cu", "fa2_backward.cu", "backward_rows.cu",
-    "sum_dq.cu", "sum_dk.cu", "sum_dv.cu", "hopper_forward.cu",
+    "sum_dq.cu", "sum_dk.cu", "sum_dv.cu", "mask_tiles.cu", "mask_lists.cu", "hopper_forward.cu",
 ]  # fmt: skip
 kernels = pytest.mark.parametrize("name", NAMES)
 

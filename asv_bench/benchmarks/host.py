@@ -1,28 +1,22 @@
 """The NumPy engine, in seconds and in bytes, beside the same expression written out in NumPy."""
 
-import tracemalloc
-
 import numpy as np
 
 import cuflash
 
+from .block_sparse import DENSITIES, draw_mask
+from .gpu import meters, samples
 
-def unfused(q, k, v, causal):
-    """What a NumPy user writes: the whole matrix of scores, worked on in place."""
-    scores = np.matmul(q, k.swapaxes(-1, -2))
-    scores *= q.shape[-1] ** -0.5
-    if causal:
-        scores[..., np.triu(np.ones(scores.shape[-2:], bool), k=1)] = -np.inf
-    scores -= scores.max(axis=-1, keepdims=True)
-    np.exp(scores, out=scores)
-    scores /= scores.sum(axis=-1, keepdims=True)
-    return np.matmul(scores, v)
+
+def draw(length: int) -> list[np.ndarray]:
+    """q, k and v."""
+    return [meters.draw(np, (1, 8, length, 64), "float32", seed) for seed in range(3)]
 
 
 class Host:
     """Self-attention of (1, 8, N, 64) in float32 on the CPU."""
 
-    version = "1"
+    version = "2"
     timeout = 300
     params = ([512, 2048], [False, True], ["fa1", "fa2", "unfused"])
     param_names = ("length", "causal", "algo")
@@ -32,13 +26,12 @@ class Host:
         """Once per process and set of parameters: asv calls this before every timed call."""
         if self.prepared == (length, causal, algo):
             return
-        rng = np.random.default_rng(0)
-        shape = (1, 8, length, 64)
-        self.arrays = [rng.standard_normal(shape, dtype=np.float32) for _ in range(3)]
+        self.arrays = draw(length)
         if algo == "unfused":
-            self.call = lambda: unfused(*self.arrays, causal)
+            bias = meters.causal_bias(np, length, "float32") if causal else None
+            self.call = lambda: meters.unfused(*self.arrays, bias)
         else:
-            out = np.empty(shape, np.float32)
+            out = np.empty_like(self.arrays[0])
             options = {"algo": algo, "causal": causal, "out": out}
             self.call = lambda: cuflash.attention(*self.arrays, **options)
         self.call()
@@ -47,18 +40,54 @@ class Host:
     def time_forward(self, length, causal, algo):
         self.call()
 
-    time_forward.version = version
-
     def track_extra_bytes(self, length, causal, algo):
         """Peak memory during a call beyond what was there before it."""
-        tracemalloc.start()
-        try:
-            before, _ = tracemalloc.get_traced_memory()
-            self.call()
-            _, peak = tracemalloc.get_traced_memory()
-        finally:
-            tracemalloc.stop()
-        return int(peak - before)
+        return int(meters.HostMeter().taken_bytes(self.call)[0])
 
-    track_extra_bytes.version = version
     track_extra_bytes.unit = "bytes"
+
+
+class HostRatio:
+    """The same against the unfused expression, call by call in turn."""
+
+    version = "1"
+    timeout = 300
+    params = ([512, 2048], [False, True], ["fa1", "fa2"])
+    param_names = ("length", "causal", "algo")
+
+    def track_ratio(self, length, causal, algo):
+        arrays = draw(length)
+        options = {"algo": algo, "causal": causal, "out": np.empty_like(arrays[0])}
+        bias = meters.causal_bias(np, length, "float32") if causal else None
+        calls = [
+            lambda: cuflash.attention(*arrays, **options),
+            lambda: meters.unfused(*arrays, bias),
+        ]
+        mine, plain = meters.HostMeter().measure(calls, 300)
+        return samples(a / b for a, b in zip(mine, plain))
+
+    track_ratio.unit = "x its time"
+
+
+class HostBlockSparse:
+    """A mask of random blocks: how far its time is from the share of the dense time."""
+
+    version = "1"
+    timeout = 300
+    params = (DENSITIES, ["fa1", "fa2"])
+    param_names = ("density", "algo")
+
+    def setup(self, density, algo):
+        self.mask, _ = draw_mask(density, 8, 2048)
+
+    def track_against_share_of_dense(self, density, algo):
+        arrays = draw(2048)
+        options = {"algo": algo, "out": np.empty_like(arrays[0])}
+        calls = [
+            lambda: cuflash.attention(*arrays, mask=self.mask, **options),
+            lambda: cuflash.attention(*arrays, **options),
+        ]
+        masked, dense = meters.HostMeter().measure(calls, 300)
+        return samples(a / b / self.mask.density for a, b in zip(masked, dense))
+
+    track_against_share_of_dense.unit = "x density x the dense time"

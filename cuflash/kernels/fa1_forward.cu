@@ -98,12 +98,17 @@ struct State {
     }
 };
 
-// One slab of queries as its visits see it: which steps of STEP_K keys it needs in all.
+// One slab of queries as its visits see it: which steps of STEP_K keys it needs in all, and which
+// of them, [begin, end), are in the `key_tile`-th tile.
 struct Slab {
     int q_begin;
     KeyTiles<STEP_K> steps;
-    __device__ __forceinline__ Slab(const Params& p, const Head& head, int index)
-        : q_begin(index * Tile::WARP_ROWS), steps(p, head, q_begin, Tile::WARP_ROWS) {}
+    int begin, end;
+    __device__ __forceinline__ Slab(const Params& p, const Head& head, int index, int key_tile = 0)
+        : q_begin(index * Tile::WARP_ROWS), steps(p, head, index, Tile::WARP_ROWS) {
+        begin = max(steps.begin, steps.list.find(key_tile * STEPS));
+        end = min(steps.end, steps.list.find((key_tile + 1) * STEPS));
+    }
 };
 
 __device__ __forceinline__ void load_queries(Tile::Shared* Q_smem, const Params& p,
@@ -142,19 +147,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         const bool nonfinite = clear_nonfinite<BLOCK_K, Tile::PADDED_DV, THREADS>(V_smem);
 
         const QuerySlabs<Tile::WARP_ROWS> slabs(p, head, k_tile, k_tile + BLOCK_K);
-        int index = round_up(slabs.begin - warp, WARPS) + warp, stage = 0;
+        // The warp's first slab from `index` on that sees a key of this tile.
+        auto seeing = [&](int index) {
+            if constexpr (MASKED) {
+                for (; index < slabs.end; index += WARPS) {
+                    const Slab slab(p, head, index, j);
+                    if (slab.begin < slab.end) break;
+                }
+            }
+            return index;
+        };
+        int index = seeing(round_up(slabs.begin - warp, WARPS) + warp), stage = 0, next;
         if (index < slabs.end) load_queries(Q_smem, p, head, index * Tile::WARP_ROWS, lane);
         commit_copies();
-        for (; index < slabs.end; index += WARPS, stage ^= 1) {
-            if (index + WARPS < slabs.end)
-                load_queries(Q_smem + (stage ^ 1) * Q_SLAB, p, head,
-                             (index + WARPS) * Tile::WARP_ROWS, lane);
+        for (; index < slabs.end; index = next, stage ^= 1) {
+            next = seeing(index + WARPS);
+            if (next < slabs.end)
+                load_queries(Q_smem + (stage ^ 1) * Q_SLAB, p, head, next * Tile::WARP_ROWS, lane);
             commit_copies();
-            const Slab slab(p, head, index);
-            const int begin = max(slab.steps.first, j * STEPS);
-            const int end = min(slab.steps.first + slab.steps.count, (j + 1) * STEPS);
-            const bool is_first = begin == slab.steps.first;
-            const bool is_last = end == slab.steps.first + slab.steps.count;
+            const Slab slab(p, head, index, j);
+            const bool is_first = slab.begin == slab.steps.begin;
+            const bool is_last = slab.end == slab.steps.end;
 
             Softmax softmax;
             Accumulator O_regs[Tile::ROWS][Tile::VALUE_COLUMNS];
@@ -167,21 +180,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             wait_copies<1>();
             __syncwarp();  // Q_i has arrived for the whole warp
             tile.take_queries(Q_smem + stage * Q_SLAB);
-            for (int step = begin; step < end; ++step) {
-                const int k_begin = step * STEP_K, offset = k_begin - k_tile;
+            for (int place = slab.begin; place < slab.end; ++place) {
+                const Visit visit = slab.steps.list[place];
+                const int k_begin = visit.tile * STEP_K, offset = k_begin - k_tile;
                 Accumulator S_regs[Tile::ROWS][Tile::COLUMNS], rescale[Tile::ROWS];
                 tile.score(S_regs, K_smem + offset * Tile::PITCH);
                 modify_scores(S_regs, tile, p, head, slab.q_begin, k_begin);
-                if (slab.steps.is_cut(step))
-                    mask_scores(S_regs, tile, p, head, slab.q_begin, k_begin);
+                if (slab.steps.is_cut(visit))
+                    mask_scores(S_regs, tile, p, head, slab.q_begin, k_begin, TileBits(p, visit, 0),
+                                0);
                 if (softmax.update(S_regs, multiplier, rescale)) scale_rows(O_regs, rescale);
                 // S_regs hold P from here on
                 drop_probabilities(S_regs, tile, p, head, slab.q_begin, k_begin);
                 tile.accumulate(O_regs, S_regs, V_smem + offset * Tile::VALUE_PITCH);
             }
-            if (nonfinite)
-                add_nonfinite_values(O_regs, tile, p, head, slab.q_begin, begin * STEP_K,
-                                     end * STEP_K);
+            if (nonfinite) {
+#pragma unroll 1
+                for (int place = slab.begin; place < slab.end; ++place) {
+                    const Visit visit = slab.steps.list[place];
+                    add_nonfinite_values<STEP_K>(O_regs, tile, p, head, slab.q_begin,
+                                                 visit.tile * STEP_K, TileBits(p, visit, 0));
+                }
+            }
             if (is_last)
                 store_rows(O_regs, softmax, tile, p, head, slab.q_begin);
             else
@@ -194,7 +214,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     // Slabs that no key tile visited.
     for (int index = warp; index * Tile::WARP_ROWS < p.query_length; index += WARPS) {
         const Slab slab(p, head, index);
-        if (slab.steps.count > 0) continue;
+        if (slab.steps.count() > 0) continue;
         const Accumulator nothing[Tile::ROWS][Tile::VALUE_COLUMNS] = {};
         store_rows(nothing, Softmax(), tile, p, head, slab.q_begin);
     }

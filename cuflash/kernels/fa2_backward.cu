@@ -23,7 +23,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     // Key tiles with the lowest index, which a causal mask leaves most queries, start first.
     const Work work(p, index, p.key_tiles);
     const Head head = locate_head(p, work.head);
+    const int key_tile = row_at(p, head, work.tile, work.tile);
     Gradients gradients = {};
-    visit_queries(gradients, smem, p, head, work.tile);
-    store_key_gradients(gradients, p, head, work.tile);
+    visit_queries(gradients, smem, p, head, key_tile);
+    store_key_gradients(gradients, p, head, key_tile);
 }

@@ -67,10 +67,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
     const int warp = threadIdx.x / 32;
     const Work work(p, blockIdx.x, p.query_tiles);
-    const int query_tile = p.query_tiles - 1 - work.tile;  // of those that see most, first
     const Head head = locate_head(p, work.head);
-    const int q_block = query_tile * BLOCK_Q, q_begin = q_block + warp * Tile::WARP_ROWS;
-    const KeyTiles<BLOCK_K> tiles(p, head, q_block, BLOCK_Q);
+    // The last queries see most, and so start first.
+    const int query_tile = row_at(p, head, work.tile, p.query_tiles - 1 - work.tile);
+    const int first_row = warp * Tile::WARP_ROWS;
+    const int q_block = query_tile * BLOCK_Q, q_begin = q_block + first_row;
+    const KeyTiles<BLOCK_K> tiles(p, head, query_tile, BLOCK_Q);
     const Accumulator multiplier = score_multiplier(p);
 
     Tile tile(threadIdx.x % 32, exchange + warp * Tile::EXCHANGE);
@@ -86,9 +88,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         threadIdx.x);
 #pragma unroll
     for (int stage = 0; stage < max(1, STAGES - 1); ++stage) {
-        if (stage < tiles.count) {
-            load_keys(K_smem + stage * K_TILE, p, head, tiles[stage]);
-            if constexpr (STAGES > 1) load_values(V_smem + stage * V_TILE, p, head, tiles[stage]);
+        if (stage < tiles.count()) {
+            const int key_tile = tiles[stage].tile;
+            load_keys(K_smem + stage * K_TILE, p, head, key_tile);
+            if constexpr (STAGES > 1) load_values(V_smem + stage * V_TILE, p, head, key_tile);
         }
         commit_copies();
     }
@@ -98,15 +101,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     wait_copies<PENDING>();
     __syncthreads();  // Q and the first tile have arrived for all
     tile.take_queries(Q_smem + warp * Tile::WARP_ROWS * Tile::PITCH);
-    for (int i = 0; i < tiles.count; ++i) {
-        const int key_tile = tiles[i], k_begin = key_tile * BLOCK_K, stage = i % STAGES;
-        const bool cut = tiles.is_cut(key_tile);
+    for (int i = 0; i < tiles.count(); ++i) {
+        const Visit visit = tiles[i];
+        const int k_begin = visit.tile * BLOCK_K, stage = i % STAGES;
+        const bool cut = tiles.is_cut(visit);
+        const TileBits bits(p, visit, first_row);
         if constexpr (STAGES == 1) {
-            load_values(V_smem, p, head, key_tile);
-        } else if (i + STAGES - 1 < tiles.count) {
-            const int ahead = (i + STAGES - 1) % STAGES;
-            load_keys(K_smem + ahead * K_TILE, p, head, tiles[i + STAGES - 1]);
-            load_values(V_smem + ahead * V_TILE, p, head, tiles[i + STAGES - 1]);
+            load_values(V_smem, p, head, visit.tile);
+        } else if (i + STAGES - 1 < tiles.count()) {
+            const int ahead = (i + STAGES - 1) % STAGES, key_tile = tiles[i + STAGES - 1].tile;
+            load_keys(K_smem + ahead * K_TILE, p, head, key_tile);
+            load_values(V_smem + ahead * V_TILE, p, head, key_tile);
         }
         commit_copies();
         if (cut && STAGES > 1)
@@ -118,14 +123,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             Accumulator S_regs[Tile::ROWS][Tile::COLUMNS], rescale[Tile::ROWS];
             tile.score(S_regs, K_smem + stage * K_TILE + step * Tile::PITCH);
             modify_scores(S_regs, tile, p, head, q_begin, k_begin + step);
-            if (cut) mask_scores(S_regs, tile, p, head, q_begin, k_begin + step);
+            if (cut) mask_scores(S_regs, tile, p, head, q_begin, k_begin + step, bits, step);
             if (softmax.update(S_regs, multiplier, rescale)) scale_rows(O_regs, rescale);
             // S_regs hold P from here on
             drop_probabilities(S_regs, tile, p, head, q_begin, k_begin + step);
             if constexpr (STAGES == 1) {
                 wait_copies<0>();
                 __syncthreads();  // V_i has arrived for all; nobody reads K_i any more
-                if (i + 1 < tiles.count) load_keys(K_smem, p, head, tiles[i + 1]);
+                if (i + 1 < tiles.count()) load_keys(K_smem, p, head, tiles[i + 1].tile);
                 commit_copies();
                 if (cut) nonfinite |= clear_nonfinite<BLOCK_K, Tile::PADDED_DV, THREADS>(V_smem);
             }
@@ -136,8 +141,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
     wait_copies<0>();
     if (nonfinite) {
-        const KeyRange keys(p, head, q_block, q_block + BLOCK_Q);
-        add_nonfinite_values(O_regs, tile, p, head, q_begin, keys.begin, keys.end);
+#pragma unroll 1
+        for (int i = 0; i < tiles.count(); ++i) {
+            const Visit visit = tiles[i];
+            add_nonfinite_values<BLOCK_K>(O_regs, tile, p, head, q_begin, visit.tile * BLOCK_K,
+                                          TileBits(p, visit, first_row));
+        }
     }
     store_rows(O_regs, softmax, tile, p, head, q_begin);
 }

@@ -101,7 +101,8 @@ __device__ __forceinline__ void to_probabilities(Accumulator (&S)[ROWS][COLUMNS]
                                                  Accumulator (&slope)[ROWS][COLUMNS],
                                                  const KeyTile& tile, const Params& p,
                                                  const Head& head, const Accumulator* log2_sums,
-                                                 int q_begin, int k_begin) {
+                                                 int q_begin, int k_begin, const TileBits& bits,
+                                                 int step) {
     const Accumulator multiplier = score_multiplier(p);
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
@@ -123,6 +124,7 @@ __device__ __forceinline__ void to_probabilities(Accumulator (&S)[ROWS][COLUMNS]
             if (CUT && (column < first || column > last)) S[i][j] = Accumulator(0);
         }
     }
+    if (CUT) bits.hide(S, Accumulator(0), tile, step);
 }
 
 // dS^T from P^T and dP^T, into dP.
@@ -148,7 +150,8 @@ __device__ __forceinline__ void to_score_gradients(Accumulator (&dP)[ROWS][COLUM
 // dV += the infinities and NaN of dO that each key sees: see add_nonfinite_values in score.cuh.
 __device__ __forceinline__ void add_nonfinite_gradients(
     Accumulator (&dV)[ROWS][ValueTile::VALUE_COLUMNS], const ValueTile& tile, const Params& p,
-    const Head& head, const Element* dout, int q_begin, int k_begin) {
+    const Head& head, const Element* dout, int q_begin, int k_begin, const TileBits& bits,
+    int step) {
 #pragma unroll 1
     for (int q = q_begin; q < min(q_begin + STEPS, head.query_length); ++q) {
 #pragma unroll
@@ -159,7 +162,9 @@ __device__ __forceinline__ void add_nonfinite_gradients(
             if (is_finite(value)) continue;
 #pragma unroll
             for (int i = 0; i < ROWS; ++i)
-                if (VisibleQueries(p, head, k_begin + tile.row(i)).has(q)) dV[i][j] += value;
+                if (VisibleQueries(p, head, k_begin + tile.row(i)).has(q) &&
+                    bits.has(tile.row(i), q - q_begin + step))
+                    dV[i][j] += value;
         }
     }
 }
@@ -188,7 +193,7 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
     const int first_step = threadIdx.x / 32 % WARP_SPLIT * STEP_Q;
     const int k_block = key_tile * BLOCK_K, k_begin = k_block + warp_row;
     // Blocks that may add in any order start at different tiles of dQ and seldom meet.
-    const QueryTiles<BLOCK_Q> tiles(p, head, k_block, BLOCK_K, ORDERED ? 0 : key_tile);
+    const QueryTiles<BLOCK_Q> tiles(p, head, key_tile, BLOCK_K, ORDERED ? 0 : key_tile);
     const Element* const dout = p.dout + locate(p, head.index, p.dout_axis_stride);
     const i64 first_tile = i64(head.index) * p.query_tiles;
     Shared* const dS_slab = dS_smem + warp_row * S_PITCH;
@@ -209,7 +214,7 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
     load_rows<BLOCK_K, KeyTile, HEAD_DIM>(K_smem, head.k, p.k_row_stride, k_block, head.key_length);
     load_rows<BLOCK_K, ValueTile, HEAD_DIM_V>(V_smem, head.v, p.v_row_stride, k_block,
                                               head.key_length);
-    if (tiles.count > 0) load_queries(0, tiles[0]);
+    if (tiles.count > 0) load_queries(0, tiles[0].tile);
     commit_copies();
     wait_copies<0>();
     __syncthreads();  // the keys and the first query tile have arrived for all
@@ -220,13 +225,15 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
     values.take_queries(V_smem + warp_row * ValueTile::PITCH);
 
     for (int i = 0; i < tiles.count; ++i) {
-        const int tile = tiles[i], q_begin = tile * BLOCK_Q, stage = i % STAGES;
-        const bool cut = tiles.is_cut(tile), more = i + 1 < tiles.count;
+        const Visit visit = tiles[i];
+        const int q_begin = visit.tile * BLOCK_Q, stage = i % STAGES;
+        const bool cut = tiles.is_cut(visit), more = i + 1 < tiles.count;
+        const TileBits bits(p, visit, warp_row);
         Shared* const Q = Q_smem + stage * Q_TILE;
         Shared* const dO = dO_smem + stage * O_TILE;
         const Accumulator* const log2_sums = rows_smem + stage * ROWS_TILE;
         const Accumulator* const deltas = log2_sums + BLOCK_Q;
-        if (STAGES > 1 && more) load_queries((i + 1) % STAGES, tiles[i + 1]);
+        if (STAGES > 1 && more) load_queries((i + 1) % STAGES, tiles[i + 1].tile);
         commit_copies();
 
 #pragma unroll 1
@@ -237,9 +244,11 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
             Accumulator P_regs[ROWS][COLUMNS], dS_regs[ROWS][COLUMNS], slope[ROWS][COLUMNS];
             keys.score(P_regs, Q_step);
             if (cut)
-                to_probabilities<true>(P_regs, slope, keys, p, head, log2_sums + step, q, k_begin);
+                to_probabilities<true>(P_regs, slope, keys, p, head, log2_sums + step, q, k_begin,
+                                       bits, step);
             else
-                to_probabilities<false>(P_regs, slope, keys, p, head, log2_sums + step, q, k_begin);
+                to_probabilities<false>(P_regs, slope, keys, p, head, log2_sums + step, q, k_begin,
+                                        bits, step);
             values.score(dS_regs, dO_step);  // dP
             if (cut)
                 to_score_gradients<true>(dS_regs, P_regs, slope, keys, p, head, deltas + step, q,
@@ -253,7 +262,7 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
                 if (clear_nonfinite<STEPS, ValueTile::PADDED_D, THREADS>(dO +
                                                                          steps * ValueTile::PITCH))
                     add_nonfinite_gradients(gradients.dV_regs, values, p, head, dout,
-                                            q_begin + steps, k_begin);
+                                            q_begin + steps, k_begin, bits, steps);
             }
             if constexpr (SHARE_P) {
                 values.publish(P_smem + warp_row * S_PITCH + step, S_PITCH, P_regs);
@@ -264,17 +273,19 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
             keys.publish(dS_slab + step, S_PITCH, dS_regs);
         }
 
-        u32* const turn = p.turns + first_tile + tile;
+        u32* const turn = p.turns + first_tile + visit.tile;
         if (ORDERED) {
             __threadfence();  // the previous tile is added: long ago, so that this takes no time
             if (threadIdx.x == 0) {
-                const KeyTiles<BLOCK_K> visited(p, head, q_begin, BLOCK_Q);
-                wait_turn(turn, key_tile == visited.first ? 0 : key_tile);
+                // The tile of keys that added last, unless the band hides that from these queries.
+                const int previous = MASKED ? visit.previous : key_tile - 1;
+                const int first = KeyRange(p, head, q_begin, q_begin + BLOCK_Q).begin / BLOCK_K;
+                wait_turn(turn, previous < first ? 0 : previous + 1);
             }
         }
         __syncthreads();  // dS of all keys is there; it is this block's turn
         if (ORDERED && i > 0 && threadIdx.x == 0)
-            pass_turn(p.turns + first_tile + tiles[i - 1], key_tile + 1);
+            pass_turn(p.turns + first_tile + tiles[i - 1].tile, key_tile + 1);
         if constexpr (SHARE_P) {
             values.template accumulate_published<BLOCK_Q>(gradients.dV_regs,
                                                           P_smem + warp_row * S_PITCH, dO);
@@ -283,11 +294,11 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
         QuerySums sums;
         Accumulator dQ_regs[QuerySums::ROWS][QuerySums::COLUMNS] = {};
         sums.multiply_tiles(dQ_regs, dS_smem, K_smem);
-        add_units<THREADS>(p.dq_sum + (first_tile + tile) * QUERY_SUMS, dQ_regs);
+        add_units<THREADS>(p.dq_sum + (first_tile + visit.tile) * QUERY_SUMS, dQ_regs);
         if (STAGES > 1) wait_copies<0>();
         __syncthreads();  // the next tile has arrived; nobody reads this one nor dS any more
         if (STAGES == 1) {
-            if (more) load_queries(0, tiles[i + 1]);
+            if (more) load_queries(0, tiles[i + 1].tile);
             commit_copies();
             wait_copies<0>();
             __syncthreads();  // the next tile has arrived
@@ -297,7 +308,7 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
         __threadfence();
         __syncthreads();  // all have added
         if (threadIdx.x == 0)
-            pass_turn(p.turns + first_tile + tiles[tiles.count - 1], key_tile + 1);
+            pass_turn(p.turns + first_tile + tiles[tiles.count - 1].tile, key_tile + 1);
     }
 }
 

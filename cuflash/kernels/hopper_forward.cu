@@ -184,9 +184,10 @@ __device__ __forceinline__ void produce(const Tables& tables, unsigned char* sme
         if (!item.exists) return;
         const KeyTiles<BLOCK_K>& keys = item.keys;
 #pragma unroll 1
-        for (int i = 0; i < keys.count; ++i) {
-            const int tile = keys[i], stage = ring.stage;
-            const bool cut = keys.is_cut(tile);
+        for (int i = 0; i < keys.count(); ++i) {
+            const Visit visit = keys[i];
+            const int tile = visit.tile, stage = ring.stage;
+            const bool cut = keys.is_cut(visit);
             if (copies) {
                 wait_barrier(barriers.K_empty(stage), ring.parity ^ 1);
                 load_panels<Tile::Keys>(K_smem + stage * K_TILE, &tables.k, barriers.K_full(stage),
@@ -225,16 +226,21 @@ __device__ __forceinline__ void produce(const Tables& tables, unsigned char* sme
 __device__ __forceinline__ void add_nonfinite_values(const Params& p, const Item& item,
                                                      int q_begin) {
     const Head head = item.head;
-    const KeyRange keys(p, head, item.q_begin, item.q_begin + BLOCK_Q);
+    const KeyTiles<BLOCK_K>& keys = item.keys;
 #pragma unroll 1
     for (int column = threadIdx.x % WARPGROUP; column < HEAD_DIM_V; column += WARPGROUP) {
 #pragma unroll 1
-        for (int k = keys.begin; k < keys.end; ++k) {
+        for (int i = 0; i < keys.count() * BLOCK_K; ++i) {
+            const Visit visit = keys[i / BLOCK_K];
+            const TileBits bits(p, visit, 0);
+            const int k = visit.tile * BLOCK_K + i % BLOCK_K;
+            if (k >= head.key_length) continue;
             const Accumulator value = widen(head.v[k * p.v_row_stride + column]);
             if (is_finite(value)) continue;
 #pragma unroll 1
             for (int q = q_begin; q < min(q_begin + SLAB, head.query_length); ++q) {
                 if (!VisibleKeys(p, head, q).has(k)) continue;
+                if (!bits.has(q - item.q_begin, i % BLOCK_K)) continue;
                 Element& x = item.output.out[q * p.out_row_stride + column];
                 x = narrow<Element>(widen(x) + value);
             }
@@ -283,26 +289,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     KeyTiles<BLOCK_K> keys{};
     int q_begin;
     bool nonfinite = false;    // whether values of its cut tiles were cleared
+    bool cut = false;          // whether the tile visited last is one
     u32 parity = 0;            // of the phase that Q's barriers are in
     Ring<STAGES> now, before;  // where the tiles of S and of P lie
 
-    // The scores of key tile `i` become probabilities; returns whether O must be rescaled.
-    const auto exponentiate = [&](int i) {
+    // The scores of the `i`-th visit become probabilities; returns whether O must be rescaled.
+    const auto exponentiate = [&](int i, const Visit& visit) {
         if (speaks) arrive(barriers.K_empty(now.stage));
-        if (i + 1 == keys.count && speaks) arrive(barriers.Q_empty(consumer));
-        modify_scores(S_regs, tile, p, head, q_begin, keys[i] * BLOCK_K);
-        if (keys.is_cut(keys[i])) mask_scores(S_regs, tile, p, head, q_begin, keys[i] * BLOCK_K);
+        if (i + 1 == keys.count() && speaks) arrive(barriers.Q_empty(consumer));
+        const int k_begin = visit.tile * BLOCK_K;
+        modify_scores(S_regs, tile, p, head, q_begin, k_begin);
+        if (keys.is_cut(visit))
+            mask_scores(S_regs, tile, p, head, q_begin, k_begin,
+                        TileBits(p, visit, consumer * SLAB), 0);
         const bool stale = softmax.update(S_regs, multiplier, rescale);
-        drop_probabilities(S_regs, tile, p, head, q_begin, keys[i] * BLOCK_K);
+        drop_probabilities(S_regs, tile, p, head, q_begin, k_begin);
         settle(S_regs);
+        cut = keys.is_cut(visit);
         before = now;
         now.advance();
         return stale;
     };
-    // Starts O += P V for key tile `i`.
-    const auto accumulate = [&](int i) {
+    // Starts O += P V for the tile visited before.
+    const auto accumulate = [&] {
         wait_barrier(barriers.V_full(before.stage), before.parity);
-        if (speaks && keys.is_cut(keys[i]))
+        if (speaks && cut)
             nonfinite |= (flags[before.stage * CLEARERS] | flags[before.stage * CLEARERS + 1]) != 0;
         open_products();
         tile.accumulate(O_regs, P_regs, V + before.stage * (V_TILE >> 4));
@@ -325,7 +336,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         turns.await();
         open_products();
         tile.score(S_regs, Q, K + now.stage * (K_TILE >> 4));
-        if (item != nullptr) accumulate(keys.count - 1);
+        if (item != nullptr) accumulate();
         turns.hand_over();
         wait_products<0>(S_regs);
         if (item != nullptr) {
@@ -339,29 +350,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         softmax = Softmax();
         clear_rows(O_regs);
         nonfinite = false, parity ^= 1;
-        exponentiate(0);
+        exponentiate(0, keys[0]);
         tile.pack_probabilities(P_regs, S_regs);
-        if (keys.count > 1) wait_barrier(barriers.K_full(now.stage), now.parity);
+        if (keys.count() > 1) wait_barrier(barriers.K_full(now.stage), now.parity);
 
 #pragma unroll 1
-        for (int i = 1; i < keys.count; ++i) {
+        for (int i = 1; i < keys.count(); ++i) {
+            const Visit visit = keys[i];
             turns.await();
             open_products();
             tile.score(S_regs, Q, K + now.stage * (K_TILE >> 4));
-            accumulate(i - 1);
+            accumulate();
             turns.hand_over();
             wait_products<1>(S_regs);
             const int freed = before.stage;
-            const bool stale = exponentiate(i);
+            const bool stale = exponentiate(i, visit);
             // The next keys. That also keeps the compiler from waiting for O before the softmax.
-            if (i + 1 < keys.count) wait_barrier(barriers.K_full(now.stage), now.parity);
+            if (i + 1 < keys.count()) wait_barrier(barriers.K_full(now.stage), now.parity);
             wait_products<0>(O_regs);
             if (speaks) arrive(barriers.V_empty(freed));
             if (stale) scale_rows(O_regs, rescale);
             tile.pack_probabilities(P_regs, S_regs);
         }
     }
-    accumulate(keys.count - 1);
+    accumulate();
     wait_products<0>(O_regs);
     finish();
     turns.end();

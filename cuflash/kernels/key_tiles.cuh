@@ -1,11 +1,12 @@
-// Seam 2, which tiles: those a band (causal mask, window) and the lengths leave to visit, and which
-// of them need the element mask. Reads the prelude's Params.
+// Seam 2, which tiles: those that a band (causal mask, window), the lengths and the mask leave to
+// visit, and which of them need a test of every element. Reads the prelude's Params.
 //
 // Band: key k is visible to query q iff q + shift - left <= k <= q + shift + right. An open side is
 // a width so large that no position reaches it, yet the sums stay within an int.
 #pragma once
 #include "numeric.cuh"
 #include "sequence.cuh"
+#include "tile_lists.cuh"
 
 // Keys that some row of [q_begin, q_end) may see: [begin, end), empty as [0, 0).
 struct KeyRange {
@@ -18,25 +19,29 @@ struct KeyRange {
     }
 };
 
-// Key tiles of SIZE keys that a tile of queries visits, last one first: a causal mask then meets
-// its few cut tiles first and the longest run of uncut ones follows.
+// Key tiles of SIZE keys that the `row`-th tile of queries visits, last one first: a causal mask
+// then meets its few cut tiles first and the longest run of uncut ones follows.
 template <int SIZE>
 struct KeyTiles {
-    int first, count;
-    int uncut_begin, uncut_end;  // tiles [uncut_begin, uncut_end) are visible as a whole
+    TileList list;
+    int begin, end;              // places in the list
+    int uncut_begin, uncut_end;  // the band shows tiles [uncut_begin, uncut_end) as a whole
 
     KeyTiles() = default;
-    __device__ __forceinline__ KeyTiles(const Params& p, const Head& head, int q_begin, int rows) {
+    __device__ __forceinline__ KeyTiles(const Params& p, const Head& head, int row, int rows)
+        : list(p, head, row) {
+        const int q_begin = row * rows;
         const KeyRange keys(p, head, q_begin, q_begin + rows);
-        first = keys.begin / SIZE;
-        count = divide_up(keys.end, SIZE) - first;
+        begin = list.find(keys.begin / SIZE);
+        end = list.find(divide_up(keys.end, SIZE));
         const int q_last = min(q_begin + rows, head.query_length) - 1;
         uncut_begin = divide_up(max(0, q_last + head.shift - p.band_left), SIZE);
         uncut_end = max(0, min(head.key_length, q_begin + head.shift + p.band_right + 1)) / SIZE;
     }
-    __device__ __forceinline__ int operator[](int i) const { return first + count - 1 - i; }
-    __device__ __forceinline__ bool is_cut(int tile) const {
-        return tile < uncut_begin || tile >= uncut_end;
+    __device__ __forceinline__ int count() const { return end - begin; }
+    __device__ __forceinline__ Visit operator[](int i) const { return list[end - 1 - i]; }
+    __device__ __forceinline__ bool is_cut(const Visit& visit) const {
+        return visit.bits >= 0 || visit.tile < uncut_begin || visit.tile >= uncut_end;
     }
 };
 
@@ -55,30 +60,33 @@ struct QuerySlabs {
     }
 };
 
-// Query tiles of SIZE queries that a tile of keys visits, last one first. With `rotation` the walk
-// begins that many tiles further on and comes round to the others at the end.
+// Query tiles of SIZE queries that the `row`-th tile of keys visits, last one first. With
+// `rotation` the walk begins that many tiles further on and comes round to the others at the end.
 template <int SIZE>
 struct QueryTiles {
-    int first, count, start;
-    int uncut_begin, uncut_end;  // tiles [uncut_begin, uncut_end) see all the keys
+    TileList list;
+    int end, count, start;       // the last place in the list and one, how many, the first visit
+    int uncut_begin, uncut_end;  // the band shows all the keys to tiles [uncut_begin, uncut_end)
 
-    __device__ __forceinline__ QueryTiles(const Params& p, const Head& head, int k_begin, int rows,
-                                          int rotation) {
+    __device__ __forceinline__ QueryTiles(const Params& p, const Head& head, int row, int rows,
+                                          int rotation)
+        : list(p, head, row) {
+        const int k_begin = row * rows;
         const QuerySlabs<SIZE> slabs(p, head, k_begin, k_begin + rows);
-        first = slabs.begin;
-        count = slabs.end - slabs.begin;
+        end = list.find(slabs.end);
+        count = end - list.find(slabs.begin);
         start = rotation % max(1, count);
         const int k_last = k_begin + rows - 1;
         uncut_begin = divide_up(max(0, k_last - head.shift - p.band_right), SIZE);
         uncut_end = max(0, k_begin - head.shift + p.band_left + 1) / SIZE;
         if (k_last >= head.key_length) uncut_end = 0;
     }
-    __device__ __forceinline__ int operator[](int i) const {
+    __device__ __forceinline__ Visit operator[](int i) const {
         i += start;
-        return first + count - 1 - (i < count ? i : i - count);
+        return list[end - 1 - (i < count ? i : i - count)];
     }
-    __device__ __forceinline__ bool is_cut(int tile) const {
-        return tile < uncut_begin || tile >= uncut_end;
+    __device__ __forceinline__ bool is_cut(const Visit& visit) const {
+        return visit.bits >= 0 || visit.tile < uncut_begin || visit.tile >= uncut_end;
     }
 };
 

@@ -25,11 +25,12 @@ __device__ __forceinline__ void modify_scores(Accumulator (&S)[ROWS][COLUMNS], c
     }
 }
 
-// Invisible scores are replaced, whatever they were: NaN in a hidden key goes no further.
+// Invisible scores are replaced, whatever they were: NaN in a hidden key goes no further. `bits`
+// are those of the tile that has the scores from column `step` on.
 template <typename Tile, int ROWS, int COLUMNS>
 __device__ __forceinline__ void mask_scores(Accumulator (&S)[ROWS][COLUMNS], const Tile& tile,
                                             const Params& p, const Head& head, int q_begin,
-                                            int k_begin) {
+                                            int k_begin, const TileBits& bits, int step) {
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         const VisibleKeys visible(p, head, q_begin + tile.row(i));
@@ -42,6 +43,7 @@ __device__ __forceinline__ void mask_scores(Accumulator (&S)[ROWS][COLUMNS], con
             if (column < first || column > last) S[i][j] = -infinity<Accumulator>();
         }
     }
+    bits.hide(S, -infinity<Accumulator>(), tile, step);
 }
 
 // Hook for dropout: whether the probability of (q, k) is kept.
@@ -69,17 +71,17 @@ __device__ __forceinline__ Accumulator initial_sum(const Params&, const Head&, A
 __device__ __forceinline__ void store_dscore(const Params&, const Head&, int q, int k,
                                              Accumulator dscore) {}
 
-// O += the infinities and NaN among the values of keys [k_begin, k_end) that each row sees, read
-// from global memory. The products have run on tiles where they are zero, since a product would
+// O += the infinities and NaN among the values of the keys from k_begin on that each row sees, of
+// one tile of KEYS, read from global memory. The products have run on tiles where they are zero, since a product would
 // bring 0 * NaN into rows that do not see the key. Values that a product did see come twice, which
 // changes no infinity and no NaN. Rare, hence slow and small.
-template <typename Tile, int ROWS, int COLUMNS>
+template <int KEYS, typename Tile, int ROWS, int COLUMNS>
 __device__ __forceinline__ void add_nonfinite_values(Accumulator (&O)[ROWS][COLUMNS],
                                                      const Tile& tile, const Params& p,
                                                      const Head& head, int q_begin, int k_begin,
-                                                     int k_end) {
+                                                     const TileBits& bits) {
 #pragma unroll 1
-    for (int k = k_begin; k < min(k_end, head.key_length); ++k) {
+    for (int k = k_begin; k < min(k_begin + KEYS, head.key_length); ++k) {
 #pragma unroll
         for (int j = 0; j < COLUMNS; ++j) {
             const int column = tile.value_column(j);
@@ -88,7 +90,9 @@ __device__ __forceinline__ void add_nonfinite_values(Accumulator (&O)[ROWS][COLU
             if (is_finite(value)) continue;
 #pragma unroll
             for (int i = 0; i < ROWS; ++i)
-                if (VisibleKeys(p, head, q_begin + tile.row(i)).has(k)) O[i][j] += value;
+                if (VisibleKeys(p, head, q_begin + tile.row(i)).has(k) &&
+                    bits.has(tile.row(i), k - k_begin))
+                    O[i][j] += value;
         }
     }
 }

@@ -11,6 +11,7 @@ struct Head {
     int shift;        // key q + shift is on the diagonal of query q
     int batch, head;  // positions for the score
     int index;
+    int list;  // of the mask
 };
 
 // A length on the device is not checked by the host: it is clamped to the array's extent.
@@ -20,6 +21,7 @@ __device__ __forceinline__ int valid_length(const Length* length, i64 offset, in
 
 __device__ __forceinline__ Head locate_head(const Params& p, int index) {
     i64 q = 0, k = 0, v = 0, q_length = 0, kv_length = 0;
+    int list = 0;
     int rest = index;
     for (int axis = p.axes - 1; axis >= 0; --axis) {
         const int position = rest % p.axis_size[axis];
@@ -29,6 +31,7 @@ __device__ __forceinline__ Head locate_head(const Params& p, int index) {
         v += position * p.v_axis_stride[axis];
         q_length += position * p.q_lengths_stride[axis];
         kv_length += position * p.kv_lengths_stride[axis];
+        list += position * p.mask_axis_stride[axis];
     }
     Head head;
     head.q = p.q + q;
@@ -40,6 +43,7 @@ __device__ __forceinline__ Head locate_head(const Params& p, int index) {
     head.batch = index / p.heads;
     head.head = index % p.heads;
     head.index = index;
+    head.list = list;
     return head;
 }
 

@@ -52,13 +52,22 @@ struct Item {
     KeyTiles<BLOCK_K> keys;
     HeadOutput output;
     MapPlace q_place, k_place, v_place;
+    int4 nothing;
 
+    // A row without tiles visits one, of which it sees nothing.
+    __device__ __forceinline__ void see_nothing() {
+        nothing = make_int4(0, -1, -1, 0);
+        keys.list.entries = &nothing;
+        keys.begin = 0, keys.end = 1, keys.uncut_end = 0;
+        head.key_length = 0;
+    }
     __device__ __forceinline__ void locate(const Params& p, int index) {
         const Work work(p, index, p.query_tiles);
-        q_begin = (p.query_tiles - 1 - work.tile) * BLOCK_Q;
         head = locate_head(p, work.head);
-        keys = KeyTiles<BLOCK_K>(p, head, q_begin, BLOCK_Q);
-        if (keys.count == 0) keys.first = 0, keys.count = 1;  // where no key is visible, one tile
+        const int query_tile = row_at(p, head, work.tile, p.query_tiles - 1 - work.tile);
+        q_begin = query_tile * BLOCK_Q;
+        keys = KeyTiles<BLOCK_K>(p, head, query_tile, BLOCK_Q);
+        if (keys.count() == 0) see_nothing();
         output = locate_output(p, work.head);
         q_place.locate(p, work.head, p.q_axis_stride);
         k_place.locate(p, work.head, p.k_axis_stride);

@@ -1,0 +1,33 @@
+"""How far results are from the definition in float64."""
+
+import ml_dtypes
+import numpy as np
+
+import cuflash
+
+from . import gpu
+
+DTYPES = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16, "fp32": np.float32, "fp64": np.float64}
+
+
+class Accuracy:
+    """Of causal self-attention of (2, 4, 300, 64): the largest error, by the largest value."""
+
+    version = "1"
+    params = (list(DTYPES), ["fa1", "fa2"], ["numpy", "simt", "mma"])
+    param_names = ("dtype", "algo", "engine")
+
+    def setup(self, dtype, algo, engine):
+        rng = np.random.default_rng(0)
+        shape = (2, 4, 300, 64)
+        self.arrays = [rng.standard_normal(shape).astype(DTYPES[dtype]) for _ in "qkv"]
+        arrays = self.arrays if engine == "numpy" else [*map(gpu.need_gpu().asarray, self.arrays)]
+        out = cuflash.attention(*arrays, algo=algo, engine=engine, causal=True)
+        self.found = (out if engine == "numpy" else out.get()).astype(np.float64)
+
+    def track_relative_error(self, dtype, algo, engine):
+        right = cuflash.reference.attention(*self.arrays, causal=True)
+        right = right[0] if isinstance(right, tuple) else right
+        return float(np.abs(self.found - right).max() / np.abs(right).max())
+
+    track_relative_error.unit = "of the largest value"

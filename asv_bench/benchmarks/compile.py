@@ -1,0 +1,30 @@
+"""What a process's first call costs."""
+
+from . import gpu
+
+KERNELS = {
+    "fa1 mma bf16 64": ("bfloat16", 64, "fa1", "mma"),
+    "fa2 mma bf16 64": ("bfloat16", 64, "fa2", "mma"),
+    "fa2 mma bf16 128": ("bfloat16", 128, "fa2", "mma"),
+    "fa2 simt fp32 64": ("float32", 64, "fa2", "simt"),
+}
+
+
+class Compile:
+    """Seconds of a first call: of the compiler, or of a kernel from CuPy's cache on disk."""
+
+    version = "1"
+    params = (list(KERNELS),)
+    param_names = ("kernel",)
+
+    def setup(self, kernel):
+        gpu.need_gpu()
+
+    def track_nothing_compiled(self, kernel):
+        return gpu.first_call_seconds(*KERNELS[kernel])
+
+    def track_from_disk(self, kernel):
+        gpu.first_call_seconds(*KERNELS[kernel], compiled=True)
+        return gpu.first_call_seconds(*KERNELS[kernel], compiled=True)
+
+    track_nothing_compiled.unit = track_from_disk.unit = "seconds"

@@ -1,0 +1,542 @@
+"""The one place that knows devices, meters and peers: what a GPU benchmark is made of.
+
+Importing this asks for no GPU: the benchmarks are listed everywhere, and what a machine lacks is
+skipped when it is asked for. Everything runs on one stream, the legacy default stream, which is
+CuPy's and torch's own default.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import importlib.util
+import os
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+import cuflash
+
+DTYPES = {
+    "bf16": np.dtype(ml_dtypes.bfloat16),
+    "fp16": np.dtype("float16"),
+    "fp32": np.dtype("float32"),
+}
+# What results of two kernels may differ by, as `difference` and `relative_difference` say.
+TOLERANCE = {"bf16": 2e-2, "fp16": 5e-3, "fp32": 1e-3}
+GRADIENT_TOLERANCE = {"bf16": 5e-2, "fp16": 1e-2, "fp32": 1e-3}
+PEERS = {
+    "torch FA2": "FLASH_ATTENTION",
+    "torch cuDNN": "CUDNN_ATTENTION",
+    "torch efficient": "EFFICIENT_ATTENTION",
+}
+MILLISECONDS = 40.0  # of the GPU's time for each contender of a tracked figure
+MOST = 50  # samples of a tracked figure
+
+
+def _of_this_checkout(name: str):
+    """A file of this checkout's package, whatever version of cuflash is measured."""
+    path = Path(__file__).parents[2] / "cuflash" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"checkout_{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+meters = _of_this_checkout("meters")
+paired_ratio = meters.paired_ratio
+
+
+@functools.cache
+def find_torch():
+    """Torch, set up as the protocol says, or None: no gradients, IEEE float32 products.
+
+    Its deterministic mode is not to fill new memory as well, which it would by default.
+    """
+    try:
+        import torch  # before CuPy, which then finds the CUDA libraries that torch has loaded
+        import torch.nn.attention
+        import torch.utils.deterministic
+    except ImportError:
+        return None
+    if not torch.cuda.is_available():
+        return None
+    torch.manual_seed(0)
+    torch.set_grad_enabled(False)
+    torch.backends.cuda.matmul.allow_tf32 = False
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    torch.zeros(1, device="cuda")
+    return torch
+
+
+@functools.cache
+def find_cupy():
+    """CuPy if it finds a device, or None."""
+    try:
+        import cupy
+
+        return cupy if cupy.cuda.runtime.getDeviceCount() else None
+    except Exception:  # not installed, no driver, a broken installation
+        return None
+
+
+def need_gpu():
+    """CuPy; without a GPU the benchmark is skipped."""
+    if find_cupy() is None:
+        raise NotImplementedError("needs a GPU")
+    return find_cupy()
+
+
+def need_torch():
+    """Torch; without it the benchmark is skipped. To be called before `need_gpu`."""
+    if find_torch() is None:
+        raise NotImplementedError("needs torch and a GPU")
+    return find_torch()
+
+
+@functools.cache
+def meter():
+    """The meter of this process."""
+    return meters.GpuMeter(need_gpu(), find_torch() if "torch" in sys.modules else None)
+
+
+def samples(values) -> dict:
+    """What a `track_` function returns to get asv's median, spread and test of significance."""
+    return {"samples": [float(x) for x in values], "number": 1}
+
+
+def seconds(call) -> dict:
+    """Samples of a call's time."""
+    (column,) = meter().measure([call], MILLISECONDS, MOST)
+    return samples(1e-6 * x for x in column)
+
+
+def times_as_long(call, *others) -> dict:
+    """Samples of a call's time as a multiple of the fastest of the others', pair by pair."""
+    mine, *theirs = meter().measure([call, *others], MILLISECONDS, MOST)
+    best = min(theirs, key=statistics.median)
+    return samples(a / b for a, b in zip(mine, best))
+
+
+@functools.cache
+def ceilings() -> dict[str, float]:
+    """TFLOP/s of a large product per type, with torch, and TB/s of a large copy."""
+    cupy, torch, found = need_gpu(), find_torch(), {}
+    size, count = 8192, 1 << 30
+    for dtype in ("bf16", "fp32") if torch is not None else ():
+        x, y = (draw((1, 1, size, size), dtype).torch[0, 0] for _ in "xy")
+        (times,) = meter().measure([lambda x=x, y=y: x @ y], MILLISECONDS, MOST)
+        found[dtype] = 2 * size**3 / statistics.median(times) / 1e6
+    x, y = (cupy.empty(count, cupy.uint8).data for _ in "xy")
+    copy = functools.partial(y.copy_from_device_async, x, count)
+    (times,) = meter().measure([copy], MILLISECONDS, MOST)
+    found["copy"] = 2 * count / statistics.median(times) / 1e6
+    release()
+    return found
+
+
+class Operand(NamedTuple):
+    """One array of CuPy."""
+
+    cupy: object
+
+    @property
+    def torch(self):
+        """A tensor on the same memory."""
+        return meters.as_torch(need_torch(), self.cupy)
+
+
+_seeds = iter(range(1 << 30))
+
+
+def draw(shape, dtype: str, layout: str = "bhnd") -> Operand:
+    """Standard normal (B, H, N, D) values; with layout "bnhd" their memory is (B, N, H, D)."""
+    batch, heads, length, width = shape
+    stored = (batch, length, heads, width) if layout == "bnhd" else tuple(shape)
+    array = meters.draw(need_gpu(), stored, DTYPES[dtype].name, next(_seeds))
+    return Operand(array.swapaxes(1, 2) if layout == "bnhd" else array)
+
+
+def release() -> None:
+    """Give unused device memory of both libraries back."""
+    gc.collect()
+    cupy = need_gpu()
+    cupy.cuda.Device().synchronize()
+    if "torch" in sys.modules:
+        find_torch().cuda.empty_cache()
+    cupy.get_default_memory_pool().free_all_blocks()
+
+
+def spoil(operand: Operand) -> None:
+    """Fill with NaN, so that what a kernel leaves unwritten shows."""
+    itemsize = operand.cupy.dtype.itemsize
+    operand.cupy.view(f"u{itemsize}").fill((1 << (8 * itemsize - 1)) - 1)
+
+
+def values(x):
+    """A float32 copy of a CuPy array or torch tensor, as a CuPy array."""
+    cupy = need_gpu()
+    if not isinstance(x, cupy.ndarray):
+        return cupy.from_dlpack(x.float().contiguous().clone())
+    if x.dtype == DTYPES["bf16"]:  # without CuPy's own bfloat16 kernels
+        return (x.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+    return x.astype(np.float32)
+
+
+def all_values(results) -> tuple:
+    """float32 copies of one array or tensor, or of each in a tuple."""
+    return tuple(map(values, results if isinstance(results, tuple) else (results,)))
+
+
+def difference(a, b) -> float:
+    """Largest `|a - b| / (1 + |b|)`; NaN where there is one."""
+    a, b = values(a), values(b)
+    return float((abs(a - b) / (1 + abs(b))).max())
+
+
+def relative_difference(a, b) -> float:
+    """Largest `|a - b|` as a share of the largest `|b|`; NaN where there is one."""
+    a, b = values(a), values(b)
+    return float(abs(a - b).max() / abs(b).max())
+
+
+def only(backend: str):
+    """The context in which torch's attention uses one kernel."""
+    torch = find_torch()
+    if torch is None:
+        return contextlib.nullcontext()
+    return torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, backend))
+
+
+class Problem:
+    """Operands of self-attention of (B, H, N, D), and calls on them.
+
+    `key_heads` and `queries` are given where they are fewer: steps of decoding with grouped heads.
+    """
+
+    others: tuple[str, ...] = ()  # peers that compute something else
+
+    def __init__(
+        self, shape, dtype, causal=False, layout="bhnd", mask=None, key_heads=None, queries=None
+    ):
+        batch, heads, length, width = shape
+        self.shape, self.dtype, self.causal = shape, dtype, causal
+        many = batch, heads, queries or length, width
+        kept = batch, key_heads or heads, length, width
+        self.q, self.k, self.v, self.out = (
+            draw(x, dtype, layout) for x in (many, kept, kept, many)
+        )
+        self.results = (self.out,)
+        self.mask = {"causal": "top_left" if causal else False}
+        if key_heads:
+            self.mask["enable_gqa"] = True
+        if mask is not None:  # early versions of cuflash know no masks
+            self.mask["mask"] = mask
+        self.tolerance = TOLERANCE[dtype]
+        pairs = length * (length + 1) // 2 if causal else many[2] * length
+        if mask is not None:
+            pairs *= mask.density
+        self.flops = 4 * width * pairs * batch * heads
+        self.bytes = sum(x.cupy.nbytes for x in (self.q, self.k, self.v, self.out))
+        sizes = ",".join(map(str, shape))
+        self.label = f"{dtype} ({sizes})" + (" causal" if causal else "")
+
+    @property
+    def inputs(self) -> list:
+        """q, k and v in CuPy."""
+        return [x.cupy for x in (self.q, self.k, self.v)]
+
+    def error(self, theirs, mine) -> float:
+        """What results differ by, to be held against `tolerance`."""
+        return float(np.max([*map(difference, theirs, mine)]))  # NaN where there is one
+
+    def ours(self, algo, engine=None, **more):
+        """A call of cuflash that writes `out`; `more` options."""
+        options = {"algo": algo, "engine": engine, **self.mask, **more}
+        return functools.partial(cuflash.attention, *self.inputs, out=self.out.cupy, **options)
+
+    def torch_fused(self, backend=None):
+        """A call of torch's attention with one kernel, or what is selected; None without torch."""
+        torch = find_torch()
+        if torch is None:
+            return None
+        q, k, v = self.q.torch, self.k.torch, self.v.torch
+        options = {"is_causal": self.causal, "enable_gqa": "enable_gqa" in self.mask}
+        function = torch.nn.functional.scaled_dot_product_attention
+        call = functools.partial(function, q, k, v, **options)
+        if backend is None:
+            return call
+
+        def with_backend():
+            with only(backend):
+                return call()
+
+        return with_backend
+
+    def flash_attention_3(self):
+        """A call of FlashAttention-3's forward pass; None where it is not installed."""
+        try:
+            from fa3_fwd_interface import flash_attn_func
+        except ImportError:
+            return None
+        q, k, v = (x.torch.transpose(1, 2) for x in (self.q, self.k, self.v))
+
+        def call():
+            found = flash_attn_func(q, k, v, causal=self.causal)
+            return (found[0] if isinstance(found, tuple) else found).transpose(1, 2)
+
+        return call
+
+    def torch_unfused(self):
+        """The formula in torch, without a mask; None without torch."""
+        torch = find_torch()
+        if torch is None:
+            return None
+        q, k, v = self.q.torch, self.k.torch, self.v.torch
+        scale = self.shape[-1] ** -0.5
+        return lambda: torch.softmax(q @ k.transpose(-2, -1) * scale, -1) @ v
+
+    def cupy_unfused(self):
+        """The formula in CuPy, in place where it can be."""
+        bias = None
+        if self.causal:
+            bias = meters.causal_bias(need_gpu(), self.shape[2], DTYPES[self.dtype].name)
+        return functools.partial(meters.unfused, *self.inputs, bias)
+
+    def peers(self) -> list:
+        """Calls of those of torch's kernels that serve; the benchmark is skipped without any."""
+        need_torch()
+        found = []
+        for call in self._peer_calls():
+            with contextlib.suppress(RuntimeError), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # why a kernel does not serve
+                call()
+                found.append(call)
+        if not found:
+            raise NotImplementedError("no peer serves this")
+        return found
+
+    def _peer_calls(self):
+        return [self.torch_fused(backend) for backend in PEERS.values()]
+
+    def floor_seconds(self) -> float:
+        """The least time by the rates measured in this process: products, and bytes once."""
+        top = ceilings()
+        if self.dtype == "fp32" and "fp32" not in top:
+            raise NotImplementedError("needs torch for its matrix product")
+        rate = top["fp32" if self.dtype == "fp32" else "bf16"]
+        return max(self.flops / rate, self.bytes / top["copy"]) / 1e12
+
+
+class Backward(Problem):
+    """Operands of the gradients of self-attention of (B, H, N, D), and calls on them."""
+
+    def __init__(self, shape, dtype, causal=False, layout="bhnd", mask=None):
+        super().__init__(shape, dtype, causal, layout, mask)
+        if not hasattr(cuflash, "attention_backward"):
+            raise NotImplementedError("this version of cuflash has no gradients")
+        self.flops = self.flops / 4 * 10
+        self.tolerance = GRADIENT_TOLERANCE[dtype]
+        self.dout, *gradients = (draw(shape, dtype, layout) for _ in range(4))
+        self.results = tuple(gradients)
+        self.bytes *= 2
+        out = self.out.cupy, need_gpu().empty(shape[:3], np.float32)
+        cuflash.attention(*self.inputs, return_lse=True, out=out, **self.mask)
+        self.arrays = (self.dout.cupy, *self.inputs, *out)
+
+    def ours(self, algo, engine=None, **more):
+        """A call of cuflash that writes the gradients; `more` options."""
+        options = {"algo": algo, "engine": engine, **self.mask, **more}
+        into = tuple(x.cupy for x in self.results)
+        return functools.partial(
+            cuflash.attention_backward, *self.arrays, grads_out=into, **options
+        )
+
+    def torch_gradients(self, backend):
+        """Calls of torch's gradients: in any order, and deterministic."""
+        return torch_gradients(self.q, self.k, self.v, self.dout, self.causal, backend)
+
+    def _peer_calls(self):
+        return [self.torch_gradients(backend)[0] for backend in PEERS.values()]
+
+    def error(self, theirs, mine) -> float:
+        """What gradients differ by, each relative to its largest value."""
+        return float(np.max([*map(relative_difference, mine, theirs)]))
+
+
+def torch_gradients(q, k, v, dout, causal: bool, backend: str):
+    """Calls of torch's gradients of one kernel: in its default mode, and in its deterministic one.
+
+    The forward pass runs once, at the first call. None and None without torch.
+    """
+    torch = find_torch()
+    if torch is None:
+        return None, None
+
+    @functools.cache
+    def forward():
+        inputs = tuple(x.torch.detach().requires_grad_() for x in (q, k, v))
+        function = torch.nn.functional.scaled_dot_product_attention
+        with torch.enable_grad(), only(backend):
+            return function(*inputs, is_causal=causal), inputs, dout.torch
+
+    def default():
+        out, inputs, grad = forward()
+        return torch.autograd.grad(out, inputs, grad, retain_graph=True)
+
+    def deterministic():
+        torch.use_deterministic_algorithms(True)  # with warn_only the kernels only warn
+        try:
+            return default()
+        finally:
+            torch.use_deterministic_algorithms(False)
+
+    return default, deterministic
+
+
+def _flex(shown):
+    """FlexAttention, compiled, for tensors and a mask of blocks of 128 x 128 for each head."""
+    torch = need_torch()
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+
+    counts, order = shown.sum(-1), np.argsort(~shown, axis=-1, kind="stable")
+    tables = [torch.tensor(x[None], dtype=torch.int32, device="cuda") for x in (counts, order)]
+    nothing = [torch.zeros_like(x) for x in tables]
+    mask = BlockMask.from_kv_blocks(*nothing, *tables, BLOCK_SIZE=128)
+    torch._dynamo.config.recompile_limit = 256
+    return functools.partial(torch.compile(flex_attention, dynamic=False), block_mask=mask)
+
+
+def flex(q, k, v, shown):
+    """A call of torch's FlexAttention, compiled at the first; None without torch.
+
+    `shown` says, for each head, which blocks of 128 x 128 are visible, an array of bool.
+    """
+    if find_torch() is None:
+        return None
+    compiled, tensors = functools.cache(lambda: _flex(shown)), (q.torch, k.torch, v.torch)
+    return lambda: compiled()(*tensors)
+
+
+def flex_gradients(q, k, v, dout, shown):
+    """A call of FlexAttention's gradients; the forward pass runs once, at the first call."""
+    torch = find_torch()
+    if torch is None:
+        return None
+
+    @functools.cache
+    def forward():
+        inputs = tuple(x.torch.detach().requires_grad_() for x in (q, k, v))
+        with torch.enable_grad():
+            return _flex(shown)(*inputs), inputs, dout.torch
+
+    def call():
+        out, inputs, grad = forward()
+        return torch.autograd.grad(out, inputs, grad, retain_graph=True)
+
+    return call
+
+
+BARE = """
+extern "C" __global__ void bare(void* a, void* b, void* c, void* d, void* e, void* f, void* g,
+                                void* h, int i, int j, int k, float l) {}
+"""
+
+
+def bare_launch(arrays):
+    """A launch of a kernel that does nothing with 12 arguments, four arrays among them."""
+    kernel = need_gpu().RawKernel(BARE, "bare")
+    scalars = [np.int32(i) for i in range(3)] + [np.float32(0.125)]
+    return functools.partial(kernel, (1,), (128,), (*arrays, *arrays, *scalars))
+
+
+def host_times(calls, batches: int, size: int = 200) -> list[list[float]]:
+    """Microseconds of the host per call, in batches that the launch queue holds, in turn."""
+    wait = need_gpu().cuda.Device().synchronize
+    columns = [[] for _ in calls]
+    for batch in range(batches + 1):  # the first warms up
+        for call, column in zip(calls, columns):
+            wait()
+            start = time.perf_counter()
+            for _ in range(size):
+                call()
+            elapsed = time.perf_counter() - start
+            if batch:
+                column.append(1e6 * elapsed / size)
+    wait()
+    return columns
+
+
+FIRST_CALL = """
+import sys, time
+import cupy, ml_dtypes, numpy as np
+import cuflash
+dtype, width, algo, engine = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
+draw = np.random.default_rng(0).standard_normal
+q, k, v = (cupy.asarray(draw((1, 8, 512, width)).astype(dtype)) for _ in "qkv")
+cupy.zeros(1)
+cupy.cuda.Device().synchronize()
+start = time.perf_counter()
+cuflash.attention(q, k, v, algo=algo, engine=engine, causal=True)
+cupy.cuda.Device().synchronize()
+print(time.perf_counter() - start)
+"""
+
+
+def first_call_seconds(dtype: str, width: int, algo: str, engine: str, compiled=False) -> float:
+    """Seconds of a process's first call, with nothing compiled before, or from the disk cache."""
+    root = str(Path(cuflash.__file__).resolve().parents[1])
+    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    if not compiled:
+        environment["CUPY_CACHE_IN_MEMORY"] = "1"
+    command = [sys.executable, "-c", FIRST_CALL, dtype, str(width), algo, engine]
+    options = {"env": environment, "capture_output": True, "text": True, "timeout": 120}
+    child = subprocess.run(command, **options)
+    if child.returncode:
+        last = (child.stderr.strip().splitlines() or ["no output"])[-1]
+        raise RuntimeError(last[:200])
+    return float(child.stdout.split()[-1])
+
+
+def in_words(error: Exception) -> str:
+    """An exception in one line; of a compiler's message, the first error."""
+    lines = str(error).splitlines() or [""]
+    lines = [line for line in lines if "error" in line.lower()] or lines
+    return f"{type(error).__name__}: {lines[0]}"[:200]
+
+
+def machine() -> dict[str, str]:
+    """Names and versions of what a number depends on."""
+    return meters.facts(need_gpu(), find_torch())
+
+
+def print_table(title: str, rows: list[list[object]], header: list[str]) -> None:
+    """Rows of text, aligned; numbers to the right."""
+    texts = [header, *([_text(cell) for cell in row] for row in rows)]
+    widths = [max(len(row[i]) for row in texts) for i in range(len(header))]
+    print(f"\n{title}")
+    for index, row in enumerate(texts):
+        cells = []
+        for i, (cell, width) in enumerate(zip(row, widths)):
+            is_text = not index or isinstance(rows[index - 1][i], str)
+            left = is_text and (index or all(isinstance(r[i], str) for r in rows))
+            cells.append(cell.ljust(width) if left else cell.rjust(width))
+        print("  " + "  ".join(cells).rstrip())
+    sys.stdout.flush()
+
+
+def _text(cell) -> str:
+    if cell is None:
+        return "n/a"
+    if isinstance(cell, float):
+        return f"{cell:.3f}" if abs(cell) < 10 else f"{cell:.1f}"
+    return str(cell)

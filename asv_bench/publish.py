@@ -1,0 +1,91 @@
+"""The published pages, readable without the internet.
+
+    python publish.py                # asv publish, with the scripts that its pages load
+    python publish.py --serve 8080   # and serve them on http://localhost:8080
+
+asv's pages load their scripts from other sites. Here these come from the npm registry, once, into
+html/vendor, and the pages are made to load them from there. They must be served: opened as files
+they cannot read the graphs' data.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import http.server
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+HTML, STORE = HERE / "html", HERE / "env" / "npm"
+PACKAGES = (
+    "jquery@3.3.1", "flot@0.8.3", "flot-orderbars@1.0.0", "stupid-table-plugin@1.1.3",
+    "blueimp-md5@2.19.0", "bootstrap@3.1.1",
+)  # fmt: skip
+# What the name of a script or style sheet in asv's page is in these packages.
+FILES = {
+    "jquery-3.3.1.min.js": "jquery/dist/jquery.min.js",
+    "jquery.flot.min.js": "flot/jquery.flot.js",
+    "jquery.flot.time.min.js": "flot/jquery.flot.time.js",
+    "jquery.flot.selection.min.js": "flot/jquery.flot.selection.js",
+    "jquery.flot.categories.min.js": "flot/jquery.flot.categories.js",
+    "jquery.flot.orderBars.js": "flot-orderbars/js/jquery.flot.orderBars.js",
+    "stupidtable.min.js": "stupid-table-plugin/stupidtable.min.js",
+    "md5.min.js": "blueimp-md5/js/md5.min.js",
+    "bootstrap.min.js": "bootstrap/dist/js/bootstrap.min.js",
+    "bootstrap.min.css": "bootstrap/dist/css/bootstrap.min.css",
+}
+OUTSIDE = re.compile(r'<(script|link) [^>]*?(src|href)="https://[^"]*/([^"/]+)"[^>]*>')
+
+
+def fetch_packages() -> Path:
+    """The folder of the packages, downloaded unless they are there."""
+    if not (STORE / "node_modules").is_dir():
+        if shutil.which("npm") is None:
+            raise SystemExit("npm is not installed: it downloads the pages' scripts")
+        STORE.mkdir(parents=True, exist_ok=True)
+        command = ["npm", "install", "--no-audit", "--no-fund", "--ignore-scripts", "--silent"]
+        subprocess.run([*command, "--prefix", str(STORE), *PACKAGES], check=True)
+    return STORE / "node_modules"
+
+
+def localise(page: str) -> str:
+    """The page with every script and style sheet of another site replaced by one in vendor/."""
+
+    def tag(match):
+        kind, attribute, name = match.groups()
+        if name not in FILES:
+            raise SystemExit(f"the pages load {name}, which FILES does not know")
+        more = ' rel="stylesheet"' if kind == "link" else ""
+        return f'<{kind}{more} {attribute}="vendor/{name}">'
+
+    return OUTSIDE.sub(tag, page)
+
+
+def main() -> None:
+    """Publish, and serve if asked to."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--serve", type=int, metavar="PORT", help="0: any that is free")
+    options = parser.parse_args()
+    subprocess.run([sys.executable, "-m", "asv", "publish"], cwd=HERE, check=True)
+    packages, vendor = fetch_packages(), HTML / "vendor"
+    vendor.mkdir(exist_ok=True)
+    for name, path in FILES.items():
+        shutil.copy(packages / path, vendor / name)
+    index = HTML / "index.html"
+    index.write_text(localise(index.read_text()))
+    print(f"{index}: to be served, for example by --serve 8080")
+    if options.serve is not None:
+        handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=HTML)
+        server = http.server.ThreadingHTTPServer(("localhost", options.serve), handler)
+        print(f"http://localhost:{server.server_port}", flush=True)
+        server.serve_forever()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+// The lists of tiles that show something, from what mask_tiles found.
+//
+// Grid: one warp per row of tiles. Each has room for all tiles of its row, so that no row needs to
+// know of another; tiles stay in the order of their columns.
+#include "tile_lists.cuh"
+
+extern "C" __global__ void __launch_bounds__(32) mask_lists(const __grid_constant__ Params p) {
+    const int lane = threadIdx.x, row = blockIdx.x % p.mask_rows;
+    const i64 begin = i64(blockIdx.x) * p.mask_columns;
+    const unsigned char* const states = p.mask_states + begin;
+    int count = 0;
+    for (int first = 0; first < p.mask_columns; first += 32) {
+        const int column = first + lane;
+        const int state = column < p.mask_columns ? states[column] : EMPTY;
+        const u32 found = __ballot_sync(~0u, state != EMPTY);
+        if (state != EMPTY) {
+            int previous = row - 1;  // the nearest row before that visits this column
+            const unsigned char* above = states + column - p.mask_columns;
+            for (; previous >= 0 && *above == EMPTY; --previous) above -= p.mask_columns;
+            const i64 place = begin + count + __popc(found & ((1u << lane) - 1));
+            p.mask_entries[place] =
+                make_int4(column, state == FULL ? -1 : int(begin + column), previous, 0);
+        }
+        count += __popc(found);
+    }
+    if (lane == 0) p.mask_ranges[blockIdx.x] = make_int2(int(begin), int(begin) + count);
+}

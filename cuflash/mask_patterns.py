@@ -1,0 +1,165 @@
+"""How a block mask is held: the kind of every block, and the elements of partial ones.
+
+    ■▨··      kinds     2 1 0 0      patterns   0: hidden     1: visible
+    ■■▨·                2 2 1 0                 2, 3, 4: the partial blocks in reading order,
+    ■■■▨                2 2 2 1                 bit k % 32 of word k // 32 is key k of a row
+
+Every way to build a mask ends in :func:`assemble`, which judges the blocks whose elements it is
+given. The generators here make blocks for it, a few at a time.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+EMPTY, PARTIAL, FULL = 0, 1, 2
+HALF = 16  # elements that are looked up at once: blocks are multiples of it
+
+_CHUNK_ELEMENTS = 1 << 22  # looked at together: temporaries of a few MiB, and few chunks
+
+
+def assemble(kinds, lengths, block_size, blocks=()) -> tuple[np.ndarray, np.ndarray]:
+    """Kinds of all blocks, and their patterns: hidden, visible, then one per partial block.
+
+    `kinds`, (lists, rows, columns), is changed. `blocks` yields, in ascending order, flat indices
+    of blocks that are to be judged, and the words of their elements, 0 beyond the lengths; partial
+    blocks are among them.
+    """
+    rows, columns = extents_of(lengths, block_size)
+    words = -(-block_size[1] // 32)
+    fixed = np.zeros((2, block_size[0], words), np.uint32)
+    fixed[1] = first_bits(np.array(block_size[1]), words)
+    patterns = [fixed]
+    for numbers, elements in blocks:
+        _, i, j = np.unravel_index(numbers, kinds.shape)
+        seen = np.bitwise_count(elements).sum(axis=(1, 2), dtype=np.int64)
+        kind = np.where(seen == rows[i] * columns[j], FULL, np.where(seen == 0, EMPTY, PARTIAL))
+        kinds.reshape(-1)[numbers] = kind
+        patterns.append(elements[kind == PARTIAL])
+    return kinds, np.concatenate(patterns)
+
+
+def in_strips(shape, block_size, strip):
+    """All blocks, a row at a time, for :func:`assemble`.
+
+    `strip(index, queries)` gives the elements of a range of queries and all keys, where `index`
+    is into the leading axes.
+    """
+    *leading, query_length, key_length = shape
+    (bq, bk), (rows, columns) = block_size, grid_of((query_length, key_length), block_size)
+    for number, index in enumerate(np.ndindex(*leading)):
+        for row in range(rows):
+            queries = range(row * bq, min((row + 1) * bq, query_length))
+            elements = np.zeros((bq, columns * bk), bool)
+            elements[: len(queries), :key_length] = strip(index, queries)
+            numbers = (number * rows + row) * columns + np.arange(columns)
+            yield numbers, pack(elements.reshape(bq, columns, bk).swapaxes(0, 1))
+
+
+def stored_elements(matrix, block_size):
+    """Blocks of a CSR matrix that hold an element, a row at a time, for :func:`assemble`."""
+    bq, bk = block_size
+    rows, columns = grid_of(matrix.shape, block_size)
+    for row in range(rows):
+        starts = matrix.indptr[row * bq : (row + 1) * bq + 1]
+        stored = slice(starts[0], starts[-1])
+        seen = matrix.data[stored] != 0
+        queries = np.repeat(np.arange(len(starts) - 1), np.diff(starts))[seen]
+        keys = matrix.indices[stored][seen]
+        visited, which = np.unique(keys // bk, return_inverse=True)
+        elements = np.zeros((len(visited), bq, bk), bool)
+        elements[which, queries, keys % bk] = True
+        yield row * columns + visited, pack(elements)
+
+
+def stored_blocks(matrix, block_size):
+    """Blocks of a BSR matrix, a row at a time, for :func:`assemble`."""
+    rows, columns = grid_of(matrix.shape, block_size)
+    for row in range(rows):
+        stored = slice(matrix.indptr[row], matrix.indptr[row + 1])
+        yield row * columns + matrix.indices[stored], pack(matrix.data[stored] != 0)
+
+
+def evaluate(kinds, lengths, block_size, visible):
+    """Partial blocks for :func:`assemble`, of elements that `visible(lists, q, k)` gives."""
+    (query_length, key_length), (bq, bk) = lengths, block_size
+    for some in in_chunks(np.flatnonzero(kinds == PARTIAL), bq * bk):
+        lists, i, j = (x[:, None, None] for x in np.unravel_index(some, kinds.shape))
+        q, k = i * bq + np.arange(bq)[:, None], j * bk + np.arange(bk)
+        seen = visible(lists, np.minimum(q, query_length - 1), np.minimum(k, key_length - 1))
+        yield some, pack(seen & (q < query_length) & (k < key_length))
+
+
+def coarsen(kinds, lengths, block_size, tile) -> np.ndarray:
+    """Kinds of tiles by the blocks they meet: partial if these are not all empty or all full."""
+    codes = np.array([1, 3, 2], np.uint8)[kinds]  # bit 0: something hidden, bit 1: visible
+    for axis, (length, block, size) in enumerate(zip(lengths, block_size, tile), 1):
+        begin = np.arange(0, length, size)
+        first, last = begin // block, (np.minimum(begin + size, length) - 1) // block
+        joined = codes.take(first, axis)
+        for step in range(1, 1 + (last - first).max(initial=0)):
+            joined |= codes.take(np.minimum(first + step, last), axis)
+        codes = joined
+    return np.array([EMPTY, EMPTY, FULL, PARTIAL], np.uint8)[codes]
+
+
+def interval_kinds(first, stop, lengths, block_size) -> np.ndarray:
+    """Kinds of blocks, (lists, rows, columns), if q sees keys [first, stop), (lists, Nq).
+
+    Some may be called partial that are not, where a query sees nothing.
+    """
+    (query_length, key_length), (bq, bk) = lengths, block_size
+    rows, columns = grid_of(lengths, block_size)
+    lists = len(first)
+    first = np.clip(first, 0, key_length)
+    stop = np.clip(stop, first, key_length)
+    row = np.arange(lists)[:, None] * rows + np.arange(query_length) // bq
+
+    def queries_per_block(begin, end):
+        """How many queries have each block among their blocks [begin, end)."""
+        size = lists * rows * (columns + 1)
+        changes = np.bincount((row * (columns + 1) + begin).ravel(), minlength=size)
+        changes -= np.bincount((row * (columns + 1) + end).ravel(), minlength=size)
+        return changes.reshape(lists, rows, columns + 1).cumsum(axis=-1)[..., :columns]
+
+    some = queries_per_block(first // bk, -(-stop // bk)) > 0
+    all_ = queries_per_block(-(-first // bk), np.where(stop == key_length, columns, stop // bk))
+    return some.astype(np.uint8) + (all_ == extents_of(lengths, block_size)[0][:, None])
+
+
+def in_chunks(numbers, elements):
+    """`numbers` in pieces whose tiles of so many `elements` are looked at together."""
+    step = max(1, _CHUNK_ELEMENTS // elements)
+    for begin in range(0, len(numbers), step):
+        yield numbers[begin : begin + step]
+
+
+def pack(elements) -> np.ndarray:
+    """Bools as 32-bit words along the last axis, the first one in the lowest bit."""
+    packed = np.packbits(elements, axis=-1, bitorder="little")
+    padding = -packed.shape[-1] % 4
+    if padding:
+        packed = np.pad(packed, [(0, 0)] * (packed.ndim - 1) + [(0, padding)])
+    return np.ascontiguousarray(packed).view(np.uint32)
+
+
+def unpack(words, columns) -> np.ndarray:
+    """The first `columns` bools of words along the last axis."""
+    octets = np.ascontiguousarray(words).view(np.uint8)
+    return np.unpackbits(octets, axis=-1, count=columns, bitorder="little").view(bool)
+
+
+def first_bits(counts, words) -> np.ndarray:
+    """So many `words` along a last axis, of which the first `counts` bits are 1."""
+    counts = np.clip(counts - 32 * np.arange(words), 0, 32).astype(np.uint64)
+    return ((np.uint64(1) << counts) - np.uint64(1)).astype(np.uint32)
+
+
+def grid_of(lengths, block_size) -> tuple[int, int]:
+    """Rows and columns of blocks."""
+    return tuple(-(-n // block) for n, block in zip(lengths, block_size))
+
+
+def extents_of(lengths, block_size) -> list[np.ndarray]:
+    """Queries of each row of blocks, and keys of each column, that are within the lengths."""
+    return [np.minimum(block, n - np.arange(0, n, block)) for n, block in zip(lengths, block_size)]

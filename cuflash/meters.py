@@ -1,0 +1,210 @@
+"""How a figure is made here: times of calls, the memory they take, and what they depend on.
+
+Times are taken warm, on random data, the contenders call by call in turn. The first and cool calls
+of a device are a tenth slower or faster than later ones, and its clock drifts: only calls that
+alternate can be compared, and only pair by pair. On a GPU the same flush of the L2 cache goes
+before every call.
+
+This file stands alone, so that the benchmarks of this checkout can time another version of cuflash.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import os
+import platform
+import statistics
+import subprocess
+import time
+import tracemalloc
+
+import ml_dtypes
+import numpy as np
+
+DTYPES = {
+    "float16": np.dtype("float16"),
+    "bfloat16": np.dtype(ml_dtypes.bfloat16),
+    "float32": np.dtype("float32"),
+    "float64": np.dtype("float64"),
+}
+FLUSH_BYTES = 256 << 20  # several times the L2 cache
+LEAD = 20  # flushes that the GPU does while the host enqueues what is timed
+DRAWN = 999_983  # random values that operands repeat; prime, so that no two heads are the same
+
+
+class HostMeter:
+    """Times functions on the CPU, in turn."""
+
+    def rounds(self, calls, count: int) -> list[list[float]]:
+        """Microseconds of `count` calls of each contender."""
+        columns = [[] for _ in calls]
+        for _ in range(count):
+            for call, column in zip(calls, columns):
+                begin = time.perf_counter()
+                call()
+                column.append(1e6 * (time.perf_counter() - begin))
+        return columns
+
+    def measure(self, calls, milliseconds: float, most: int = 200) -> list[list[float]]:
+        """Warm up, then take about `milliseconds` of each contender; from 5 to `most` rounds."""
+        self.rounds(calls, 1)  # compiles, allocates
+        once = sum(statistics.median(column) for column in self.rounds(calls, 3)) / 1e3
+        mean = once / len(calls) + 0.1  # with the flush
+        self.rounds(calls, max(1, min(50, int(milliseconds / 2 / mean))))
+        return self.rounds(calls, max(5, min(most, int(milliseconds / mean))))
+
+    def extra_bytes(self, call) -> int:
+        """Memory that a call takes at its peak, beyond what it returns."""
+        peak, result = self.taken_bytes(call)
+        results = result if isinstance(result, tuple) else (result,)
+        return peak - sum(x.nbytes for x in results)
+
+    def taken_bytes(self, call) -> tuple:
+        """Memory that a call takes at its peak, and its result."""
+        tracemalloc.start()
+        try:
+            result = call()
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        return peak, result
+
+
+class GpuMeter(HostMeter):
+    """Times what functions do on CuPy's current device, in turn, between events."""
+
+    def __init__(self, cupy, torch=None):  # pragma: no cover - needs a GPU
+        self.cupy, self.torch = cupy, torch
+        self.buffer = cupy.empty(FLUSH_BYTES, cupy.uint8)
+
+    def flush(self) -> None:  # pragma: no cover - needs a GPU
+        """Write a buffer larger than the L2 cache."""
+        self.buffer.data.memset_async(0, FLUSH_BYTES)
+
+    def rounds(self, calls, count: int) -> list[list[float]]:  # pragma: no cover - needs a GPU
+        """Microseconds of `count` calls of each contender, all enqueued ahead of the GPU."""
+        cuda = self.cupy.cuda
+        events = [[(cuda.Event(), cuda.Event()) for _ in range(count)] for _ in calls]
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(LEAD):
+                self.flush()
+            for turn in range(count):
+                for call, pairs in zip(calls, events):
+                    start, stop = pairs[turn]
+                    self.flush()
+                    start.record()
+                    call()
+                    stop.record()
+            cuda.Device().synchronize()
+        finally:
+            gc.enable()
+        return [[1e3 * cuda.get_elapsed_time(*pair) for pair in pairs] for pairs in events]
+
+    def taken_bytes(self, call) -> tuple:  # pragma: no cover - needs a GPU
+        """Device memory that a call takes from CuPy and torch at its peak, and its result."""
+        before = 0
+        if self.torch is not None:
+            self.torch.cuda.reset_peak_memory_stats()
+            before = self.torch.cuda.memory_allocated()
+        with _peak_hook(self.cupy) as hook:
+            result = call()
+            self.cupy.cuda.Device().synchronize()
+        taken = hook.peak
+        if self.torch is not None:
+            taken += self.torch.cuda.max_memory_allocated() - before
+        return taken, result
+
+
+def _peak_hook(cupy):  # pragma: no cover - needs a GPU
+    """Counts the most bytes taken from CuPy's pool at a time, since it was made."""
+
+    class Peak(cupy.cuda.MemoryHook):
+        name, used, peak = "peak", 0, 0
+
+        def malloc_postprocess(self, **facts):
+            self.used += facts["mem_size"]
+            self.peak = max(self.peak, self.used)
+
+        def free_postprocess(self, **facts):
+            self.used -= facts["mem_size"]
+
+    return Peak()
+
+
+def paired_ratio(numerator, denominator) -> float:
+    """Median of the ratios of pairs of calls."""
+    return statistics.median(a / b for a, b in zip(numerator, denominator))
+
+
+def draw(module, shape, dtype: str, seed: int = 0):
+    """Standard normal values in an array of `module`, NumPy or CuPy."""
+    block = np.random.default_rng(seed).standard_normal(DRAWN, np.float32).astype(DTYPES[dtype])
+    bits = module.asarray(block.view(f"u{block.itemsize}"))
+    return module.resize(bits, shape).view(block.dtype)
+
+
+def as_torch(torch, x):  # pragma: no cover - needs a GPU
+    """A tensor on the memory of a CuPy array."""
+    bits = torch.as_tensor(x.view(f"i{x.dtype.itemsize}"), device="cuda")
+    return bits.view(getattr(torch, x.dtype.name))
+
+
+def causal_bias(module, length: int, dtype: str):
+    """What hides the keys after each query when it is added to the scores."""
+    return module.triu(module.full((length, length), -np.inf, DTYPES[dtype]), 1)
+
+
+def unfused(q, k, v, bias=None):
+    """Attention as one writes it with array operations: all scores in memory, changed in place."""
+    scores = q @ k.swapaxes(-1, -2)
+    scores *= scores.dtype.type(q.shape[-1] ** -0.5)
+    if bias is not None:
+        scores += bias
+    scores -= scores.max(axis=-1, keepdims=True)
+    np.exp(scores, out=scores)
+    scores /= scores.sum(axis=-1, keepdims=True)
+    return scores @ v
+
+
+def facts(cupy=None, torch=None) -> dict[str, str]:
+    """Names and versions of what a number depends on."""
+    found = {
+        "date": datetime.datetime.now().isoformat(" ", "minutes"),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+    }
+    if cupy is None:
+        return found | {"device": f"{_processor()}, {_cores()} cores"}
+    return found | _gpu_facts(cupy, torch)
+
+
+def _processor() -> str:
+    """The model, where Linux tells it."""
+    try:
+        with open("/proc/cpuinfo") as file:
+            lines = [line.partition(":")[2].strip() for line in file if line[:10] == "model name"]
+    except OSError:
+        lines = []
+    return lines[0] if lines else platform.processor() or platform.machine()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def _gpu_facts(cupy, torch) -> dict[str, str]:  # pragma: no cover - needs a GPU
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        driver = subprocess.run(query, capture_output=True, text=True).stdout.split()[0]
+    except (OSError, IndexError):
+        driver = f"for CUDA {cupy.cuda.runtime.driverGetVersion()}"
+    return {
+        "device": cupy.cuda.runtime.getDeviceProperties(0)["name"].decode(),
+        "driver": driver,
+        "cupy": cupy.__version__,
+        "nvrtc": "{}.{}".format(*cupy.cuda.nvrtc.getVersion()),
+        "torch": "not installed" if torch is None else torch.__version__,
+    }

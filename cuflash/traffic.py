@@ -1,0 +1,71 @@
+"""How many bytes an algorithm moves between the chip and device memory, as the papers count them.
+
+Every load and store of a tile counts, whatever a cache may serve: N queries, M keys, widths D and
+Dv; a query tile "visits" each key tile that it sees. Lengths are taken as full, and masks other
+than the band hide nothing.
+
+    unfused  Q K V out, and 4 N M    S is written and read, then P
+    fa1      K V once; at each visit Q again, and O, l, m read and written in the type of sums,
+             but for a row's first visit (nothing to read) and its last (the result is written)
+    fa2      Q, out and lse once; K and V at each visit
+
+Backward, S and P are computed again from lse, and in both algorithms K, V, dK and dV move once;
+at each visit Q and dout are read, two numbers of every row, and dQ in the type of sums is read and
+written. Before, dout and out are read for those numbers; after, dQ is rounded. Unfused, P from the
+forward pass is read twice, dP is written and read, dS written and read twice: 7 N M.
+
+References
+----------
+.. [1] T. Dao et al., "FlashAttention", 2022, arXiv:2205.14135, Algorithms 0, 1, 3, 4; Theorem 2.
+.. [2] T. Dao, "FlashAttention-2", 2023, arXiv:2307.08691, Algorithms 1, 2.
+"""
+
+from __future__ import annotations
+
+
+def moved(problem, algo: str, block_q: int, block_k: int, item: int, sums: int) -> int:
+    """Bytes that `algo` moves with these tiles; `item` and `sums` are the bytes of an element."""
+    n, m, d, dv = (
+        problem.query_length, problem.key_length, problem.head_dim, problem.value_dim,
+    )  # fmt: skip
+    if problem.backward:
+        visits = query_visits(problem, block_k)
+        keys = 2 * m * (d + dv) * item
+        at_visit = visits * ((d + dv) * item + (2 + 2 * d) * sums)
+        around = n * ((2 * dv + d) * item + (1 + 2 + d) * sums)
+        return problem.head_count * (keys + at_visit + around)
+    keys, results = (d + dv) * item, n * (dv * item + sums)
+    if algo == "fa1":
+        visits = query_visits(problem, block_k)
+        state = 2 * max(0, visits - n) * (dv + 2) * sums
+        return problem.head_count * (m * keys + visits * d * item + state + results)
+    visits = key_visits(problem, block_q)
+    return problem.head_count * (n * d * item + visits * keys + results)
+
+
+def moved_unfused(problem, item: int) -> int:
+    """Bytes that array operations move, with the whole matrix of scores in memory."""
+    n, m, d, dv = (
+        problem.query_length, problem.key_length, problem.head_dim, problem.value_dim,
+    )  # fmt: skip
+    if problem.backward:
+        values = 7 * n * m + n * (2 * d + 2 * dv) + 2 * m * (d + dv)
+    else:
+        values = 4 * n * m + n * (d + dv) + m * (d + dv)
+    return problem.head_count * values * item
+
+
+def query_visits(problem, block_k: int) -> int:
+    """Queries that see some key of a tile, summed over the key tiles of one head."""
+    n, m, band = problem.query_length, problem.key_length, problem.band
+    shift = band.shift(n, m)
+    ranges = (band.query_range(k, min(k + block_k, m), shift, n) for k in range(0, m, block_k))
+    return sum(end - begin for begin, end in ranges)
+
+
+def key_visits(problem, block_q: int) -> int:
+    """Keys that some query of a tile sees, summed over the query tiles of one head."""
+    n, m, band = problem.query_length, problem.key_length, problem.band
+    shift = band.shift(n, m)
+    ranges = (band.key_range(q, min(q + block_q, n), shift, m) for q in range(0, n, block_q))
+    return sum(end - begin for begin, end in ranges)

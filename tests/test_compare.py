@@ -1,0 +1,207 @@
+"""`python -m cuflash compare`: its table, pictures and report, and its words for mistakes."""
+
+import csv
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from cuflash import __main__ as report
+from cuflash import compare, host
+
+pytest.importorskip("matplotlib", reason="needs matplotlib: pip install '.[plot]'")
+pytest.importorskip("tqdm", reason="needs tqdm: pip install '.[plot]'")
+SMALL = ["--on", "cpu", "--shapes", "1,2,33,8", "1,2,64,8", "--ms", "1"]
+
+
+def run(folder, *arguments):
+    assert compare.main([*arguments, "--out", str(folder)]) == 0
+    with open(folder / "results.csv", newline="") as file:
+        return list(csv.DictReader(file)), (folder / "report.md").read_text()
+
+
+def test_a_row_for_every_problem_and_contender(tmp_path, capsys):
+    rows, text = run(tmp_path / "new", *SMALL, "--causal", "both")
+    found = {(row["length"], row["causal"], row["contender"]) for row in rows}
+    assert len(rows) == len(found) == 2 * 2 * 3
+    assert {name for _, _, name in found} == {"fa2 numpy", "fa1 numpy", "unfused"}
+    for row in rows:
+        assert row["reason"] == ""
+        assert float(row["microseconds"]) > 0
+        low, high = map(float, row["quartiles"].split())
+        assert low <= float(row["microseconds"]) + 0.01
+        assert high >= float(row["microseconds"]) - 0.01
+        assert float(row["difference"]) < 1e-5
+        assert int(row["calls"]) >= 5
+        pairs = int(row["length"]) ** 2
+        if row["causal"] == "1":
+            pairs = int(row["length"]) * (int(row["length"]) + 1) // 2
+        rate = 4 * 8 * pairs * 2 / float(row["microseconds"]) / 1e6
+        assert float(row["tflops"]) == pytest.approx(rate)
+    assert {float(r["ratio"]) for r in rows if r["contender"] == "fa2 numpy"} == {1.0}
+    assert "| float32 (1, 2, 33, 8) causal |" in text
+    assert re.search(r"numpy \d+\.\d+\.\d+, device .+ cores", text)
+    assert f"python -m cuflash compare {' '.join(SMALL)} --causal both" in text
+    for name in ("shapes.png", "shapes-memory.png"):
+        assert f"]({name})" in text
+        assert (tmp_path / "new" / name).read_bytes()[:4] == b"\x89PNG"
+    assert "report.md, results.csv, 2 picture(s)" in capsys.readouterr().out
+
+
+def test_unfused_takes_memory_of_the_scores(tmp_path):
+    arguments = ["--on", "cpu", "--shapes", "1,2,512,8", "1,2,1024,8", "--ms", "1"]
+    rows, _ = run(tmp_path, *arguments)
+    extra = {(int(r["length"]), r["contender"]): int(r["extra_bytes"]) for r in rows}
+    for length in (512, 1024):
+        assert extra[length, "unfused"] >= 2 * length**2 * 4
+    assert extra[1024, "fa2 numpy"] < extra[1024, "unfused"] / 2
+
+
+def test_gradients_and_why_a_contender_is_missing(tmp_path):
+    rows, text = run(tmp_path, *SMALL, "--backward")
+    by_name = {row["contender"]: row for row in rows}
+    assert by_name["unfused"]["reason"] == "has no gradients"
+    assert by_name["unfused"]["microseconds"] == ""
+    assert float(by_name["fa1 numpy"]["difference"]) < 1e-5
+    assert "- unfused: has no gradients (2 problems)" in text
+
+
+def test_a_wrong_result_is_no_contender(tmp_path, monkeypatch):
+    def wrong(plan, *arrays, **options):
+        right(plan, *arrays, **options)
+        if plan.algo == "fa1":
+            arrays[3][...] *= 1.01
+
+    right = host.forward
+    monkeypatch.setattr(host, "forward", wrong)
+    rows, text = run(tmp_path, *SMALL)
+    bad = [row for row in rows if row["contender"] == "fa1 numpy"]
+    assert all(row["reason"] == "ArithmeticError: differs by 0.01" for row in bad)
+    assert all(row["microseconds"] == "" for row in bad)
+    assert "- fa1 numpy: ArithmeticError: differs by 0.01 (2 problems)" in text
+
+
+def test_nan_is_wrong():
+    assert not compare._difference([np.array([np.nan, 1.0])], [np.ones(2)]) <= 1
+
+
+def test_scores_too_large_are_not_tried(tmp_path, monkeypatch):
+    monkeypatch.setitem(compare.SCORES_LIMIT, "CPU", 2 * 64 * 64 * 4 - 1)
+    rows, _ = run(tmp_path, *SMALL)
+    reasons = {r["length"]: r["reason"] for r in rows if r["contender"] == "unfused"}
+    assert reasons == {"33": "", "64": "MemoryError: its scores take 0 GiB"}
+
+
+def test_contenders_in_the_order_asked_for(tmp_path):
+    rows, text = run(tmp_path, *SMALL, "--contenders", "unfused", "fa")
+    assert [row["contender"] for row in rows[:3]] == ["unfused", "fa2 numpy", "fa1 numpy"]
+    assert "| problem (B, H, N, D), TFLOP/s | unfused | fa2 numpy | fa1 numpy |" in text
+
+
+@pytest.mark.parametrize("experiments", [compare.cpu_experiments, compare.gpu_experiments])
+def test_quick_is_a_smaller_choice_of_the_same(experiments):
+    quick, whole = experiments(True), experiments(False)
+    assert list(quick) == list(whole)
+    for name, experiment in quick.items():
+        assert 0 < sum(w.flops for w in experiment.works) < sum(w.flops for w in whole[name].works)
+
+
+def test_the_experiments_of_the_field_and_of_the_first_report():
+    every = compare.gpu_experiments(False)
+    field = every["field"].works
+    assert {w.width for w in field} == {64, 128, 256}
+    assert all(w.batch * w.length == 16384 and w.heads * w.width == 2048 for w in field)
+    assert {(w.length, w.causal) for w in field} == {
+        (n, causal) for n in (1024, 4096, 16384) for causal in (False, True)
+    }
+    assert {w.shape[:2] for w in every["early"].works} == {(8, 8)}
+    assert compare.Work(4, 48, 4096, 32, "float16", False, True) in every["halves"].works
+    assert max(w.length for w in every["memory"].works) == 65536
+
+
+def test_forward_and_backward_flops():
+    work = compare.Work(2, 3, 10, 4, "float32")
+    assert work.flops == 4 * 6 * 100 * 4
+    assert work._replace(backward=True).flops == 10 * 6 * 100 * 4
+    assert work._replace(causal=True).flops == 4 * 6 * 55 * 4
+
+
+def test_a_named_experiment_by_default_into_a_folder_of_its_own(tmp_path, monkeypatch, capsys):
+    work = compare.Work(1, 1, 16, 8, "float32")
+    every = {"a": compare.Experiment("one", (work,)), "b": compare.Experiment("two", (work,))}
+    monkeypatch.setattr(compare, "cpu_experiments", lambda quick: every)
+    monkeypatch.chdir(tmp_path)
+    assert compare.main(["b", "--on", "cpu", "--quick"]) == 0
+    (folder,) = tmp_path.iterdir()
+    assert re.fullmatch(r"compare-\d{8}-\d{6}", folder.name)
+    assert capsys.readouterr().out == f"{folder.name}/report.md, results.csv, 1 picture(s)\n"
+    assert "## two" in (folder / "report.md").read_text()
+
+
+def test_list(capsys):
+    assert compare.main(["--on", "cpu", "--list"]) == 0
+    text = capsys.readouterr().out
+    assert "forward   8 heads of width 64, 8 problems\n" in text
+    assert text.endswith("contenders: fa2 numpy, fa1 numpy, unfused\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["nothing"], "no experiment 'nothing' on the CPU: --list names them"),
+        (["--contenders", "torch"], "no contender 'torch' here: fa2 numpy, fa1 numpy, unfused"),
+        (["--shapes", "1,2,3"], "'1,2,3' is not B,H,N,D"),
+        (["--shapes", "1,2,0,4"], "sizes are positive"),
+        (["--dtypes", "int8"], "invalid choice: 'int8'"),
+    ],
+)
+def test_mistakes_in_words(capsys, arguments, words):
+    with pytest.raises(SystemExit, match="2"):
+        compare.main(["--on", "cpu", *arguments])
+    assert words in capsys.readouterr().err
+
+
+def test_a_gpu_that_is_not_there(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(SystemExit, match="2"):
+        compare.main(["--on", "gpu"])
+    assert "--on gpu: none in use: CuPy is not installed" in capsys.readouterr().err
+
+
+def test_without_matplotlib(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(SystemExit, match="2"):
+        compare.main(SMALL)
+    assert "matplotlib is not installed: pip install 'cuflash[plot]'" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path):
+    arguments = ["--on", "gpu", "--shapes", "2,3,64,32", "2,3,256,32", "--ms", "1"]
+    rows, text = run(tmp_path, *arguments, "--dtypes", "float16", "float32", "--causal", "both")
+    found = {(row["dtype"], row["contender"]) for row in rows if row["microseconds"]}
+    for algo in ("fa1", "fa2"):
+        assert {("float16", f"{algo} mma"), ("float16", f"{algo} simt")} <= found
+        assert ("float32", f"{algo} simt") in found
+        assert ("float32", f"{algo} mma") not in found
+    assert "- fa2 mma: serves float16, bfloat16, not float32 (4 problems)" in text
+    assert all(int(r["extra_bytes"]) == 0 for r in rows if r["contender"] == "fa2 simt")
+    assert "driver" in text
+
+
+def test_as_a_command(tmp_path, monkeypatch, capsys):
+    command = [sys.executable, "-W", "error", "-m", "cuflash", "compare", "--on", "cpu", "--list"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "contenders: fa2 numpy" in done.stdout
+    monkeypatch.setattr(sys, "argv", ["cuflash", "compare", "--on", "cpu", "--list"])
+    assert report.command() == 0
+    monkeypatch.setattr(sys, "argv", ["cuflash", "contrast"])
+    with pytest.raises(SystemExit, match="usage: python -m cuflash"):
+        report.command()
+    monkeypatch.setattr(sys, "argv", ["cuflash"])
+    monkeypatch.setattr(report, "main", lambda: 7)
+    assert report.command() == 7
