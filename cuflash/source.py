@@ -30,7 +30,6 @@ def _constants(plan: Plan) -> dict[str, int | bool]:
     tile = plan.tile
     return {
         "ENGINE_IS_MMA": tile.engine == "mma",
-        "ENGINE_IS_WGMMA": tile.engine == "wgmma",
         "THREADS": plan.threads,
         "WARPS": tile.warps,
         "MIN_BLOCKS": tile.min_blocks,

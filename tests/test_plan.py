@@ -227,14 +227,14 @@ def test_the_numpy_engine_makes_no_lists():
 def test_tiles_that_lie_across_blocks_of_masks_do_not_serve():
     """Of the rows of the table that is the one of 48 keys; the next one serves."""
     p = problem(leading=(4, 64), n=1000, m=1000, d=128)
-    assert make_plan(p, H200).block_k == 48
+    assert make_plan(p, H200, engine="mma").block_k == 48
     for mask in ("blocks", "elements"):
         masked = dataclasses.replace(p, mask=mask)
-        plan = make_plan(masked, H200)
+        plan = make_plan(masked, H200, engine="mma")
         reasons = {row.block_k: reason for row, reason in plan.rejected}
-        assert reasons[48] == "its tiles of 48 keys lie across the blocks of masks"
+        assert reasons[48] == "its tiles of 128x48 lie across the blocks of masks"
         assert plan.block_k == 64
-        assert "\nrejected   fa2 mma 128x48, 4 warps, 2 stages: its tiles of 48" in str(plan)
+        assert "\nrejected   fa2 mma 128x48, 4 warps, 2 stages: its tiles of 128x48" in str(plan)
     for row in GPU_ROWS + BACKWARD_ROWS:
         of_row = problem(row.dtypes[0], mask="blocks", d=1, backward=row.backward)
         assert ("lie across" in row.reject(of_row, H200)) == (row.scored[1] == 48)

@@ -34,15 +34,10 @@ __device__ __forceinline__ void mask_scores(Accumulator (&S)[ROWS][COLUMNS], con
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         const VisibleKeys visible(p, head, q_begin + tile.row(i));
-        // For warpgroups relative to the lane's first column, so that their columns are constants.
-        const int origin = ENGINE_IS_WGMMA ? tile.column(0) : 0;
-        const int first = visible.first - k_begin - origin;
-        const int last = visible.last - k_begin - origin;
+        const int first = visible.first - k_begin, last = visible.last - k_begin;
 #pragma unroll
-        for (int j = 0; j < COLUMNS; ++j) {
-            const int column = tile.column(j) - origin;
-            if (column < first || column > last) S[i][j] = -infinity<Accumulator>();
-        }
+        for (int j = 0; j < COLUMNS; ++j)
+            if (tile.column(j) < first || tile.column(j) > last) S[i][j] = -infinity<Accumulator>();
     }
     bits.hide(S, -infinity<Accumulator>(), tile, step);
 }

@@ -78,6 +78,14 @@ struct WarpgroupTile {
     __device__ __forceinline__ int column(int j) const { return j / 2 * 8 + lane % 4 * 2 + j % 2; }
     __device__ __forceinline__ int value_column(int j) const { return column(j); }
 
+    // The tile as from the lane's first column on, so that columns are constants: there are many.
+    struct FromFirstColumn {
+        static constexpr int ROW_THREADS = 4;
+        const WarpgroupTile& tile;
+        __device__ __forceinline__ int row(int i) const { return tile.row(i); }
+        __device__ __forceinline__ int column(int j) const { return j / 2 * 8 + j % 2; }
+    };
+
     // S = Q K^T as one group of products, by descriptors of Q and K.
     __device__ __forceinline__ void score(float (&S)[ROWS][COLUMNS], u64 Q, u64 K) const {
 #pragma unroll
