@@ -27,11 +27,11 @@ def attention(
     algo : {"fa1", "fa2", "fa3"}, optional
         FlashAttention-1 (key tiles outside, one thread block per head), FlashAttention-2 (one
         thread block per head and query tile) or, on Hopper, FlashAttention-3 (thread blocks that
-        work on one query tile after the other). By default the fastest.
+        work on one query tile after the other). By default FlashAttention-2.
     engine : {"numpy", "simt", "mma", "wgmma"}, optional
         Tiled NumPy, plain FMA kernels, tensor-core kernels, or those of Hopper (half types, head
         dims that are multiples of 8 up to 256, rows on multiples of 16 bytes). By default the
-        fastest that serves.
+        fastest that serves; those of Hopper only for `algo="fa3"`.
     causal : bool or {"bottom_right", "top_left"}
         Query i sees key j iff `j <= i + shift`. True is the same as "bottom_right", where shift
         is the valid key length minus the valid query length; with "top_left" it is 0.

@@ -707,9 +707,9 @@ def make_plan(problem: Problem, device: Device, algo=None, engine=None) -> Plan:
     problem : Problem
     device : Device
     algo : {"fa1", "fa2", "fa3"}, optional
-        By default the faster of fa2 and fa3; fa1 never is.
+        By default fa2: fa1 is never faster.
     engine : {"numpy", "simt", "mma", "wgmma"}, optional
-        By default the fastest that serves.
+        By default the fastest that serves; wgmma only for fa3.
 
     Raises
     ------
@@ -728,24 +728,23 @@ def make_plan(problem: Problem, device: Device, algo=None, engine=None) -> Plan:
 
 @functools.lru_cache(maxsize=1024)
 def _first_that_serves(problem, device, algo, engine) -> Plan:
+    rows = [
+        row
+        for row in TILES
+        if row.backward == problem.backward
+        and row.algo in ((algo,) if algo else ("fa2", "fa3"))
+        and engine in (None, row.engine)
+    ]
     rejected = []
-    for row in TILES:
-        if row.algo not in ((algo,) if algo else ("fa2", "fa3")) or engine not in (
-            None,
-            row.engine,
-        ):
-            continue
-        if row.backward != problem.backward:
-            continue
-        reason = row.reject(problem, device)
-        if row.engine == "wgmma" and engine is None and algo != "fa3":
-            reason = reason or "only when asked for: engine='wgmma' or algo='fa3'"
-        if not reason:
-            return Plan(problem, device, row, tuple(rejected))
-        rejected.append((row, reason))
-    for i, (row, _) in enumerate(rejected):  # better one that leaves multiprocessors idle than none
-        if row.fill and not replace(row, fill=0.0).reject(problem, device):
-            return Plan(problem, device, row, tuple(rejected[:i]))
+    for idle_allowed in (False, True):  # better a row that leaves multiprocessors idle than none
+        rejected.clear()
+        for row in rows:
+            reason = (replace(row, fill=0.0) if idle_allowed else row).reject(problem, device)
+            if row.engine == "wgmma" and engine is None and algo != "fa3":
+                reason = reason or "only when asked for, by engine='wgmma' or algo='fa3'"
+            if not reason:
+                return Plan(problem, device, row, tuple(rejected))
+            rejected.append((row, reason))
     asked = ", ".join(f"{n}={v!r}" for n, v in (("algo", algo), ("engine", engine)) if v)
     reasons = "\n".join(f"  {row}: {reason}" for row, reason in rejected)
     reasons = reasons or "  there is no kernel of that kind"

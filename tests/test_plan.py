@@ -399,13 +399,16 @@ def test_hopper_serves_or_says_why_not():
         make_plan(backward(), H200, "fa3")
 
 
-def test_hopper_is_the_choice_where_it_fills_the_device():
-    many = make_plan(problem(leading=(8, 64), n=1000), H200)
-    assert (many.algo, many.engine, many.kernel) == ("fa3", "wgmma", "hopper_forward")
-    assert many.compile_options == ("-arch=sm_90a",)
-    few = make_plan(problem(), H200)
-    assert (few.algo, few.engine, few.compile_options) == ("fa2", "mma", ())
-    assert make_plan(problem(), H200, engine="wgmma").engine == "wgmma"  # better than none
+def test_hopper_only_when_asked_for():
+    for of in (problem(), problem(leading=(8, 64), n=1000)):  # few blocks: better than none
+        for choice in ({"algo": "fa3"}, {"engine": "wgmma"}):
+            plan = make_plan(of, H200, **choice)
+            assert (plan.algo, plan.engine, plan.kernel) == ("fa3", "wgmma", "hopper_forward")
+            assert plan.compile_options == ("-arch=sm_90a",)
+        for choice in ({}, {"algo": "fa2"}):
+            plan = make_plan(of, H200, **choice)
+            assert (plan.algo, plan.engine, plan.compile_options) == ("fa2", "mma", ())
+    assert "only when asked for, by engine='wgmma' or algo='fa3'" in str(plan)
 
 
 def test_nothing_serves():
