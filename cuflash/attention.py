@@ -248,9 +248,12 @@ def attention_vjp(
 
     Parameters
     ----------
-    q, k, v, algo, engine, causal, window, mask, softcap
+    q, k, v : array
         As in :func:`attention`.
-    q_lengths, kv_lengths, scale, enable_gqa
+    algo, engine : str, optional
+        As in :func:`attention`. Gradients of fa3 and wgmma, which have none of their own, are
+        those of the default kernel.
+    causal, window, mask, softcap, q_lengths, kv_lengths, scale, enable_gqa
         As in :func:`attention`.
     deterministic : bool
         As in :func:`attention_backward`.
@@ -297,15 +300,18 @@ def attention_vjp(
     True
     """
     options = {
-        "algo": algo, "engine": engine, "causal": causal, "window": window, "mask": mask,
-        "softcap": softcap, "q_lengths": q_lengths, "kv_lengths": kv_lengths, "scale": scale,
+        "causal": causal, "window": window, "mask": mask, "softcap": softcap,
+        "q_lengths": q_lengths, "kv_lengths": kv_lengths, "scale": scale,
         "enable_gqa": enable_gqa,
     }  # fmt: skip
-    out, lse = attention(q, k, v, return_lse=True, **options)
+    kernel = {"algo": algo, "engine": engine}
+    out, lse = attention(q, k, v, return_lse=True, **kernel, **options)
+    if algo == "fa3" or engine == "wgmma":
+        kernel = {}
 
     def vjp(dout, dlse=None):
         return attention_backward(
-            dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic, **options
+            dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic, **kernel, **options
         )
 
     return ((out, lse) if return_lse else out), vjp

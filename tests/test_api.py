@@ -1404,6 +1404,25 @@ def test_nothing_hidden_reaches_a_gradient(algo):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize(
+    "kernel", [{"algo": "fa3"}, {"engine": "wgmma"}, {"algo": "fa3", "engine": "wgmma"}]
+)
+def test_vjp_of_a_kernel_without_gradients(kernel, monkeypatch):
+    """The forward pass on Hopper's engine, here replaced; the gradients on the default one."""
+    module, called = sys.modules["cuflash.attention"], []
+
+    def forward(*arrays, algo=None, engine=None, **options):
+        called.append({"algo": algo, "engine": engine})
+        return cuflash.attention(*arrays, **options)
+
+    monkeypatch.setattr(module, "attention", forward)
+    out, vjp = cuflash.attention_vjp(Q, K, V, causal=True, **kernel)
+    assert called == [{"algo": None, "engine": None, **kernel}]
+    _, expected = cuflash.attention_vjp(Q, K, V, causal=True)
+    for a, b in zip(vjp(out), expected(out), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
 def test_vjp():
     options = {"causal": True, "softcap": 3.0, "kv_lengths": [5, 6], "window": [4, 2]}
     expected_out, expected_lse = cuflash.attention(Q, K, V, return_lse=True, **options)
