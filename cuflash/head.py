@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,6 +79,7 @@ class Head:
     place: tuple[int, int]  # batch entry and head, for the score
     block_q: int
     block_k: int
+    longest: tuple[int, int]  # queries and keys that are worked on at a time, at most
     buffer: np.ndarray  # one tile of scores
     ones: np.ndarray
 
@@ -87,10 +89,11 @@ class Head:
         q, k, v = arrays
         dtype = np.dtype(plan.problem.accumulator)
         rows, keys = len(q), len(k)
-        block_q, block_k = min(plan.block_q, rows), min(plan.block_k, keys)
+        longest = block_q, block_k = min(plan.block_q, rows), max(min(plan.block_k, keys), 1)
         if mask is not None:
-            block_q, block_k = map(min, (block_q, block_k), mask.tile())
-        block_k = max(block_k, 1)  # of no keys, too
+            block_q, block_k = map(min, longest, (max(size, 1) for size in mask.tile()))
+        # The tiles of the inner loop are united: of queries in fa1, of keys in fa2.
+        largest = (longest[0], block_k) if plan.algo == "fa1" else (block_q, longest[1])
         return cls(
             queries=np.multiply(q, dtype.type(scale), dtype=dtype, order="C"),
             keys=_matrix(k, dtype),
@@ -102,8 +105,9 @@ class Head:
             place=place,
             block_q=block_q,
             block_k=block_k,
-            buffer=np.empty(block_q * block_k, dtype),
-            ones=np.ones((block_k, 1), dtype),
+            longest=longest,
+            buffer=np.empty(math.prod(largest), dtype),
+            ones=np.ones((longest[1], 1), dtype),
         )
 
     def start(self, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -115,17 +119,28 @@ class Head:
     def visible_part(self, queries: range, keys: range) -> tuple[range, range]:
         """The tile without the rows and columns in which the band hides everything.
 
-        No queries remain where the mask does. This keeps the work proportional to the visible
-        pairs whatever the tile's shape.
+        This keeps the work proportional to the visible pairs whatever the tile's shape.
         """
         begin, end = self.band.query_range(keys.start, keys.stop, self.shift, queries.stop)
         queries = range(max(begin, queries.start), end)
         if queries:
             begin, end = self.band.key_range(queries.start, queries.stop, self.shift, keys.stop)
             keys = range(max(begin, keys.start), end)
-        if self.mask is not None and queries and keys and self.mask.is_empty(queries, keys):
-            queries = queries[:0]
         return queries, keys
+
+    def visited_queries(self, keys: range, span: range) -> Iterable[range]:
+        """Tiles of the queries in `span`, without those that the mask shows none of `keys`."""
+        tiles = tiles_of(span, self.block_q)
+        if self.mask is None:
+            return tiles
+        return united((x for x in tiles if not self.mask.is_empty(x, keys)), self.longest[0])
+
+    def visited_keys(self, queries: range, span: range) -> Iterable[range]:
+        """Tiles of the keys in `span`, without those that the mask shows none of `queries`."""
+        tiles = tiles_of(span, self.block_k)
+        if self.mask is None:
+            return tiles
+        return united((x for x in tiles if not self.mask.is_empty(queries, x)), self.longest[1])
 
     def products(self, queries: range, keys: range) -> np.ndarray:
         """`scale Q K^T` of one tile."""
@@ -243,6 +258,19 @@ def tiles_of(span: range, block: int) -> Iterator[range]:
     """`span` cut at the multiples of `block`, where a mask's blocks may begin."""
     edges = range(span.start // block * block, span.stop, block)
     return (range(max(edge, span.start), min(edge + block, span.stop)) for edge in edges)
+
+
+def united(spans: Iterable[range], longest: int) -> Iterator[range]:
+    """`spans`, which rise, with neighbours made one as long as that is not beyond `longest`."""
+    whole = range(0)
+    for span in spans:
+        if span.start == whole.stop and span.stop - whole.start <= longest:
+            span = range(whole.start, span.stop)
+        elif whole:
+            yield whole
+        whole = span
+    if whole:
+        yield whole
 
 
 def rows_of(span: range, origin: int = 0) -> slice:

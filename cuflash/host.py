@@ -177,7 +177,7 @@ def _walk_fa1(head: Head, out, lse) -> None:
     output, sums, maxima = head.start(len(rows))
     for key_tile in tiles_of(range(len(head.keys)), head.block_k):
         seeing = head.band.query_range(key_tile.start, key_tile.stop, head.shift, len(rows))
-        for query_tile in tiles_of(range(*seeing), head.block_q):
+        for query_tile in head.visited_queries(key_tile, range(*seeing)):
             queries, keys = head.visible_part(query_tile, key_tile)
             if not (queries and keys):
                 continue
@@ -201,7 +201,7 @@ def _walk_fa2(head: Head, out, lse) -> None:
     for query_tile in tiles_of(range(len(head.queries)), head.block_q):
         output, sums, maxima = head.start(len(query_tile))
         visible = head.band.key_range(query_tile.start, query_tile.stop, head.shift, len(head.keys))
-        for key_tile in tiles_of(range(*visible), head.block_k):
+        for key_tile in head.visited_keys(query_tile, range(*visible)):
             queries, keys = head.visible_part(query_tile, key_tile)
             if not (queries and keys):
                 continue
@@ -223,7 +223,7 @@ def _walk_back_fa1(tiles: HeadBackward, dq, dk, dv) -> None:
     for key_tile in tiles_of(range(len(head.keys)), head.block_k):
         dk_tile, dv_tile = (np.zeros((len(key_tile), x.shape[1]), x.dtype) for x in (dk, dv))
         seeing = head.band.query_range(key_tile.start, key_tile.stop, head.shift, rows)
-        for query_tile in tiles_of(range(*seeing), head.block_q):
+        for query_tile in head.visited_queries(key_tile, range(*seeing)):
             queries, keys = head.visible_part(query_tile, key_tile)
             if not (queries and keys):
                 continue
@@ -242,7 +242,7 @@ def _walk_back_fa2(tiles: HeadBackward, dq, dk, dv) -> None:
     for query_tile in tiles_of(range(len(head.queries)), head.block_q):
         dq_tile = np.zeros((len(query_tile), dq.shape[1]), dq.dtype)
         visible = head.band.key_range(query_tile.start, query_tile.stop, head.shift, len(head.keys))
-        for key_tile in tiles_of(range(*visible), head.block_k):
+        for key_tile in head.visited_keys(query_tile, range(*visible)):
             queries, keys = head.visible_part(query_tile, key_tile)
             if not (queries and keys):
                 continue

@@ -446,7 +446,7 @@ def test_memory_is_linear_with_a_mask(row):
             return np.arange(length) % 4096 < 300
         return BlockMask.sliding_window((length, length), 150)
 
-    tile = 2048 * 512 if row else 128 * 128
+    tile = 2048 * 512 if row else 128 * 512  # a row of blocks, 512 keys at a time
     for length, peak in masked_peaks(cuflash.attention, make_mask).items():
         assert peak <= 4 * (3 * 16 + 12) * length + 2 * 4 * tile + 4 * length**2 // 128**2
 
