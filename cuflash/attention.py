@@ -119,8 +119,7 @@ def attention(
     arrays = _forward_arrays(q, k, v, out, return_lse, q_lengths, kv_lengths)
     options = (algo, engine, causal, window, softcap, scale, enable_gqa, True)
     count = 1 + bool(return_lse)
-    mask = mask if mask is None else as_mask(mask)
-    results = run_call(ForwardCall, arrays, options, count, mask, workspace)
+    results = run_call(ForwardCall, arrays, options, count, as_mask(mask), workspace)
     if not return_lse:
         return results[0] if out is None else out
     return tuple(x if mine is None else mine for x, mine in zip(results, out or (None, None)))

@@ -172,13 +172,17 @@ def _spread(spec: Spec, leading: tuple[int, ...], trailing: int) -> tuple[int, .
     return (0,) * (len(leading) - len(own)) + own
 
 
+def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+    """Whether an array of `shape` broadcasts to the shape `to`."""
+    try:
+        return np.broadcast_shapes(to, shape) == to
+    except ValueError:
+        return False
+
+
 def _length_steps(name: str, spec: Spec, batch: tuple[int, ...], given: str) -> tuple[int, ...]:
     """Element strides of lengths along the batch axes."""
-    try:
-        fits = np.broadcast_shapes(batch, spec.shape) == batch
-    except ValueError:
-        fits = False
-    if not fits:
+    if not _broadcasts(spec.shape, batch):
         raise ValueError(
             f"{name} has shape {spec.shape} ({given}): it must broadcast to {batch}, the leading "
             "axes but the heads"
@@ -230,11 +234,7 @@ def _grouped(name: str, steps: tuple[int, ...], group: int) -> tuple[int, ...]:
 
 def _mask_layout(mask: Spec, shape: tuple[int, ...]) -> tuple[MaskLayout, tuple[int, ...]]:
     """The layout of a mask that broadcasts to `shape`, and its steps along the leading axes."""
-    try:
-        fits = np.broadcast_shapes(shape, mask.shape) == shape
-    except ValueError:
-        fits = False
-    if not fits:
+    if not _broadcasts(mask.shape, shape):
         raise ValueError(f"mask has shape {mask.shape}: it must broadcast to {shape}")
     strides = _spread(mask, shape, 0)
     own = [size if step else 1 for size, step in zip(shape, strides[:-2])]

@@ -7,7 +7,7 @@ import re
 from importlib.resources import files
 
 from .params import fields, params_dtype
-from .plan import BARRIER_BYTES, Plan, Tile
+from .plan import BARRIER_BYTES, Plan
 
 C_TYPES = {
     "float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double",
@@ -51,15 +51,12 @@ def _constants(plan: Plan) -> dict[str, int | bool]:
         "MASKED": bool(plan.problem.mask),
         "MASK_ROWS": tile.scored[0],
         "MASK_COLUMNS": tile.scored[1],
-        **(_wgmma_constants(tile) if tile.engine == "wgmma" else {}),
+        **(
+            {"PING_PONG": tile.ping_pong, "BARRIER_BYTES": BARRIER_BYTES}
+            if tile.engine == "wgmma"
+            else {}
+        ),
         **({"STEP_Q": tile.step_q, "ORDERED": plan.is_ordered} if tile.backward else {}),
-    }
-
-
-def _wgmma_constants(tile: Tile) -> dict[str, int | bool]:
-    return {
-        "PING_PONG": tile.ping_pong,
-        "BARRIER_BYTES": BARRIER_BYTES,
     }
 
 
