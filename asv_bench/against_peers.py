@@ -11,8 +11,8 @@ hopper      wgmma in bf16 against cuDNN, torch's FlashAttention-2 and, where `fa
 small       the same on problems of a few microseconds
 fa1         fa1 against fa2
 backward    gradients, in any order too, against torch's kernels in both of their modes
-blocks      fa2 mma with random block masks, forward and backward, against no mask (at most
-            1.15 x the share of visible blocks + 3 % of its time) and FlexAttention
+blocks      fa3 wgmma and fa2 mma with random block masks, forward and backward, against no mask (at
+            most 1.15 x the share of visible blocks + 3 % of its time) and FlexAttention
 fp32        fa2 simt against torch's memory-efficient kernel and CuPy's matmul + softmax
 seeds       fa2 simt on (8, 8, N, d) against the unfused computation in torch
 memory      peak device memory of a call beyond out and lse
@@ -315,26 +315,30 @@ def blocks(s: Session) -> None:
 
 
 def _blocks_rows(s: Session, problem, mask, shown) -> None:
-    """Against no mask, in the mode that is faster, and against FlexAttention."""
+    """Each call against itself without a mask, and against FlexAttention."""
     problem.label += f" density {mask.density:.3f}"
-    problem.others = ("no mask",)
-    target = 1 / (1.15 * mask.density + 0.03)
+    share = 1 / (1.15 * mask.density + 0.03)
     if isinstance(problem, Backward):
-        fastest, any_order = "fa2 mma any order", {"deterministic": False}
-        peer = bench.flex_gradients(problem.q, problem.k, problem.v, problem.dout, shown)
-        note = "backward"
+        calls = {"fa2 mma any order": ("fa2", "mma", {"deterministic": False})}
+        peer, target, note = bench.flex_gradients, None, "backward"
     else:
-        fastest, any_order, note = "fa2 mma", {}, "forward"
-        peer = bench.flex(problem.q, problem.k, problem.v, shown)
-    contenders = {
-        fastest: problem.ours("fa2", "mma", **any_order),
-        "no mask": problem.ours("fa2", "mma", **any_order, mask=None),
-        "FlexAttention": peer,
-    }
-    pairs = [(fastest, "no mask", target), (fastest, "FlexAttention", None)]
-    if any_order:
+        calls = {"fa3 wgmma": ("fa3", "wgmma", {}), "fa2 mma": ("fa2", "mma", {})}
+        peer, target, note = bench.flex, 1.1 if mask.density < 0.3 else None, "forward"
+    operands = [problem.q, problem.k, problem.v]
+    if note == "backward":
+        operands.append(problem.dout)
+    contenders = {"FlexAttention": peer(*operands, shown)}
+    pairs = []
+    for name, (algo, engine, options) in calls.items():
+        unmasked = f"{name}, no mask"
+        contenders[name] = problem.ours(algo, engine, **options)
+        contenders[unmasked] = problem.ours(algo, engine, **options, mask=None)
+        pairs += [(name, unmasked, share), (name, "FlexAttention", target)]
+        target = None  # for the engine of choice
+    problem.others = tuple(peer for _, peer, _ in pairs if peer != "FlexAttention")
+    if note == "backward":
         contenders["fa2 mma"] = problem.ours("fa2", "mma")
-        pairs.append(("fa2 mma", fastest, 0.75))
+        pairs.append(("fa2 mma", "fa2 mma any order", 0.75))
     s.compare_pairs("blocks", problem, contenders, pairs, note)
 
 
