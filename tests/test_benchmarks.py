@@ -153,9 +153,9 @@ def test_flash_attention_takes_part_where_it_is_installed(suite, monkeypatch, na
 
 
 def test_what_flash_attention_itself_lacks_is_named(suite, monkeypatch, tmp_path):
-    (tmp_path / "fa3_fwd_interface.py").write_text("import another_module")
+    (tmp_path / "fa3_fwd_interface.py").write_text("import fa3_fwd._C")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ModuleNotFoundError, match="another_module"):
+    with pytest.raises(ModuleNotFoundError, match="No module named 'fa3_fwd'"):
         suite("gpu").Problem.flash_attention(operands(), "FA3")()
 
 
