@@ -292,11 +292,21 @@ static std::vector<Segment> line_segments(u32 shared, char* global, u32 bytes) {
         segments.push_back({shared - SHARED_BASE + i, global + i, 16, 16});
     return segments;
 }
-static void check_line(u32 shared, const void* global, u32 bytes) {
-    shared_at(shared, bytes, 16, "bulk copy");
+static void check_line(const void* global, u32 bytes) {
     if (bytes % 16 || !bytes) fail("bulk copy of %u bytes: must be a multiple of 16", bytes);
     if ((u64)global % 16)
         fail("MISALIGNED: bulk copy with a global address not aligned to 16 bytes");
+}
+static void check_line(u32 shared, const void* global, u32 bytes) {
+    shared_at(shared, bytes, 16, "bulk copy");
+    check_line(global, bytes);
+}
+// Prefetches change no memory: only what they are asked for is looked at.
+extern "C" void emu_bulk_prefetch(const void* source, u32 bytes, emu_where where) {
+    ENTER(where);
+    check_line(source, bytes);
+    if (checking && !find_window((char*)source, bytes))
+        fail("OUT OF BOUNDS: a prefetch of %u bytes reaches outside its buffer", bytes);
 }
 extern "C" void emu_bulk_load(u32 target, const void* source, u32 bytes, u32 barrier,
                               emu_where where) {
@@ -366,7 +376,7 @@ static u32 box_bytes(const TensorMap& map) {
     for (int i = 0; i < map.rank; i++) bytes *= map.box[i];
     return bytes;
 }
-static TensorMap read_map(const void* address, int rank, u32 shared, const int* coordinates) {
+static TensorMap read_map(const void* address, int rank, const int* coordinates) {
     static const int spans[] = {0, 128, 64, 32};
     TensorMap map;
     memcpy(&map, address, sizeof map);
@@ -379,8 +389,17 @@ static TensorMap read_map(const void* address, int rank, u32 shared, const int* 
     if (coordinates[0] * map.item_size % 16)
         fail("TMA innermost coordinate %d is not a multiple of 16 bytes (an H200 traps: error 715)",
              coordinates[0]);
+    return map;
+}
+static TensorMap read_map(const void* address, int rank, u32 shared, const int* coordinates) {
+    TensorMap map = read_map(address, rank, coordinates);
     shared_at(shared, box_bytes(map), 128, "TMA tile");
     return map;
+}
+extern "C" void emu_tensor_prefetch(const void* address, int rank, const int* coordinates,
+                                    emu_where where) {
+    ENTER(where);
+    read_map(address, rank, coordinates);
 }
 static std::vector<Segment> box_segments(const TensorMap& map, u32 shared, const int* c) {
     std::vector<Segment> segments;
