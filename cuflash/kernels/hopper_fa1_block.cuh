@@ -23,20 +23,22 @@ static_assert(BARRIERS + BARRIER_BYTES == SHARED_BYTES, "the plan lays out share
 // A query tile and a key tile that meet: the queries see at least one of the keys.
 struct Pair {
     int exists;  // 0 behind the last one
-    int query_tile, key_tile;
-    int steps;              // how many steps of the key tile hold keys
+    int query_tile;
+    int first_step;         // of the key tile
+    int steps;              // how many of them hold keys
     int opens, closes;      // whether it is the key tile's first pair, its last
     KeyTiles<STEP_K> keys;  // the steps that the queries see in all
     int begin, end;         // those of them in this key tile, by places in the list
 
     Pair() = default;
-    __device__ __forceinline__ Pair(const Params& p, const Head& head, int query_tile, int key_tile)
+    __device__ __forceinline__ Pair(const Params& p, const Head& head, int query_tile,
+                                    int first_step)
         : exists(1),
           query_tile(query_tile),
-          key_tile(key_tile),
+          first_step(first_step),
           keys(p, head, query_tile, BLOCK_Q) {
-        begin = max(keys.begin, keys.list.find(key_tile * STEPS));
-        end = min(keys.end, keys.list.find((key_tile + 1) * STEPS));
+        begin = max(keys.begin, keys.list.find(first_step));
+        end = min(keys.end, keys.list.find(first_step + STEPS));
     }
     __device__ __forceinline__ bool meets() const { return begin < end; }
     __device__ __forceinline__ bool is_first() const { return begin == keys.begin; }
@@ -165,13 +167,12 @@ __device__ __forceinline__ void schedule(const Params& p, const Tables& tables, 
     Ring<STAGES> queries;
     const KeyRange keys(p, head, 0, head.query_length);
 #pragma unroll 1
-    for (int key_tile = keys.begin / BLOCK_K; key_tile * BLOCK_K < keys.end; ++key_tile) {
-        const int k_begin = key_tile * BLOCK_K;
-        const QuerySlabs<BLOCK_Q> tiles(p, head, k_begin, k_begin + BLOCK_K);
+    for (int step = keys.begin / BLOCK_K * STEPS; step * STEP_K < keys.end; step += STEPS) {
+        const QuerySlabs<BLOCK_Q> tiles(p, head, step * STEP_K, step * STEP_K + BLOCK_K);
         // The first query tile from `tile` on that meets this key tile.
         const auto meeting = [&](int tile) {
             if constexpr (MASKED)
-                while (tile < tiles.end && !Pair(p, head, tile, key_tile).meets()) ++tile;
+                while (tile < tiles.end && !Pair(p, head, tile, step).meets()) ++tile;
             return tile;
         };
         bool opens = true;
@@ -181,8 +182,8 @@ __device__ __forceinline__ void schedule(const Params& p, const Tables& tables, 
             next = meeting(tile + 1);
             wait_barrier(barriers.item_empty(ring.stage), ring.parity ^ 1);
             Pair& pair = pairs[ring.stage];
-            pair = Pair(p, head, tile, key_tile);
-            pair.steps = min(STEPS, divide_up(keys.end - k_begin, STEP_K));
+            pair = Pair(p, head, tile, step);
+            pair.steps = min(STEPS, divide_up(keys.end, STEP_K) - step);
             pair.opens = opens, pair.closes = next >= tiles.end;
             opens = false;
             if (!pair.is_first())
@@ -222,18 +223,23 @@ __device__ __forceinline__ void produce(const Params& p, const Tables& tables, u
         const Pair& pair = reader.next();
         if (!pair.exists) return;
         if (pair.opens) {
-            const int steps = pair.steps, k_begin = pair.key_tile * BLOCK_K;
+            const int steps = pair.steps, k_begin = pair.first_step * STEP_K;
             if (copies) {
+                // A step that no query has seen is full, too, before it is filled again.
                 wait_barrier(barriers.K_empty(), parity ^ 1);
 #pragma unroll 1
-                for (int i = 0; i < steps; ++i)
+                for (int i = 0; i < steps; ++i) {
+                    wait_barrier(barriers.K_full(i), parity ^ 1);
                     load_panels<Tile::Keys>(K_smem + i * K_STEP, &tables.k, barriers.K_full(i),
                                             k_begin + i * STEP_K, place.k);
+                }
                 wait_barrier(barriers.V_empty(), parity ^ 1);
 #pragma unroll 1
-                for (int i = 0; i < steps; ++i)
+                for (int i = 0; i < steps; ++i) {
+                    wait_barrier(barriers.V_full(i), parity ^ 1);
                     load_panels<Tile::Values>(V_smem + i * V_STEP, &tables.v, barriers.V_landed(i),
                                               k_begin + i * STEP_K, place.v);
+                }
             } else {
 #pragma unroll 1
                 for (int i = 0; i < steps; ++i) {
@@ -245,7 +251,7 @@ __device__ __forceinline__ void produce(const Params& p, const Tables& tables, u
             parity ^= 1;
         }
         if (copies && pair.closes) {  // have the next key tile brought into the L2 cache
-            const int k_begin = (pair.key_tile + 1) * BLOCK_K;
+            const int k_begin = pair.first_step * STEP_K + BLOCK_K;
 #pragma unroll 1
             for (int k = k_begin; k < min(k_begin + BLOCK_K, p.key_length); k += STEP_K) {
                 prefetch_panels<Tile::Keys>(&tables.k, k, place.k);

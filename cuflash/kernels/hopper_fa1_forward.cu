@@ -165,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const bool is_first = next.is_first();
         Softmax arriving;
         if (!is_first) State::load(arriving, slab);
-        const int begin = uniform(next.begin), first_step = uniform(next.key_tile) * STEPS;
+        const int begin = uniform(next.begin), first_step = uniform(next.first_step);
         Visit visit = next.keys.list[begin];
         step = visit.tile - first_step;
         const u32 turned = parity ^ next.opens;
