@@ -87,16 +87,7 @@ __device__ __forceinline__ void load_box(u32 shared, const TensorMap* map, u32 b
         : "memory");
 }
 
-// cp.async.bulk.prefetch.tensor.5d: global to the L2 cache.
-__device__ __forceinline__ void prefetch_box(const TensorMap* map, int column, int row, int a,
-                                             int b, int c) {
-    asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1, %2, %3, %4, %5}];"
-                 :
-                 : "l"(map), "r"(column), "r"(row), "r"(a), "r"(b), "r"(c)
-                 : "memory");
-}
-
-// cp.async.bulk.prefetch: likewise, `bytes` in a row; they and the address are multiples of 16.
+// cp.async.bulk.prefetch: global to the L2 cache; `bytes` and the address are multiples of 16.
 __device__ __forceinline__ void prefetch_bytes(const void* global, u32 bytes) {
     asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;"
                  :

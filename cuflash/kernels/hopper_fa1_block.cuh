@@ -156,8 +156,8 @@ struct State {
     }
 };
 
-// Thread 64: works out which tiles meet, one pair ahead of the consumers, has what they will need of
-// it brought into the L2 cache, and fetches the queries when a slot becomes empty.
+// Thread 64: works out which tiles meet, one pair ahead of the consumers, has the state brought into
+// the L2 cache, and fetches the queries when a slot becomes empty.
 __device__ __forceinline__ void schedule(const Params& p, const Tables& tables, unsigned char* smem,
                                          const Barriers& barriers) {
     const Place& place = *reinterpret_cast<const Place*>(smem + PLACE);
@@ -190,9 +190,6 @@ __device__ __forceinline__ void schedule(const Params& p, const Tables& tables, 
                 prefetch_bytes(State(p, blockIdx.x).slab(tile, 0), CONSUMERS * State::SLAB_BYTES);
             arrive(barriers.item_full(ring.stage));
             ring.advance();
-#pragma unroll 1
-            for (int i = 0; STAGES == 1 && i < CONSUMERS; ++i)
-                prefetch_panels<Tile::Queries>(&tables.q, tile * BLOCK_Q + i * SLAB, place.q);
 #pragma unroll 1
             for (int i = 0; i < CONSUMERS; ++i) {
                 const int slot = queries.stage * CONSUMERS + i;
@@ -249,14 +246,6 @@ __device__ __forceinline__ void produce(const Params& p, const Tables& tables, u
                 }
             }
             parity ^= 1;
-        }
-        if (copies && pair.closes) {  // have the next key tile brought into the L2 cache
-            const int k_begin = pair.first_step * STEP_K + BLOCK_K;
-#pragma unroll 1
-            for (int k = k_begin; k < min(k_begin + BLOCK_K, p.key_length); k += STEP_K) {
-                prefetch_panels<Tile::Keys>(&tables.k, k, place.k);
-                prefetch_panels<Tile::Values>(&tables.v, k, place.v);
-            }
         }
         if (!copies) __syncwarp();  // all lanes have read the pair
         if (threadIdx.x % 32 == 0) reader.release(pair);

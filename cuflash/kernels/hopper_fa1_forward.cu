@@ -100,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Softmax softmax;
     Accumulator S_regs[Tile::ROWS][Tile::COLUMNS], O_regs[Tile::ROWS][Tile::VALUE_COLUMNS] = {};
     Accumulator rescale[Tile::ROWS];
-    u32 P_regs[STEP_K / 16][4];
+    u32 P_regs[STEP_K / 16][4] = {};
     Reader reader(smem, barriers);
     const Pair* pair = nullptr;
     KeyTiles<STEP_K> keys{};
@@ -108,7 +108,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     bool nonfinite = false;  // whether values of its steps were cleared
     Ring<STAGES> queries;    // where its queries lie
     u32 parity = 1;          // of the phase that the key tile's barriers are in
-    int step, before;        // of S in its key tile, and of P
+    int step, P_step;        // of S in its key tile, and of P
 
     // The scores at a place of the list become probabilities; returns whether O must be rescaled.
     const auto exponentiate = [&](int place, const Visit& visit) {
@@ -126,7 +126,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const bool stale = softmax.update(S_regs, multiplier, rescale);
         drop_probabilities(S_regs, tile, p, head, q_begin, k_begin);
         settle(S_regs);
-        before = step;
+        P_step = step;
         return stale;
     };
     // Starts S = Q K^T for a step.
@@ -136,73 +136,83 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     };
     // Starts O += P V for the step visited before.
     const auto accumulate = [&] {
-        wait_barrier(barriers.V_full(before), parity);
-        if (speaks) nonfinite |= (flags[before * CLEARERS] | flags[before * CLEARERS + 1]) != 0;
+        wait_barrier(barriers.V_full(P_step), parity);
+        if (speaks) nonfinite |= (flags[P_step * CLEARERS] | flags[P_step * CLEARERS + 1]) != 0;
         open_products();
-        tile.accumulate(O_regs, P_regs, V + before * (V_STEP >> 4));
+        tile.accumulate(O_regs, P_regs, V + P_step * (V_STEP >> 4));
     };
     // The end of a pair, when O is there.
-    const auto leave = [&] {
-        if (speaks && pair->closes) arrive(barriers.V_empty());
-        State::Group* const slab = state.slab(pair->query_tile, consumer);
+    const auto leave = [&](const Pair& pair, const Softmax& softmax) {
+        if (speaks && pair.closes) arrive(barriers.V_empty());
+        const int q_begin = pair.query_tile * BLOCK_Q + consumer * SLAB;
+        State::Group* const slab = state.slab(pair.query_tile, consumer);
         if (__any_sync(FULL_WARP, nonfinite)) {
             State::store(O_regs, slab);
-            add_nonfinite_values(p, head, *pair, slab, tile, q_begin, consumer * SLAB);
+            add_nonfinite_values(p, head, pair, slab, tile, q_begin, consumer * SLAB);
             State::load(O_regs, slab);
         }
-        if (pair->is_last())
+        if (pair.is_last())
             store_rows(O_regs, softmax, tile, p, head, q_begin);
         else
             State::store(O_regs, slab);
+        nonfinite = false;
         __syncwarp();  // all lanes have read the pair
-        if (speaks) reader.release(*pair);
+        if (speaks) reader.release(pair);
     };
 
     for (;;) {
         const Pair& next = reader.next();
         if (!next.exists) break;
+        const Pair* const before = pair;
+        const Softmax softmax_before = softmax;
         State::Group* const slab = state.slab(uniform(next.query_tile), consumer);
         const bool is_first = next.is_first();
-        Softmax arriving;
-        if (!is_first) State::load(arriving, slab);
+        softmax = Softmax();
+        if (!is_first) State::load(softmax, slab);
         const int begin = uniform(next.begin), first_step = uniform(next.first_step);
         Visit visit = next.keys.list[begin];
         step = visit.tile - first_step;
         const u32 turned = parity ^ next.opens;
+        // Goes on to a step and waits for its keys: before the wait for O, since the compiler would
+        // otherwise move that before the softmax.
+        const auto go_to = [&](int place) {
+            if (place == end) return;
+            visit = keys.list[place];
+            step = visit.tile - first_step;
+            wait_barrier(barriers.K_full(step), parity);
+        };
+        if (before == nullptr) P_step = step, parity = turned;  // P = 0: no product left out
         wait_barrier(barriers.Q_full(queries.stage * CONSUMERS + consumer), queries.parity);
         wait_barrier(barriers.K_full(step), turned);
         turns.await();
         score();
-        if (pair != nullptr) accumulate();
+        accumulate();
         turns.hand_over();
-        wait_products<0>(S_regs);
-        if (pair != nullptr) {
-            settle(O_regs);
-            leave();
-        }
+        wait_products<1>(S_regs);
         pair = &next;
         keys = uniform(next.keys), end = uniform(next.end);
         q_begin = uniform(next.query_tile) * BLOCK_Q + consumer * SLAB;
-        nonfinite = false, parity = turned;
-        softmax = arriving;
+        parity = turned;
+        const bool stale = exponentiate(begin, visit);
+        go_to(begin + 1);
+        wait_products<0>(O_regs);
+        if (before != nullptr) leave(*before, softmax_before);
         if (is_first)
             clear_rows(O_regs);
         else
             State::load(O_regs, slab);
-        if (exponentiate(begin, visit)) scale_rows(O_regs, rescale);
+        if (stale) scale_rows(O_regs, rescale);
         tile.pack_probabilities(P_regs, S_regs);
 
 #pragma unroll 1
         for (int place = begin + 1; place < end; ++place) {
-            visit = keys.list[place];
-            step = visit.tile - first_step;
-            wait_barrier(barriers.K_full(step), parity);
             turns.await();
             score();
             accumulate();
             turns.hand_over();
             wait_products<1>(S_regs);
             const bool stale = exponentiate(place, visit);
+            go_to(place + 1);
             wait_products<0>(O_regs);
             if (stale) scale_rows(O_regs, rescale);
             tile.pack_probabilities(P_regs, S_regs);
@@ -212,7 +222,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (pair != nullptr) {
         accumulate();
         wait_products<0>(O_regs);
-        leave();
+        leave(*pair, softmax);
     }
     turns.end();
 

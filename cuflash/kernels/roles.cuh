@@ -71,15 +71,6 @@ __device__ __forceinline__ void load_panels(u32 target, const TensorMap* map, u3
         load_box(target + i * Layout::PANEL_BYTES, map, barrier, i * Layout::PANEL, row, a, b, c);
 }
 
-// Asks for the same rows to be in the L2 cache.
-template <typename Layout>
-__device__ __forceinline__ void prefetch_panels(const TensorMap* map, int row,
-                                                const MapPlace& place) {
-    const int a = place.at[0], b = place.at[1], c = place.at[2];
-#pragma unroll
-    for (int i = 0; i < Layout::COUNT; ++i) prefetch_box(map, i * Layout::PANEL, row, a, b, c);
-}
-
 // Clears what a product must not see of a tile of values: it would bring 0 * NaN into rows that do
 // not see the key. For one of the CLEARERS, which does its part of the tile and notes in `found`
 // whether there was anything.

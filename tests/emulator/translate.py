@@ -571,12 +571,6 @@ def _(asm, m, ops):
     return f"emu_bulk_store({target}, {source}, {asm.value(ops[2])}, {int(bool(m[1]))}, EMU_HERE);"
 
 
-@_ptx(r"cp\.async\.bulk\.prefetch\.tensor\.([1-5])d\.L2\.global(?:\.tile)?")
-def _(asm, m, ops):
-    setup, pointer = _coordinates(asm, ops[0], int(m[1]))
-    return f"{setup} emu_tensor_prefetch({pointer}, {m[1]}, c, EMU_HERE);"
-
-
 @_ptx(r"cp\.async\.bulk\.prefetch\.L2\.global")
 def _(asm, m, ops):
     return f"emu_bulk_prefetch({asm.address(ops[0], 'global')}, {asm.value(ops[1])}, EMU_HERE);"

@@ -301,7 +301,7 @@ static void check_line(u32 shared, const void* global, u32 bytes) {
     shared_at(shared, bytes, 16, "bulk copy");
     check_line(global, bytes);
 }
-// Prefetches change no memory: only what they are asked for is looked at.
+// A prefetch changes no memory: only what it is asked for is looked at.
 extern "C" void emu_bulk_prefetch(const void* source, u32 bytes, emu_where where) {
     ENTER(where);
     check_line(source, bytes);
@@ -376,7 +376,7 @@ static u32 box_bytes(const TensorMap& map) {
     for (int i = 0; i < map.rank; i++) bytes *= map.box[i];
     return bytes;
 }
-static TensorMap read_map(const void* address, int rank, const int* coordinates) {
+static TensorMap read_map(const void* address, int rank, u32 shared, const int* coordinates) {
     static const int spans[] = {0, 128, 64, 32};
     TensorMap map;
     memcpy(&map, address, sizeof map);
@@ -389,17 +389,8 @@ static TensorMap read_map(const void* address, int rank, const int* coordinates)
     if (coordinates[0] * map.item_size % 16)
         fail("TMA innermost coordinate %d is not a multiple of 16 bytes (an H200 traps: error 715)",
              coordinates[0]);
-    return map;
-}
-static TensorMap read_map(const void* address, int rank, u32 shared, const int* coordinates) {
-    TensorMap map = read_map(address, rank, coordinates);
     shared_at(shared, box_bytes(map), 128, "TMA tile");
     return map;
-}
-extern "C" void emu_tensor_prefetch(const void* address, int rank, const int* coordinates,
-                                    emu_where where) {
-    ENTER(where);
-    read_map(address, rank, coordinates);
 }
 static std::vector<Segment> box_segments(const TensorMap& map, u32 shared, const int* c) {
     std::vector<Segment> segments;
