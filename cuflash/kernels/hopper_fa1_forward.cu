@@ -93,6 +93,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const u64 K = Tile::Keys::descriptor(shared_address(smem) + K_BEGIN);
     const u64 V = Tile::Values::descriptor(shared_address(smem) + V_BEGIN);
     const Accumulator multiplier = score_multiplier(p);
+    const HeadOutput& output = reinterpret_cast<const Place*>(smem + PLACE)->output;
     const Head head = locate_head(p, blockIdx.x);
     const State state(p, blockIdx.x);
     const Turns turns(consumer);
@@ -152,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             State::load(O_regs, slab);
         }
         if (pair.is_last())
-            store_rows(O_regs, softmax, tile, p, head, q_begin);
+            store_rows(O_regs, softmax, tile, p, head, q_begin, &output);
         else
             State::store(O_regs, slab);
         nonfinite = false;
@@ -231,6 +232,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int i = 0; i < p.query_tiles; ++i) {
         if (KeyTiles<STEP_K>(p, head, i, BLOCK_Q).count() > 0) continue;
         clear_rows(O_regs);
-        store_rows(O_regs, Softmax(), tile, p, head, i * BLOCK_Q + consumer * SLAB);
+        store_rows(O_regs, Softmax(), tile, p, head, i * BLOCK_Q + consumer * SLAB, &output);
     }
 }
