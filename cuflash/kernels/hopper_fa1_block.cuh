@@ -30,7 +30,6 @@ struct Pair {
     KeyTiles<STEP_K> keys;  // the steps that the queries see in all
     int begin, end;         // those of them in this key tile, by places in the list
 
-    Pair() = default;
     __device__ __forceinline__ Pair(const Params& p, const Head& head, int query_tile,
                                     int first_step)
         : exists(1),
@@ -107,8 +106,9 @@ struct State {
     static constexpr int GROUPS = Tile::VALUE_COLUMNS / 2;
     static constexpr int SLAB_GROUPS = GROUPS * WARPGROUP + SLAB / 2;
     static constexpr int SLAB_BYTES = SLAB_GROUPS * sizeof(Group);
-    // Whether it pays to bring a pair's slabs into the L2 cache a pair ahead: at DV = 128 7 % of the
-    // time on an H200, at 64 3 %, while at 256 they are gone again when needed, at a loss of 15 %.
+    // Whether it pays to bring a pair's slabs into the L2 cache a pair ahead: on an H200 it saves 3%
+    // of the time at DV = 64 and 7% at 128, but costs 5% at 192 and 17% at 256, where slabs are
+    // larger and presumably gone again when they are needed.
     static constexpr bool PREFETCHED = HEAD_DIM_V <= 128;
     Group* const slabs;
 
@@ -159,8 +159,8 @@ struct State {
     }
 };
 
-// Thread 64: works out which tiles meet, one pair ahead of the consumers, has the state brought into
-// the L2 cache, and fetches the queries when a slot becomes empty.
+// Thread 64: works out which tiles meet, one pair ahead of the consumers, has the state brought
+// into the L2 cache, and fetches the queries when a slot becomes empty.
 __device__ __forceinline__ void schedule(const Params& p, const Tables& tables, unsigned char* smem,
                                          const Barriers& barriers) {
     const Place& place = *reinterpret_cast<const Place*>(smem + PLACE);

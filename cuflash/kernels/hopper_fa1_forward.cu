@@ -1,8 +1,8 @@
 // FlashAttention-1 forward (Dao et al. 2022, Algorithms 1 and 2) on Hopper, in its own loop order.
 //
 // Grid: one block per head, B * H in all. Outside, the block walks over the key tiles, as large as
-// shared memory holds; inside, over the query tiles that see a key of it. O, l and m of a query tile
-// live in global memory from one key tile to the next, O unnormalised. A block has CONSUMERS
+// shared memory holds; inside, over the query tiles that see a key of it. O, l and m of a query
+// tile live in global memory from one key tile to the next, O unnormalised. A block has CONSUMERS
 // warpgroups that own 64 queries of a query tile each, and a producer:
 //
 //     thread 0      copies key tiles by TMA  K_smem  [STEPS][STEP_K][D]
@@ -12,18 +12,32 @@
 //     consumers     of a pair, step by step of STEP_K keys: S = Q K^T, online softmax, O += P V, as
 //                   in hopper_forward.cu; S, P and O stay in registers
 //
-//     for each key tile j:                            K_j, V_j                -> shared memory
-//         for each query tile i that sees a key of j: Q_i; O_i, l_i, m_i      -> registers
-//             for each step:                          softmax of S beside O += P V of the step before
-//             O_i, l_i, m_i -> global memory, or, where j is the last tile that i sees, out and lse
+//     for each key tile j:                            K_j, V_j            -> shared memory
+//         for each query tile i that sees a key of j: Q_i; O_i, l_i, m_i  -> registers
+//             for each step: S = Q K^T beside O += P V of the step before; softmax
+//             O_i, l_i, m_i -> global memory or, where j is the last that i sees, out and lse
 //
-// The first scores of a pair are computed beside the last O += P V of the one before. A slab of the
-// state is read by the threads that wrote it, in the layout of their registers; the producer has it
-// brought into the L2 cache a pair ahead.
+// The first scores of a pair are computed beside the last O += P V of the one before, and the state
+// changes behind their softmax. Its slabs are read by the threads that wrote them, in the layout of
+// their registers.
 //
 // Floor: a visit moves 8 DV bytes of O, 16 of l and m and 2 D of Q per row, for 2 (D + DV) BLOCK_K
-// operations: at D = 128 with 384 keys 150 operations per byte, with an H200's 4.2 TB/s 640 TFLOP/s;
-// at D = 64 with 768 keys 1250, at D = 256 with 160 keys 265.
+// operations. With an H200's 4.2 TB/s that allows 1160 TFLOP/s at D = 64 with 768 keys, 630 at 128
+// with 384, 350 at 192 with 224 and 265 at 256 with 160; hopper_forward.cu, which needs no state,
+// reaches 500, 650, 580 and 650 on the same problems.
+//
+// Measured on an H200 (asv_bench/against_peers.py fa1), bf16, 132 and 264 heads of 4096 tokens, full
+// and causal, in TFLOP/s: D 64 441 to 486 and 409 to 419, of fa2's rate 0.97 and 1.05, since with a
+// block per head a causal mask leaves no uneven end; D 128 433 to 469 and 425 to 441, 0.72 and 0.79
+// of fa2's and 0.7 of the floor's. With 2048 tokens D 192 279 and D 256 238, 0.8 and 0.9 of the
+// floor's: there memory bounds. At D 128 it takes 560 without the moves of O. The missing part is
+// presumably that a block moves O at once, 128 KB a pair, through an L2 cache that gives a
+// multiprocessor some 36 bytes per clock, and that products wait for it.
+//
+// What counted: the largest key tile that fits (at D 128 256 keys make 356, with two slots for
+// queries at that); the state brought into the L2 cache ahead; exp2 before the wait for O. What did
+// not: fetching K, V and Q into the L2 cache ahead; the scores of a second step on their way while
+// the state changes; loads and stores that pass by the L1 cache.
 #include "numeric.cuh"
 #include "softmax.cuh"
 #include "key_tiles.cuh"
