@@ -83,9 +83,14 @@ def assert_written_inside(view, name):
 
 
 # ---------------------------------------------------------------------- against the reference
+# The tiles of fa1 on wgmma are large: of its cases every third is checked.
+OF_FA1 = [str(c) for c in CASES if (c.algo, c.engine) == ("fa1", "wgmma")]
+UNCHECKED = {*OF_FA1} - {*OF_FA1[::3]}
+
+
 def check(case):
     out = out_of(case)
-    result = run(case, out=out)
+    result = run(case, out=out, mode="fast" if str(case) in UNCHECKED else "check")
     assert_close(case, result)
     if out is not None:
         assert result.out is out[0]
