@@ -1,14 +1,16 @@
 """cuflash on one GPU against what else there is: torch, CuPy's own operations, a bare launch.
 
-    python asv_bench/against_peers.py [GROUP ...] [--json FILE] [--quick]
+    python asv_bench/against_peers.py [GROUP ...] [--quick] [--json FILE] [--markdown FILE]
     python asv_bench/against_peers.py --tiles half64 fp32_64     # candidates for plan.TILES
 
 Groups, all by default:
 
 half        fa2 mma in bf16 against torch's FlashAttention-2, 16k tokens of 2048 features
-hopper      wgmma in bf16 against cuDNN, torch's FlashAttention-2 and, where `fa3-fwd` is installed,
-            FlashAttention-3, on the same grid
-small       the same on problems of a few microseconds
+hopper      wgmma against cuDNN, torch's FlashAttention-2 and, where the packages `fa3-fwd` and
+            `flash-attn-4` are installed, FlashAttention-3 and -4: in bf16 on the same grid, with
+            the geometric mean over its 12 problems of 4096 and 16384 tokens, and in fp16 with
+            narrow heads (FlexAttention, too) and with many keys
+small       what the plan chooses for problems of a few microseconds, against FlashAttention-2
 fa1         fa1 against fa2, and the share of the rate that its traffic allows
 backward    gradients, in any order too, against torch's kernels in both of their modes
 blocks      fa3 wgmma and fa2 mma with random block masks, forward and backward, against no mask (at
@@ -18,7 +20,8 @@ seeds       fa2 simt on (8, 8, N, d) against the unfused computation in torch
 memory      peak device memory of a call beyond out and lse
 backward_memory  the same of the gradients, beyond dq, dk and dv
 host        host time of a call against a bare launch of 12 arguments
-first_call  seconds of a process's first call, with nothing compiled before
+first_call  seconds of a process's first call, with nothing compiled before, for kernels by name and
+            for what the plan chooses where it fills the GPU
 
 Every figure is measured as README.md's rules say: contenders alternate call by call, each call
 after the same L2 flush, and a ratio is the median of the ratios of pairs. A ratio is the peer's
@@ -53,6 +56,10 @@ import cuflash
 FA2 = "torch FA2", "FLASH_ATTENTION"
 EFFICIENT = "torch efficient", "EFFICIENT_ATTENTION"
 CUDNN = "cuDNN", "CUDNN_ATTENTION"
+NAMES = {  # in README.md
+    "FA3": "FlashAttention-3", "FA4": "FlashAttention-4", FA2[0]: "torch FlashAttention-2",
+}  # fmt: skip
+LONG = 4096, 16384  # tokens of the problems of the field's grid that the mean is taken over
 
 
 class Session:
@@ -155,12 +162,14 @@ def mark(value: float, target: float | None) -> str:
 
 
 def _versus_torch(s: Session, group, problem, engine, peer, target, note="") -> None:
+    """fa2 on an engine, or without one what the plan chooses."""
     name, backend = peer
+    if engine is None:
+        mine, call = problem.chosen(), problem.ours(None)
+    else:
+        mine, call = f"fa2 {engine}", problem.ours("fa2", engine)
     with bench.only(backend):
-        s.compare(
-            group, problem, f"fa2 {engine}", problem.ours("fa2", engine),
-            [(name, problem.torch_fused(), target)], note,
-        )  # fmt: skip
+        s.compare(group, problem, mine, call, [(name, problem.torch_fused(), target)], note)
 
 
 def half(s: Session) -> None:
@@ -188,23 +197,53 @@ def hopper(s: Session) -> None:
     ]
     shapes += [((4, 48, 4096, 32), "fp16", causal) for causal in (False, True)]
     shapes += [((1, 8, 65536, 64), "fp16", False)]
+    long: list[dict] = []
     for shape, dtype, causal in shapes:
         problem = Problem(shape, dtype, causal, "bnhd")
-        calls = {f"{algo} wgmma": problem.ours(algo, "wgmma") for algo in ("fa3", "fa2")}
-        calls.update({name: problem.torch_fused(backend) for name, backend in (CUDNN, FA2)})
-        calls["FA3"] = problem.flash_attention_3()
-        target = 0.95 if shape[2] > 1024 else None
-        pairs = [("fa3 wgmma", peer, target) for peer in (CUDNN[0], "FA3", FA2[0])]
-        s.compare_pairs("hopper", problem, calls, [*pairs, ("fa2 wgmma", CUDNN[0], None)])
-        del problem, calls
+        ours = {f"{algo} wgmma": problem.ours(algo, "wgmma") for algo in ("fa3", "fa2")}
+        peers = {name: problem.torch_fused(backend) for name, backend in (CUDNN, FA2)}
+        peers.update({name: problem.flash_attention(name) for name in bench.FLASH})
+        if shape[-1] == 32:
+            peers["FlexAttention"] = problem.flex_attention()
+        pairs = [("fa3 wgmma", peer, hopper_target(shape, peer)) for peer in peers]
+        pairs.append(("fa2 wgmma", CUDNN[0], None))
+        rows = s.compare_pairs("hopper", problem, ours | peers, pairs)
+        if dtype == "bf16" and shape[2] in LONG:
+            long += [row for row in rows if row["name"] == "fa3 wgmma"]
+        del problem, ours, peers
         bench.release()
+    s.rows += mean_rows(long)
+
+
+def hopper_target(shape, peer: str) -> float | None:
+    """How many times as fast as a peer fa3 should be at least; None for short sequences."""
+    if shape[3] == 32 and peer in (CUDNN[0], FA2[0]):
+        return 1.2
+    if shape[2] == 65536 and peer == CUDNN[0]:
+        return 1.1
+    return 0.95 if shape[2] > 1024 else None
+
+
+def mean_rows(rows: list[dict]) -> list[dict]:
+    """A row for each peer: the geometric mean of its ratios."""
+    found = []
+    for peer in dict.fromkeys(row["peer"] for row in rows):
+        mine = [row for row in rows if row["peer"] == peer]
+        ratios = [row["ratio"] for row in mine if "ratio" in row and row["mark"] != "WRONG"]
+        mean = {"group": mine[0]["group"], "problem": "geometric mean", "name": mine[0]["name"]}
+        mean.update(peer=peer, target=None, mark="n/a", note=f"{len(ratios)} of {len(mine)}")
+        if ratios:
+            mean.update(ratio=statistics.geometric_mean(ratios), mark="info")
+        found.append(mean)
+    return found
 
 
 def small(s: Session) -> None:
-    """Problems that do not fill the GPU."""
+    """Problems that do not fill the GPU, with the kernels that the plan chooses."""
     for length in (128, 512):
         problem = Problem((1, 8, length, 64), "bf16", True)
-        _versus_torch(s, "small", problem, "mma", FA2, 1.0)
+        _versus_torch(s, "small", problem, None, FA2, 1.0)
+    s.add("small", problem.label, problem.chosen(), s.rows[-1].get("us"), 15.4, "us")
 
 
 def fa1(s: Session) -> None:
@@ -326,15 +365,14 @@ def _blocks_rows(s: Session, problem, mask, shown) -> None:
     """Each call against itself without a mask, and against FlexAttention."""
     problem.label += f" density {mask.density:.3f}"
     share = 1 / (1.15 * mask.density + 0.03)
-    if isinstance(problem, Backward):
+    is_backward = isinstance(problem, Backward)
+    if is_backward:
         calls = {"fa2 mma any order": ("fa2", "mma", {"deterministic": False})}
-        peer, target, note = bench.flex_gradients, None, "backward"
+        peer, target = bench.flex_gradients, None
     else:
         calls = {"fa3 wgmma": ("fa3", "wgmma", {}), "fa2 mma": ("fa2", "mma", {})}
-        peer, target, note = bench.flex, 1.1 if mask.density < 0.3 else None, "forward"
-    operands = [problem.q, problem.k, problem.v]
-    if note == "backward":
-        operands.append(problem.dout)
+        peer, target = bench.flex, 1.1 if mask.density < 0.3 else None
+    operands = [problem.q, problem.k, problem.v, *([problem.dout] if is_backward else [])]
     contenders = {"FlexAttention": peer(*operands, shown)}
     pairs = []
     for name, (algo, engine, options) in calls.items():
@@ -344,20 +382,24 @@ def _blocks_rows(s: Session, problem, mask, shown) -> None:
         pairs += [(name, unmasked, share), (name, "FlexAttention", target)]
         target = None  # for the engine of choice
     problem.others = tuple(peer for _, peer, _ in pairs if peer != "FlexAttention")
-    if note == "backward":
+    if is_backward:
         contenders["fa2 mma"] = problem.ours("fa2", "mma")
         pairs.append(("fa2 mma", "fa2 mma any order", 0.75))
-    s.compare_pairs("blocks", problem, contenders, pairs, note)
+    s.compare_pairs("blocks", problem, contenders, pairs)
 
 
 def memory(s: Session) -> None:
     """Extra memory of a call that is given out and lse; the pool's chunks are 512 bytes."""
-    for engine, dtype, heads in (("mma", "bf16", 32), ("simt", "fp32", 8)):
+    for engine, algos, dtype, heads in (
+        ("wgmma", ("fa3", "fa2"), "bf16", 32),
+        ("mma", ("fa2", "fa1"), "bf16", 32),
+        ("simt", ("fa2", "fa1"), "fp32", 8),
+    ):
         for length in (1024, 4096) if s.quick else (1024, 2048, 4096, 8192, 16384):
             problem = Problem((1, heads, length, 64), dtype, True)
             arrays = [x.cupy for x in (problem.q, problem.k, problem.v)]
             out = problem.out.cupy, cupy.empty((1, heads, length), cupy.float32)
-            for algo in ("fa2", "fa1"):
+            for algo in algos:
                 options = {"algo": algo, "engine": engine, "causal": True, "out": out}
                 limit = heads * length * (64 + 2) * 4 if algo == "fa1" else 0
                 call = functools.partial(cuflash.attention, *arrays, return_lse=True, **options)
@@ -394,48 +436,43 @@ def _memory_row(s: Session, group, problem, name, call, plan, limit) -> None:
 
 def host(s: Session) -> None:
     """Host time per call, without waiting for the GPU."""
-    for dtype, engine in (("bf16", "mma"), ("bf16", "wgmma"), ("fp32", "simt")):
+    for dtype, algo, engine, most in (
+        ("bf16", "fa2", "mma", 2.0),
+        ("bf16", "fa2", "wgmma", 2.5),
+        ("bf16", "fa3", "wgmma", 2.5),
+        ("fp32", "fa2", "simt", 2.0),
+    ):
         problem = Problem((1, 8, 128, 64), dtype, True)
+        label, name = problem.label, f"{algo} {engine}"
         arrays = [x.cupy for x in (problem.q, problem.k, problem.v, problem.out)]
-        calls = [problem.ours("fa2", engine), bench.bare_launch(arrays)]
+        calls = [problem.ours(algo, engine), bench.bare_launch(arrays)]
         try:
             columns = bench.host_times(calls, 2 if s.quick else 10)
         except Exception as error:
-            s.add(
-                "host", problem.label, f"fa2 {engine}", None, 2.0, "x bare", bench.in_words(error)
-            )
+            s.add("host", label, name, None, most, "x bare", bench.in_words(error))
             continue
         ratio = bench.paired_ratio(*columns)
         ours, plain = map(statistics.median, columns)
         note = f"{ours:.2f} us, bare {plain:.2f} us"
-        s.add(
-            "host",
-            problem.label,
-            f"fa2 {engine}",
-            ratio,
-            2.0,
-            "x bare",
-            note,
-            us=ours,
-            bare_us=plain,
-        )
+        s.add("host", label, name, ratio, most, "x bare", note, us=ours, bare_us=plain)
 
 
 def first_call(s: Session) -> None:
     """The first call of a process that finds nothing compiled."""
-    for dtype, width, engine in (
-        ("bfloat16", 64, "mma"),
-        ("bfloat16", 128, "mma"),
-        ("float32", 64, "simt"),
-        ("bfloat16", 64, "wgmma"),
-        ("bfloat16", 256, "wgmma"),
+    few, many = (1, 8, 512), (4, 16, 1024)
+    for dtype, shape, *kernel in (
+        ("bf16", (*few, 64), "fa2", "mma"),
+        ("bf16", (*few, 128), "fa2", "mma"),
+        ("fp32", (*few, 64), "fa2", "simt"),
+        *(("bf16", (*many, width)) for width in (64, 128, 256)),
     ):
-        label, name = f"{dtype} (1,8,512,{width}) causal", f"fa2 {engine}"
+        problem = Problem(shape, dtype, True)
+        name, note = (" ".join(kernel), "") if kernel else (problem.chosen(), "by default")
         try:
-            seconds, note = bench.first_call_seconds(dtype, width, "fa2", engine), ""
+            seconds = bench.first_call_seconds(dtype, shape, *kernel)
         except (OSError, RuntimeError, subprocess.SubprocessError) as error:
             seconds, note = None, bench.in_words(error)
-        s.add("first_call", label, name, seconds, 1.5, "s", note)
+        s.add("first_call", problem.label, name, seconds, 1.5, "s", note)
 
 
 GROUPS = {
@@ -450,12 +487,16 @@ GROUPS = {
 def report(group: str, rows: list[dict]) -> None:
     """Print a group's rows."""
     title = f"{group}: {GROUPS[group].__doc__.splitlines()[0]}"
-    if rows and "value" in rows[0]:
+    values, rows = ([r for r in rows if ("value" in r) == is_value] for is_value in (True, False))
+    if rows:
+        _report_ratios(title, rows)
+    if values or not rows:
         header = ["problem", "kernel", "value", "at most", "unit", "", "note"]
         keys = ("problem", "name", "value", "target", "unit", "mark", "note")
-        table = [[r[key] for key in keys] for r in rows]
-        bench.print_table(title, table, header)
-        return
+        bench.print_table(title, [[r[key] for key in keys] for r in values], header)
+
+
+def _report_ratios(title: str, rows: list[dict]) -> None:
     table = [
         [
             r["problem"], r["name"], r.get("us"), r.get("tflops"),
@@ -476,6 +517,31 @@ def report(group: str, rows: list[dict]) -> None:
         print(f"  {reason} [{problems[0] if len(problems) == 1 else f'{len(problems)} rows'}]")
 
 
+def markdown(rows: list[dict]) -> str:
+    """The rows with a peer as README.md has them: a line for each problem and kernel."""
+    lines = {}
+    for row in rows:
+        if "ratio" in row and row["mark"] != "WRONG":
+            found = lines.setdefault((row["group"], row["problem"], row["name"]), [])
+            found.append(row)
+    text = ["| problem (B, H, N, D) | cuflash | peer | ratio |", "|---|---|---|---|"]
+    for (group, problem, name), found in lines.items():
+        speed = ""
+        if "us" in found[0]:
+            us, tflops = found[0]["us"], found[0]["tflops"]
+            is_rate = group not in ("small", "blocks")
+            speed = f", {tflops:.{int(tflops < 10)}f} TFLOP/s" if is_rate else _time(us)
+        peers = "; ".join(NAMES.get(row["peer"], row["peer"]) for row in found)
+        ratios = "; ".join(f"{row['ratio']:.2f}" for row in found)
+        label = problem.replace(",", ", ").replace(" density ", ", visible ")
+        text.append(f"| {label} | {name}{speed} | {peers} | {ratios} |")
+    return "\n".join(text) + "\n"
+
+
+def _time(us: float) -> str:
+    return f", {us:.1f} us" if us < 100 else f", {us / 1e3:.2f} ms"
+
+
 def main(arguments=None) -> None:
     """Measure the groups asked for."""
     parser = argparse.ArgumentParser(
@@ -483,6 +549,7 @@ def main(arguments=None) -> None:
     )
     parser.add_argument("groups", nargs="*", metavar="GROUP", help=", ".join(GROUPS))
     parser.add_argument("--json", metavar="FILE", help="also write the results there")
+    parser.add_argument("--markdown", metavar="FILE", help="also write README.md's table there")
     parser.add_argument("--quick", action="store_true", help="fewer shapes, shorter timings")
     parser.add_argument("--ms", type=float, help="GPU time per contender and shape; 80, quick 20")
     parser.add_argument("--tiles", nargs="+", metavar="CASE", help="sweep tiles: see tile_sweep.py")
@@ -498,7 +565,7 @@ def main(arguments=None) -> None:
     if bench.find_torch() is None:
         print("torch is not installed: its contenders show as n/a")
     facts = bench.machine()
-    print(", ".join(f"{key} {value}" for key, value in facts.items()))
+    print(in_words := ", ".join(f"{key} {value}" for key, value in facts.items()))
     session = Session(options.quick, options.ms or (20 if options.quick else 80))
     try:
         session.ceilings = bench.ceilings()
@@ -519,6 +586,8 @@ def main(arguments=None) -> None:
         if options.json:
             result = {"machine": facts, "ceilings": session.ceilings, "rows": session.rows}
             Path(options.json).write_text(json.dumps(result, indent=1))
+        if options.markdown:
+            Path(options.markdown).write_text(f"{in_words}\n\n{markdown(session.rows)}")
     marks = [row["mark"] for row in session.rows]
     print("\n" + ", ".join(f"{marks.count(m)} {m}" for m in dict.fromkeys(marks)))
 

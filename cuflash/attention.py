@@ -27,11 +27,12 @@ def attention(
     algo : {"fa1", "fa2", "fa3"}, optional
         FlashAttention-1 (key tiles outside, one thread block per head), FlashAttention-2 (one
         thread block per head and query tile) or, on Hopper, FlashAttention-3 (thread blocks that
-        work on one query tile after the other). By default FlashAttention-2.
+        work on one query tile after the other). By default FlashAttention-3 where it serves and
+        there is a query tile for every multiprocessor, else FlashAttention-2.
     engine : {"numpy", "simt", "mma", "wgmma"}, optional
         Tiled NumPy, plain FMA kernels, tensor-core kernels, or those of Hopper (half types, head
         dims that are multiples of 8 up to 256, rows on multiples of 16 bytes). By default the
-        fastest that serves; those of Hopper only for `algo="fa3"`.
+        fastest that serves.
     causal : bool or {"bottom_right", "top_left"}
         Query i sees key j iff `j <= i + shift`. True is the same as "bottom_right", where shift
         is the valid key length minus the valid query length; with "top_left" it is 0.
@@ -352,8 +353,15 @@ def plan(
     >>> p = cuflash.plan(q, q, q, causal=True, device=h200)
     >>> p.kernel, p.engine, p.grid == 8 * -(-512 // p.block_q)
     ('fa2_forward', 'mma', True)
+
+    On Hopper, where more heads fill its multiprocessors, FlashAttention-3:
+
+    >>> q = np.zeros((8, 16, 512, 64), np.float16)
+    >>> p = cuflash.plan(q, q, q, causal=True, device=h200)
+    >>> p.algo, p.engine, p.grid
+    ('fa3', 'wgmma', 132)
     >>> p = cuflash.plan(q, q, q, causal=True, device=h200, backward=True)
-    >>> p.kernel, p.grid == 8 * -(-512 // p.block_k)
+    >>> p.kernel, p.grid == 8 * 16 * -(-512 // p.block_k)
     ('fa2_backward', True)
     """
     if not (device is None or isinstance(device, Device)):

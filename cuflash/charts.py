@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 
 COLOURS = {
-    "fa2 mma": "#1f5fa8", "fa2 simt": "#6fa8dc", "fa2 numpy": "#1f5fa8", "fa1 mma": "#2e8b57",
-    "fa1 simt": "#93c9a8", "fa1 numpy": "#2e8b57", "unfused": "#8c8c8c", "torch FA2": "#d9822b",
-    "torch cuDNN": "#a23b72", "torch efficient": "#e3b23c", "torch math": "#c9c9c9",
+    "fa3 wgmma": "#1b1b3a", "fa2 wgmma": "#00a0b8", "fa2 mma": "#1f5fa8", "fa2 simt": "#6fa8dc",
+    "fa2 numpy": "#1f5fa8", "fa1 wgmma": "#8ab817", "fa1 mma": "#2e8b57", "fa1 simt": "#93c9a8",
+    "fa1 numpy": "#2e8b57", "unfused": "#8c8c8c", "torch FA2": "#d9822b", "torch cuDNN": "#a23b72",
+    "torch efficient": "#e3b23c", "torch math": "#c9c9c9",
 }  # fmt: skip
 OTHER = "#444444"  # what a later version adds
 

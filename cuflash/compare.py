@@ -1,7 +1,7 @@
 """`python -m cuflash compare`: cuflash against what else there is, as CSV, pictures and a report.
 
-On a GPU: fa1 and fa2 on each engine, the unfused computation in CuPy, and torch's kernels where
-torch is installed. On the CPU: the unfused computation in NumPy, fa1 and fa2.
+On a GPU: fa1, fa2 and fa3 on each engine that has them, the unfused computation in CuPy, and
+torch's kernels where torch is installed. On the CPU: the unfused computation in NumPy, fa1 and fa2.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ def _field(widths, lengths, backward=False) -> tuple[Work, ...]:
 def gpu_experiments(quick: bool) -> dict[str, Experiment]:
     """What is compared on a GPU."""
     lengths = (4096,) if quick else (1024, 4096, 16384)
-    flash = ("fa2 mma", "fa3", "fa1 mma", "torch FA2", "torch cuDNN")
+    mma = *(f"{algo} mma" for algo in ALGOS[::-1]), "torch FA2", "torch cuDNN"
+    flash = *(f"{algo} wgmma" for algo in ALGOS[::-1]), *mma
     early = tuple(
         Work(8, 8, n, d, "float32")
         for d in (8, 16, 32, 64)
@@ -108,7 +109,7 @@ def gpu_experiments(quick: bool) -> dict[str, Experiment]:
     return {
         "field": Experiment("16k tokens of 2048 features", _field((64, 128, 256), lengths), flash),
         "backward": Experiment(
-            "gradients, 16k tokens of 2048 features", _field((64, 128), lengths, True), flash
+            "gradients, 16k tokens of 2048 features", _field((64, 128), lengths, True), mma
         ),
         "early": Experiment("8 x 8 heads in single precision", early),
         "halves": Experiment("4 x 48 heads of width 32", halves),
@@ -121,7 +122,7 @@ def gpu_experiments(quick: bool) -> dict[str, Experiment]:
         "memory": Experiment(
             "memory beyond operands and result",
             tuple(Work(1, 8, n, 64, "float16") for n in long),
-            ("unfused", "fa1 mma", "fa2 mma", "torch FA2"),
+            ("unfused", "fa1 mma", "fa2 mma", "fa3", "torch FA2"),
             timed=False,
         ),
     }
@@ -291,7 +292,7 @@ def _in_words(error: Exception) -> str:
     """One line; of a plan's reasons the last, without the row of the table that gave it."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     if isinstance(error, NotImplementedError):
-        return lines[-1].rpartition(": ")[2]
+        return lines[-1].rpartition(": ")[2].strip()
     return f"{type(error).__name__}: {lines[0]}"[:120]
 
 

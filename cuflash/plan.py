@@ -726,9 +726,9 @@ def make_plan(problem: Problem, device: Device, algo=None, engine=None) -> Plan:
     problem : Problem
     device : Device
     algo : {"fa1", "fa2", "fa3"}, optional
-        By default fa2: fa1 is never faster.
+        By default fa3 or, where it does not serve, fa2: fa1 is never faster.
     engine : {"numpy", "simt", "mma", "wgmma"}, optional
-        By default the fastest that serves; wgmma only for fa3.
+        By default the fastest that serves.
 
     Raises
     ------
@@ -759,8 +759,6 @@ def _first_that_serves(problem, device, algo, engine) -> Plan:
         rejected.clear()
         for row in rows:
             reason = (replace(row, fill=0.0) if idle_allowed else row).reject(problem, device)
-            if row.engine == "wgmma" and engine is None and algo != "fa3":
-                reason = reason or "only when asked for, by engine='wgmma' or algo='fa3'"
             if not reason:
                 return Plan(problem, device, row, tuple(rejected))
             rejected.append((row, reason))

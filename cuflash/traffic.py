@@ -7,7 +7,7 @@ than the band hide nothing.
     unfused  Q K V out, and 4 N M    S is written and read, then P
     fa1      K V once; at each visit Q again, and O, l, m read and written in the type of sums,
              but for a row's first visit (nothing to read) and its last (the result is written)
-    fa2      Q, out and lse once; K and V at each visit
+    fa2      Q, out and lse once; K and V at each visit; fa3 the same
 
 Backward, S and P are computed again from lse, and in both algorithms K, V, dK and dV move once;
 at each visit Q and dout are read, two numbers of every row, and dQ in the type of sums is read and

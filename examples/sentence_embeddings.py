@@ -228,13 +228,13 @@ def main(argv=None) -> int:
     parser.add_argument("--file", help="a UTF-8 text file with a sentence per line, or - for stdin")
     parser.add_argument("--pairs", type=int, default=5, help="nearest pairs to print (default 5)")
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
-    parser.add_argument("--algo", help="fa1 or fa2; left out, cuflash chooses")
-    parser.add_argument("--engine", help="numpy, simt or mma; left out, cuflash chooses")
+    parser.add_argument("--algo", help="fa1, fa2 or fa3; left out, cuflash chooses")
+    parser.add_argument("--engine", help="numpy, simt, mma or wgmma; left out, cuflash chooses")
     parser.add_argument(
         "--dtype",
         choices=("float32", "float16"),
         default="float32",
-        help="type of queries, keys and values (engine mma takes float16)",
+        help="type of queries, keys and values (engines mma and wgmma take float16)",
     )
     args = parser.parse_args(argv)
     try:

@@ -10,6 +10,8 @@ import re
 import shutil
 import subprocess
 import sys
+import types
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -99,6 +101,187 @@ def test_the_meters_are_those_of_this_checkout(suite):
     gpu = suite("gpu")
     assert Path(gpu.meters.__file__) == Path(meters.__file__)
     assert gpu.meters is not meters  # another version of cuflash may be what is measured
+
+
+def test_a_call_that_no_kernel_serves_skips(suite):
+    need_kernel, x = suite("gpu").need_kernel, np.zeros((2, 3, 4, 8), np.float32)
+    need_kernel(x, x, x, algo="fa2", causal=True)
+    for choice, words in (
+        ({"algo": "fa3"}, "no kernel serves"),
+        ({"algo": "fa9"}, "algo='fa9'"),  # of a later version
+        ({"engine": "wg"}, "engine='wg'"),
+    ):
+        with pytest.raises(NotImplementedError, match=words):
+            need_kernel(x, x, x, **choice)
+    with pytest.raises(ValueError, match="causal"):
+        need_kernel(x, x, x, causal="left")
+
+
+def operands():
+    """A problem of (batch, heads, length, width), whose tensors are NumPy's."""
+
+    class Tensor(np.ndarray):
+        def transpose(self, a, b):
+            return np.swapaxes(self, a, b)
+
+    tensors = [np.full((2, 3, 5, 4), i).view(Tensor) for i in range(3)]
+    q, k, v = (types.SimpleNamespace(torch=x) for x in tensors)
+    return types.SimpleNamespace(q=q, k=k, v=v, causal=True)
+
+
+@pytest.mark.parametrize(("name", "gives_lse"), [("FA3", False), ("FA4", True)])
+def test_flash_attention_takes_part_where_it_is_installed(suite, monkeypatch, name, gives_lse):
+    gpu, seen = suite("gpu"), []
+    module, package = gpu.FLASH[name]
+
+    def flash_attn_func(q, k, v, causal):
+        seen.append(([x.shape for x in (q, k, v)], causal))
+        return (v, None) if gives_lse else v
+
+    call = gpu.Problem.flash_attention(operands(), name)
+    for part in (module.split(".")[0], module):
+        monkeypatch.setitem(sys.modules, part, None)
+    with pytest.raises(ModuleNotFoundError, match=f"^{package} is not installed"):
+        call()
+    for part in (module.split(".")[0], module):
+        found = types.SimpleNamespace(flash_attn_func=flash_attn_func)
+        monkeypatch.setitem(sys.modules, part, found)
+    out = call()
+    assert seen == [([(2, 5, 3, 4)] * 3, True)]
+    assert out.shape == (2, 3, 5, 4)
+    assert (out == 2).all()
+
+
+def test_what_flash_attention_itself_lacks_is_named(suite, monkeypatch, tmp_path):
+    (tmp_path / "fa3_fwd_interface.py").write_text("import fa3_fwd._C")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError, match="No module named 'fa3_fwd'"):
+        suite("gpu").Problem.flash_attention(operands(), "FA3")()
+
+
+@pytest.fixture
+def peers(suite):
+    """asv_bench/against_peers.py; it imports CuPy."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        pytest.importorskip("cupy", reason="needs CuPy: pip install '.[cuda13x]'")
+        return importlib.import_module("against_peers")
+
+
+class FakeProblem:
+    """Stands for operands on a GPU: what is called, by name."""
+
+    def __init__(self, shape, dtype, causal=False, layout="bhnd"):
+        self.shape, self.label = shape, f"{dtype} ({','.join(map(str, shape))})"
+
+    def chosen(self):
+        return "fa2 mma"
+
+    def name(self, *kind):
+        return " ".join(kind)
+
+    ours = torch_fused = flash_attention = flex_attention = name
+
+
+class FakeSession:
+    """Finds a ratio of 2 or, of FlashAttention-3, 8 or none."""
+
+    def __init__(self, quick=False):
+        self.quick, self.rows = quick, []
+
+    def compare_pairs(self, group, problem, contenders, pairs):
+        found = []
+        for name, peer, target in pairs:
+            row = {"group": group, "problem": problem.label, "name": name, "peer": peer}
+            row.update(target=target, mark="pass", shape=problem.shape, note="")
+            if peer != "FA3" or problem.shape[3] != 256:
+                row["ratio"] = 8.0 if peer == "FA3" else 2.0
+            assert contenders[name]
+            assert peer in contenders
+            found.append(row)
+        self.rows += found
+        return found
+
+
+def test_hopper_has_targets_and_a_mean_for_every_peer(peers, monkeypatch):
+    monkeypatch.setattr(peers, "Problem", FakeProblem)
+    monkeypatch.setattr(peers.bench, "release", lambda: None)
+    session = FakeSession()
+    peers.hopper(session)
+    by_peer = {}
+    for row in session.rows:
+        if row["name"] == "fa3 wgmma" and "shape" in row:
+            by_peer.setdefault(row["shape"][2:], {})[row["peer"]] = row["target"]
+    every = dict.fromkeys(("cuDNN", "torch FA2", "FA3", "FA4"), 0.95)
+    assert by_peer.pop((4096, 32)) == {
+        **every, "cuDNN": 1.2, "torch FA2": 1.2, "FlexAttention": 0.95
+    }  # fmt: skip
+    assert by_peer.pop((65536, 64)) == {**every, "cuDNN": 1.1}
+    for (length, width), targets in by_peer.items():
+        assert width in (64, 128, 256)
+        assert targets == (dict.fromkeys(every) if length == 1024 else every)
+    means = {row["peer"]: row for row in session.rows if row["problem"] == "geometric mean"}
+    assert session.rows[-4:] == list(means.values())
+    assert {peer: row["ratio"] for peer, row in means.items()} == pytest.approx(
+        {"cuDNN": 2, "torch FA2": 2, "FA3": 8, "FA4": 2}
+    )
+    assert {peer: row["note"] for peer, row in means.items()} == {
+        "cuDNN": "12 of 12", "torch FA2": "12 of 12", "FA3": "8 of 12", "FA4": "12 of 12"
+    }  # fmt: skip
+
+
+def test_a_mean_of_nothing_is_no_figure(peers):
+    rows = [
+        {"group": "hopper", "name": "fa3 wgmma", "peer": "FA4", "mark": "n/a", "reason": "absent"},
+        {"group": "hopper", "name": "fa3 wgmma", "peer": "FA4", "mark": "WRONG", "ratio": 3.0},
+    ]
+    (mean,) = peers.mean_rows(rows)
+    assert (mean["mark"], mean["note"]) == ("n/a", "0 of 2")
+    assert "ratio" not in mean
+
+
+ROWS = [
+    {"group": "small", "problem": "bf16 (1,8,512,64) causal", "name": "fa2 mma", "us": 14.62,
+     "tflops": 18.0, "peer": "torch FA2", "ratio": 1.061, "mark": "pass", "target": 1.0,
+     "note": ""},
+    {"group": "small", "problem": "bf16 (1,8,512,64) causal", "name": "fa2 mma", "value": 14.62,
+     "target": 15.4, "unit": "us", "mark": "pass", "note": ""},
+    {"group": "hopper", "problem": "bf16 (4,8,4096,64)", "name": "fa3 wgmma", "us": 1086.0,
+     "tflops": 506.2, "peer": "cuDNN", "ratio": 1.114, "mark": "pass", "target": 0.95, "note": ""},
+    {"group": "hopper", "problem": "bf16 (4,8,4096,64)", "name": "fa3 wgmma", "us": 1086.0,
+     "tflops": 506.2, "peer": "FA3", "ratio": 1.0, "mark": "pass", "target": 0.95, "note": ""},
+    {"group": "hopper", "problem": "bf16 (4,8,4096,64)", "name": "fa3 wgmma", "us": 1086.0,
+     "tflops": 506.2, "peer": "FA4", "mark": "n/a", "target": 0.95, "note": "",
+     "reason": "flash-attn-4 is not installed"},
+    {"group": "blocks", "problem": "bf16 (1,32,16384,64) density 0.050", "name": "fa3 wgmma",
+     "us": 440.0, "tflops": 250.0, "peer": "FlexAttention", "ratio": 0.77, "mark": "SHORT",
+     "target": 1.1, "note": ""},
+    {"group": "hopper", "problem": "geometric mean", "name": "fa3 wgmma", "peer": "cuDNN",
+     "ratio": 1.114, "mark": "info", "target": None, "note": "1 of 1"},
+]  # fmt: skip
+
+
+def test_the_table_of_the_readme(peers):
+    assert peers.markdown(ROWS).splitlines() == [
+        "| problem (B, H, N, D) | cuflash | peer | ratio |",
+        "|---|---|---|---|",
+        "| bf16 (1, 8, 512, 64) causal | fa2 mma, 14.6 us | torch FlashAttention-2 | 1.06 |",
+        "| bf16 (4, 8, 4096, 64) | fa3 wgmma, 506 TFLOP/s | cuDNN; FlashAttention-3 | 1.11; 1.00 |",
+        "| bf16 (1, 32, 16384, 64), visible 0.050 | fa3 wgmma, 0.44 ms | FlexAttention | 0.77 |",
+        "| geometric mean | fa3 wgmma | cuDNN | 1.11 |",
+    ]
+
+
+def test_a_report_has_ratios_and_limits(peers, capsys):
+    peers.report("small", ROWS[:2])
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if "512" in line]
+    assert lines[0][-3:] == ["1.061", "1.00", "pass"]
+    assert lines[1][-4:] == ["14.6", "15.4", "us", "pass"]
+    peers.report("hopper", ROWS[2:5])
+    text = capsys.readouterr().out
+    assert "n/a: FA4: flash-attn-4 is not installed [bf16 (4,8,4096,64)]" in text
+    peers.report("host", [])
+    assert "host: Host time per call" in capsys.readouterr().out
 
 
 # What follows needs asv.

@@ -8,8 +8,9 @@ import sys
 import numpy as np
 import pytest
 
+import cuflash
 from cuflash import __main__ as report
-from cuflash import compare, host
+from cuflash import charts, compare, host
 
 pytest.importorskip("matplotlib", reason="needs matplotlib: pip install '.[plot]'")
 pytest.importorskip("tqdm", reason="needs tqdm: pip install '.[plot]'")
@@ -121,6 +122,36 @@ def test_the_experiments_of_the_field_and_of_the_first_report():
     assert max(w.length for w in every["memory"].works) == 65536
 
 
+@pytest.fixture
+def names(monkeypatch):
+    """All contenders where there is a GPU, and torch."""
+    monkeypatch.setattr(compare.meters, "GpuMeter", lambda cupy, torch: None)
+    return compare.Field(cupy="CuPy", torch="torch").names
+
+
+def test_contenders_of_the_field_begin_with_the_engine_of_choice(names):
+    every = compare.gpu_experiments(False)
+    flash = compare.chosen_names(names, every["field"].contenders)
+    assert flash[:2] == ["fa3 wgmma", "fa2 wgmma"]
+    assert flash[-4:] == ["fa2 mma", "fa1 mma", "torch FA2", "torch cuDNN"]
+    gradients = compare.chosen_names(names, every["backward"].contenders)
+    assert gradients == ["fa2 mma", "fa1 mma", "torch FA2", "torch cuDNN"]
+    memory = compare.chosen_names(names, every["memory"].contenders)
+    assert memory == ["unfused", "fa1 mma", "fa2 mma", "fa3 wgmma", "torch FA2"]
+
+
+def test_contenders_have_colours_of_their_own(names):
+    colours = [charts.COLOURS[name] for name in names]
+    assert len(set(colours)) == len(names) > 10
+
+
+def test_why_there_are_no_gradients_in_words():
+    x = np.zeros((1, 16, 8), np.float16)
+    with pytest.raises(NotImplementedError) as caught:
+        cuflash.plan(x, x, x, engine="wgmma", device=cuflash.Device(90), backward=True)
+    assert compare._in_words(caught.value) == "there is no kernel of that kind"
+
+
 def test_forward_and_backward_flops():
     work = compare.Work(2, 3, 10, 4, "float32")
     assert work.flops == 4 * 6 * 100 * 4
@@ -188,6 +219,10 @@ def test_on_a_gpu(tmp_path):
         assert ("float32", f"{algo} simt") in found
         assert ("float32", f"{algo} mma") not in found
     assert "- fa2 mma: serves float16, bfloat16, not float32 (4 problems)" in text
+    served = {("float16", f"{algo} wgmma") for algo in ("fa2", "fa3")} <= found
+    arch = sys.modules["cupy"].cuda.Device().compute_capability
+    assert served == (arch == "90")
+    assert served or f"- fa3 wgmma: needs sm_90, the device is sm_{arch} (4 problems)" in text
     assert all(int(r["extra_bytes"]) == 0 for r in rows if r["contender"] == "fa2 simt")
     assert "driver" in text
 

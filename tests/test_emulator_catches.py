@@ -9,14 +9,16 @@ import functools
 import re
 
 import emulated
+import ml_dtypes
 import numpy as np
 import pytest
 from cases import numpy_dtype, random_mask, tile_of
 from emulated import attention, attention_backward
-from emulator import EmulatorError, Memory, Module, TensorMap, available
+from emulator import EAGER, EmulatorError, Memory, Module, TensorMap, available
 from tolerance import assert_backward_close, assert_forward_close
 
 from cuflash import BlockMask, reference, source
+from cuflash.plan import Device
 
 pytestmark = pytest.mark.skipif(available() is not None, reason=str(available()))
 
@@ -781,7 +783,7 @@ def fa1_inputs(queries):
     return [rng.standard_normal((1, 1, n, 32)).astype(numpy_dtype("bfloat16")) for n in shapes]
 
 
-def fa1_is_right(options, seeds=SEEDS):
+def fa1_is_right(options, seeds=(*SEEDS, EAGER)):
     """Compare with the reference under several schedules; raises where something is wrong."""
     options = {n: np.int32([x]) if "lengths" in n else x for n, x in options.items()}
     q, k, v = fa1_inputs(options.pop("queries", 0))
@@ -805,7 +807,7 @@ def test_bugs_planted_in_fa1_on_hopper(monkeypatch, text, wrong, options):
     """Each is reported by the emulator or moves a result out of bounds."""
     found = plant(monkeypatch, (text, wrong))
     with pytest.raises((EmulatorError, AssertionError)):
-        fa1_is_right(options, seeds=range(6))
+        fa1_is_right(options, seeds=(EAGER, *range(6)))
     assert any(found), "no kernel has this text any more"
 
 
@@ -985,3 +987,78 @@ def test_blocks_that_wait_for_later_ones_are_found(monkeypatch, bug):
     with pytest.raises(EmulatorError, match="OUT OF BOUNDS"):
         masked_is_right({**ORDER, **GIVEN}, seeds=(0,))
     assert sum(found) >= len(changes)
+
+
+# --------------------------------------------------------------------- bugs in the Hopper forward
+# Long rows: copies get ahead of the products, and a block works on several items.
+HOPPER = [
+    ("scores are used before they are there", r"wait_products<1>\(S_regs\);", "settle(S_regs);",
+     {}),
+    ("keys are given back before they are read", r"(turns\.await\(\);)",
+     r"\1 if (speaks) arrive(barriers.K_empty(now.stage));", {}),
+    ("values are given back before they are read",
+     r"wait_products<0>\(O_regs\);\s+(if \(speaks\) arrive\(barriers\.V_empty\(freed\)\);)",
+     r"\1 wait_products<0>(O_regs);", {}),
+    ("queries are given back a visit early", r"i \+ 1 == keys\.count\(\) && speaks",
+     "i + 2 == keys.count() && speaks", {}),
+    ("values are not waited for",
+     r"wait_barrier\(barriers\.V_full\(before\.stage\), before\.parity\);", "", {}),
+    ("the next keys are not waited for",
+     r"if \(i \+ 1 < keys\.count\(\)\) (?=wait_barrier)", "if (false) ", {}),
+    ("a wait for what may have come again", r"(const int freed = before\.stage;)",
+     r"\1 wait_barrier(barriers.K_full(freed), before.parity);", {}),
+    ("cleared values are not published", r"publish_to_async_units\(\);\s+(__syncwarp)", r"\1",
+     {"nonfinite": True}),
+    ("nothing is cleared", r"if \(!is_finite\(widen\(x\)\)\) x = narrow<T>\(0\.0f\);", "",
+     {"nonfinite": True}),
+    ("infinities are not added", r"if \(__any_sync\(FULL_WARP, nonfinite\)\)", "if (false)",
+     {"nonfinite": True}),
+    ("an item is given back before it is read", r"(item = &next;)",
+     r"\1 if (speaks) reader.release(next);", {}),
+    ("O is not rescaled", r"if \(stale\) scale_rows\(O_regs, rescale\);", "", {"growing": True}),
+    ("O goes on from one item to the next", r"clear_rows\(O_regs\);", "", {}),
+]  # fmt: skip
+
+
+@functools.cache
+def long_inputs(nonfinite, growing):
+    """q, k, v of several items for each of two multiprocessors, of many tiles of keys."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((3, 700, 64)).astype(ml_dtypes.bfloat16) for _ in range(3))
+    if nonfinite:
+        v[0, 333, 3] = np.inf  # of a key that some queries of a tile see
+        v[1, 10, 5] = np.nan
+    if growing:  # each key has a larger score than those before
+        k *= np.linspace(8, 1, 700)[:, None].astype(k.dtype)
+        q[:], k[:] = abs(q), abs(k)
+    return q, k, v
+
+
+def hopper_is_right(options):
+    """Compare with the reference under several schedules; raises where something is wrong."""
+    q, k, v = long_inputs(options.get("nonfinite", False), options.get("growing", False))
+    device = Device(90, multiprocessors=2)
+    first = None
+    for seed in (EAGER, 0, 1, 2):
+        result = attention(
+            q, k, v, causal=True, algo="fa3", engine="wgmma", seed=seed, device=device
+        )[:2]
+        assert_forward_close(*result, q, k, v, causal=True)
+        bits = [x.tobytes() for x in result]
+        first = first or bits
+        assert bits == first, f"other bits with seed {seed}"
+
+
+@pytest.mark.parametrize("options", options_of(HOPPER), ids=str)
+def test_hopper_without_a_planted_bug(options):
+    hopper_is_right(options)
+
+
+@pytest.mark.parametrize(("text", "wrong", "options"), [x[1:] for x in HOPPER],
+                         ids=[x[0] for x in HOPPER])  # fmt: skip
+def test_bugs_planted_in_the_hopper_forward(monkeypatch, text, wrong, options):
+    """Each is reported by the emulator, moves a result out of bounds, or changes its bits."""
+    found = plant(monkeypatch, (text, wrong))
+    with pytest.raises((EmulatorError, AssertionError)):
+        hopper_is_right(options)
+    assert any(found), "no kernel has this text any more"

@@ -848,6 +848,31 @@ def test_plan_of_device_arrays(cupy):
     assert plan.device.name in str(plan)
 
 
+def test_the_engine_of_choice_on_hopper(cupy):
+    """fa3 on wgmma where it fills the device, with gradients of the default kernel; else mma."""
+    options = {"causal": True}
+    dout, q, k, v = random(cupy, "bfloat16", 4, 4, 16, 500, 64)
+    plan = cuflash.plan(q, k, v, **options)
+    if plan.device.arch != 90:
+        pytest.skip(f"{plan.device} is not of compute capability 9.0")
+    assert (plan.algo, plan.engine, plan.compile_options) == ("fa3", "wgmma", ("-arch=sm_90a",))
+    assert cuflash.plan(q, k, v, algo="fa2", **options).engine == "wgmma"
+    assert cuflash.plan(q, k, v, backward=True, **options).engine == "mma"
+    few = slice(0, 1), slice(0, 2)
+    assert cuflash.plan(q[few], k[few], v[few], **options).engine == "mma"
+    for algo in (None, "fa2"):
+        (out, lse), vjp = cuflash.attention_vjp(q, k, v, algo=algo, return_lse=True, **options)
+        grads = vjp(dout)
+        asked = cuflash.attention(q, k, v, algo=algo, engine="wgmma", **options)
+        assert same_bits(out, asked)
+        for b in (0, 3):  # the reference is dense
+            at = slice(b, b + 1), slice(15, 16)
+            parts = [x[at] for x in (out, lse, q, k, v)]
+            assert_forward_close(*parts, plan=plan, **options)
+            inputs = [x[at] for x in (dout, q, k, v)]
+            assert_backward_close([x[at] for x in grads], *inputs, **options)
+
+
 # ------------------------------------------------------------------------------ other libraries
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @EACH_KERNEL

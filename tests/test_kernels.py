@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import math
 
+import ml_dtypes
 import numpy as np
 import pytest
 from cases import (
@@ -23,7 +24,7 @@ from cases import (
     tile_of,
 )  # fmt: skip
 from emulated import attention, attention_backward
-from emulator import available
+from emulator import EAGER, available
 from tolerance import assert_backward_close, assert_forward_close
 
 from cuflash import reference
@@ -174,6 +175,23 @@ def test_results_do_not_depend_on_the_schedule(part):
             assert other.lse.tobytes() == first.lse.tobytes()
 
     check_all(PARTS[part], check)
+
+
+@pytest.mark.parametrize("dim", [40, 128, 192, 256])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("algo", ["fa1", "fa3"])
+def test_long_rows_on_hopper(algo, dim, causal):
+    """Copies get ahead of the products, and each block works on several items."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((3, 700, dim)).astype(ml_dtypes.bfloat16) for _ in range(3))
+    options = {"causal": causal, "algo": algo, "engine": "wgmma", "mode": "fast"}
+    results = [
+        attention(q, k, v, seed=seed, device=SMALL_H200, **options) for seed in (EAGER, 0, 1)
+    ]
+    assert_forward_close(*results[0][:2], q, k, v, causal=causal)
+    for result in results[1:]:
+        assert result.out.tobytes() == results[0].out.tobytes()
+        assert result.lse.tobytes() == results[0].lse.tobytes()
 
 
 @pytest.mark.parametrize("group", [g for g in GROUPS if "masked" in g or "softcap" in g])

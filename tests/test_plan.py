@@ -423,16 +423,46 @@ def test_fa1_on_hopper_has_key_tiles_as_large_as_shared_memory_holds():
     assert masked.tile.scored == (128, 128)  # blocks of masks are powers of two
 
 
-def test_hopper_only_when_asked_for():
-    for of in (problem(), problem(leading=(8, 64), n=1000)):  # few blocks: better than none
-        for choice in ({"algo": "fa3"}, {"engine": "wgmma"}):
-            plan = make_plan(of, H200, **choice)
-            assert (plan.algo, plan.engine, plan.kernel) == ("fa3", "wgmma", "hopper_forward")
-            assert plan.compile_options == ("-arch=sm_90a",)
-        for choice in ({}, {"algo": "fa2"}):
-            plan = make_plan(of, H200, **choice)
-            assert (plan.algo, plan.engine, plan.compile_options) == ("fa2", "mma", ())
-    assert "only when asked for, by engine='wgmma' or algo='fa3'" in str(plan)
+def test_hopper_serves_what_fills_it():
+    """By default as fa3; fa2 and fa1 have the engine, too."""
+    large = problem("bfloat16", (8, 64), 1000, 1000)
+    for engine in (None, "wgmma"):
+        assert make_plan(large, H200, "fa1", engine).kernel == "hopper_fa1_forward"
+    for algo, engine in ((None, None), (None, "wgmma"), ("fa3", None), ("fa2", None)):
+        plan = make_plan(large, H200, algo, engine)
+        assert (plan.algo, plan.kernel) == (algo or "fa3", "hopper_forward")
+        assert plan.engine == "wgmma"
+        assert plan.compile_options == ("-arch=sm_90a",)
+    assert make_plan(large, H200).rejected == ()
+    assert make_plan(large, H200, engine="mma").engine == "mma"
+    gradients = make_plan(dataclasses.replace(large, backward=True), H200)
+    assert (gradients.kernel, gradients.engine) == ("fa2_backward", "mma")
+    for choice in ({"algo": "fa3"}, {"engine": "wgmma"}):  # few blocks: better than none
+        assert make_plan(problem(), H200, **choice).algo == "fa3"
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "reason"),
+    [
+        ({"leading": (2, 3)}, {}, "its 6 blocks leave too much of 132 multiprocessors idle"),
+        ({"dtype": "float16", "head_dim": 20}, {}, "serves head dims that are multiples of 8"),
+        ({"unmappable": "its strides"}, {}, "its strides"),
+        ({"aligned": False}, {}, "needs rows aligned to 16 bytes"),
+        ({}, {"arch": 80}, "needs sm_90, the device is sm_80"),
+        ({}, {"arch": 100}, "needs sm_90, the device is sm_100"),
+        ({}, {"has_features": False}, "needs NVRTC 12.9 or later"),
+    ],
+)
+@pytest.mark.parametrize("algo", [None, "fa2"])
+def test_mma_serves_what_hopper_does_not_and_the_plan_says_why(algo, changes, device, reason):
+    large = problem("bfloat16", (8, 64), 64, 64)
+    plan = make_plan(
+        dataclasses.replace(large, **changes), dataclasses.replace(H200, **device), algo
+    )
+    assert (plan.algo, plan.engine, plan.compile_options) == ("fa2", "mma", ())
+    reasons = [why for row, why in plan.rejected if row.engine == "wgmma"]
+    assert set(reasons) == {reason}
+    assert f": {reason}\n" in f"{plan}\n"
 
 
 def test_nothing_serves():

@@ -76,6 +76,15 @@ def test_reasons():
     assert why_not(*axes) == "tensor maps have 3 leading axes, these fold into 4"
 
 
+def test_strides_that_tensor_maps_cannot_describe_are_served_by_mma():
+    q, k = zeros(64, 4, 100, 64), zeros(64, 4, 90, 64)
+    assert cuflash.plan(q, k, k, device=H200).engine == "wgmma"
+    plan = cuflash.plan(q, np.broadcast_to(k[..., :1, :], k.shape), k, device=H200)
+    assert plan.engine == "mma"
+    reasons = {reason for row, reason in plan.rejected if row.engine == "wgmma"}
+    assert reasons == {"tensor maps repeat no rows, k does"}
+
+
 def test_a_broadcast_head_is_one_position():
     problem = Problem("float16", (4, 8), 64, 64, 64, 64)
     assert make_plan(problem, H200, engine="wgmma").engine == "wgmma"

@@ -14,9 +14,9 @@ from cuflash.plan import CPU, ITEM_BYTES, Device, Plan, Problem, make_plan
 H200 = Device(90, "NVIDIA H200", multiprocessors=132)
 
 
-def plan_of(algo, n, m, d=64, dv=48, *, heads=6, band=Band(), backward=False):
+def plan_of(algo, n, m, d=64, dv=48, *, heads=6, band=Band(), backward=False, engine="mma"):
     problem = Problem("float16", (heads,), n, m, d, dv, heads, band, backward=backward)
-    return make_plan(problem, H200, algo, "mma")
+    return make_plan(problem, H200, algo, engine)
 
 
 def counted(plan: Plan) -> int:
@@ -62,6 +62,13 @@ bands = st.builds(
 def test_traffic_is_what_the_loops_move(algo, backward, n, m, band):
     plan = plan_of(algo, n, m, band=band, backward=backward)
     assert plan.traffic == counted(plan)
+
+
+@given(st.integers(1, 700), st.integers(1, 700), bands)
+def test_fa3_moves_what_fa2_moves_with_the_same_tiles(n, m, band):
+    fa2, fa3 = (plan_of(x, n, m, band=band, engine="wgmma") for x in ("fa2", "fa3"))
+    assert (fa2.block_q, fa2.block_k) == (fa3.block_q, fa3.block_k)
+    assert fa2.traffic == fa3.traffic == counted(fa3)
 
 
 def test_without_a_mask_fa2_reads_keys_once_per_query_tile():

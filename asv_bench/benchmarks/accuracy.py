@@ -14,7 +14,7 @@ class Accuracy:
     """Of causal self-attention of (2, 4, 300, 64): the largest error, by the largest value."""
 
     version = "1"
-    params = (list(DTYPES), ["fa1", "fa2"], ["numpy", "simt", "mma"])
+    params = (list(DTYPES), ["fa1", "fa2", "fa3"], ["numpy", "simt", "mma", "wgmma"])
     param_names = ("dtype", "algo", "engine")
 
     def setup(self, dtype, algo, engine):
@@ -22,6 +22,7 @@ class Accuracy:
         shape = (2, 4, 300, 64)
         self.arrays = [rng.standard_normal(shape).astype(DTYPES[dtype]) for _ in "qkv"]
         arrays = self.arrays if engine == "numpy" else [*map(gpu.need_gpu().asarray, self.arrays)]
+        gpu.need_kernel(*arrays, algo=algo, engine=engine)
         out = cuflash.attention(*arrays, algo=algo, engine=engine, causal=True)
         self.found = (out if engine == "numpy" else out.get()).astype(np.float64)
 

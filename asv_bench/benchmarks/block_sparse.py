@@ -23,7 +23,7 @@ class BlockSparse:
     """bf16 (1, 32, 16384, 64): seconds, and how far they are from the dense time's share."""
 
     version = "1"
-    params = (DENSITIES, ["fa1", "fa2", "fa2 backward"])
+    params = (DENSITIES, ["fa1", "fa2", "fa3", "fa2 backward"])
     param_names = ("density", "algo")
 
     def setup(self, density, algo):
@@ -34,6 +34,7 @@ class BlockSparse:
             problem, more = gpu.Backward(SHAPE, "bf16", mask=mask), {"deterministic": False}
         else:
             problem, more = gpu.Problem(SHAPE, "bf16", mask=mask), {}
+            problem.served(algo)
         self.call = problem.ours(algo[:3], **more)
         self.dense = problem.ours(algo[:3], mask=None, **more)
 
@@ -49,9 +50,9 @@ class BlockSparse:
 
 
 class BlockSparsePeers:
-    """fa2 against FlexAttention on the same mask."""
+    """What the plan chooses, against FlexAttention on the same mask."""
 
-    version = "1"
+    version = "2"
     params = (DENSITIES,)
     param_names = ("density",)
 
@@ -59,7 +60,7 @@ class BlockSparsePeers:
         gpu.need_torch()
         mask, shown = draw_mask(density, SHAPE[1], SHAPE[2])
         problem = gpu.Problem(SHAPE, "bf16", mask=mask)
-        self.calls = [problem.ours("fa2"), gpu.flex(problem.q, problem.k, problem.v, shown)]
+        self.calls = [problem.ours(None), gpu.flex(problem.q, problem.k, problem.v, shown)]
 
     def track_ratio(self, density):
         return gpu.times_as_long(*self.calls)

@@ -3,10 +3,12 @@
 from . import gpu
 
 KERNELS = {
-    "fa1 mma bf16 64": ("bfloat16", 64, "fa1", "mma"),
-    "fa2 mma bf16 64": ("bfloat16", 64, "fa2", "mma"),
-    "fa2 mma bf16 128": ("bfloat16", 128, "fa2", "mma"),
-    "fa2 simt fp32 64": ("float32", 64, "fa2", "simt"),
+    "fa1 mma bf16 64": ("bf16", (1, 8, 512, 64), "fa1", "mma"),
+    "fa2 mma bf16 64": ("bf16", (1, 8, 512, 64), "fa2", "mma"),
+    "fa2 mma bf16 128": ("bf16", (1, 8, 512, 128), "fa2", "mma"),
+    "fa2 simt fp32 64": ("fp32", (1, 8, 512, 64), "fa2", "simt"),
+    "fa3 wgmma bf16 64": ("bf16", (4, 16, 1024, 64), "fa3", "wgmma"),
+    "fa3 wgmma bf16 128": ("bf16", (4, 16, 1024, 128), "fa3", "wgmma"),
 }
 
 
@@ -18,7 +20,9 @@ class Compile:
     param_names = ("kernel",)
 
     def setup(self, kernel):
+        dtype, shape, algo, engine = KERNELS[kernel]
         gpu.need_gpu()
+        gpu.Problem(shape, dtype, True).served(algo, engine)
 
     def track_nothing_compiled(self, kernel):
         return gpu.first_call_seconds(*KERNELS[kernel])

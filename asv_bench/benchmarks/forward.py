@@ -19,14 +19,14 @@ PROBLEMS = {
 
 class Forward:
     version = "1"
-    params = (list(PROBLEMS), [False, True], ["fa1", "fa2"])
+    params = (list(PROBLEMS), [False, True], ["fa1", "fa2", "fa3"])
     param_names = ("problem", "causal", "algo")
 
     def setup(self, problem, causal, algo):
         gpu.need_gpu()
         shape, dtype, layout = PROBLEMS[problem]
         self.problem = gpu.Problem(shape, dtype, causal, layout)
-        self.call = self.problem.ours(algo)
+        self.call = self.problem.served(algo)
 
     def track_seconds(self, *parameters):
         return gpu.seconds(self.call)

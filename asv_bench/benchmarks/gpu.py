@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import importlib
+import importlib.metadata
 import importlib.util
 import os
 import statistics
@@ -37,6 +39,10 @@ PEERS = {
     "torch FA2": "FLASH_ATTENTION",
     "torch cuDNN": "CUDNN_ATTENTION",
     "torch efficient": "EFFICIENT_ATTENTION",
+}
+FLASH = {  # module and package of their forward pass
+    "FA3": ("fa3_fwd_interface", "fa3-fwd"),
+    "FA4": ("flash_attn.cute", "flash-attn-4"),
 }
 MILLISECONDS = 40.0  # of the GPU's time for each contender of a tracked figure
 MOST = 50  # samples of a tracked figure
@@ -100,6 +106,19 @@ def need_torch():
     if find_torch() is None:
         raise NotImplementedError("needs torch and a GPU")
     return find_torch()
+
+
+def need_kernel(*arrays, **options) -> None:
+    """Without a kernel for such a call the benchmark is skipped.
+
+    So it is where this version of cuflash does not know the algorithm or the engine.
+    """
+    try:
+        cuflash.plan(*arrays, **options)
+    except ValueError as error:
+        if not str(error).startswith(("algo=", "engine=")):
+            raise
+        raise NotImplementedError(str(error)) from None
 
 
 @functools.cache
@@ -234,7 +253,7 @@ class Problem:
         self.q, self.k, self.v, self.out = (
             draw(x, dtype, layout) for x in (many, kept, kept, many)
         )
-        self.results = (self.out,)
+        self.results, self.direction = (self.out,), {}
         self.mask = {"causal": "top_left" if causal else False}
         if key_heads:
             self.mask["enable_gqa"] = True
@@ -263,6 +282,16 @@ class Problem:
         options = {"algo": algo, "engine": engine, **self.mask, **more}
         return functools.partial(cuflash.attention, *self.inputs, out=self.out.cupy, **options)
 
+    def chosen(self) -> str:
+        """Algorithm and engine that a call takes by default."""
+        plan = cuflash.plan(*self.inputs, **self.mask, **self.direction)
+        return f"{plan.algo} {plan.engine}"
+
+    def served(self, algo, engine=None):
+        """A call as of `ours`; the benchmark is skipped where no kernel serves."""
+        need_kernel(*self.inputs, algo=algo, engine=engine, **self.mask, **self.direction)
+        return self.ours(algo, engine)
+
     def torch_fused(self, backend=None):
         """A call of torch's attention with one kernel, or what is selected; None without torch."""
         torch = find_torch()
@@ -281,19 +310,43 @@ class Problem:
 
         return with_backend
 
-    def flash_attention_3(self):
-        """A call of FlashAttention-3's forward pass; None where it is not installed."""
-        try:
-            from fa3_fwd_interface import flash_attn_func
-        except ImportError:
-            return None
-        q, k, v = (x.torch.transpose(1, 2) for x in (self.q, self.k, self.v))
+    def flash_attention(self, name):
+        """A call of the forward pass of one of `FLASH`, which is imported at the first."""
+        module, package = FLASH[name]
+
+        @functools.cache
+        def prepared():
+            try:
+                function = importlib.import_module(module).flash_attn_func
+            except ModuleNotFoundError as error:
+                if error.name not in (module, module.partition(".")[0]):
+                    raise  # something that it needs itself
+                raise ModuleNotFoundError(f"{package} is not installed") from error
+            return function, [x.torch.transpose(1, 2) for x in (self.q, self.k, self.v)]
 
         def call():
-            found = flash_attn_func(q, k, v, causal=self.causal)
+            function, tensors = prepared()
+            found = function(*tensors, causal=self.causal)
             return (found[0] if isinstance(found, tuple) else found).transpose(1, 2)
 
         return call
+
+    def flex_attention(self):
+        """A call of torch's FlexAttention, compiled at the first; None without torch."""
+        if find_torch() is None:
+            return None
+
+        @functools.cache
+        def compiled():
+            from torch.nn.attention.flex_attention import create_block_mask
+
+            if not self.causal:
+                return _flex(None)
+            sizes = None, None, self.shape[2], self.shape[2]
+            return _flex(create_block_mask(lambda b, h, q, k: q >= k, *sizes, device="cuda"))
+
+        tensors = self.q.torch, self.k.torch, self.v.torch
+        return lambda: compiled()(*tensors)
 
     def torch_unfused(self):
         """The formula in torch, without a mask; None without torch."""
@@ -346,7 +399,8 @@ class Backward(Problem):
         self.flops = self.flops / 4 * 10
         self.tolerance = GRADIENT_TOLERANCE[dtype]
         self.dout, *gradients = (draw(shape, dtype, layout) for _ in range(4))
-        self.results = tuple(gradients)
+        self.results, self.direction = tuple(gradients), {"backward": True}
+        self.label = f"backward {self.label}"
         self.bytes *= 2
         out = self.out.cupy, need_gpu().empty(shape[:3], np.float32)
         cuflash.attention(*self.inputs, return_lse=True, out=out, **self.mask)
@@ -402,17 +456,24 @@ def torch_gradients(q, k, v, dout, causal: bool, backend: str):
     return default, deterministic
 
 
-def _flex(shown):
-    """FlexAttention, compiled, for tensors and a mask of blocks of 128 x 128 for each head."""
+def _flex(mask):
+    """FlexAttention, compiled, for tensors and a block mask of torch, or None for none."""
     torch = need_torch()
-    from torch.nn.attention.flex_attention import BlockMask, flex_attention
+    from torch.nn.attention.flex_attention import flex_attention
+
+    torch._dynamo.config.recompile_limit = 256
+    return functools.partial(torch.compile(flex_attention, dynamic=False), block_mask=mask)
+
+
+def _flex_blocks(shown):
+    """A block mask of torch, of blocks of 128 x 128 for each head."""
+    torch = need_torch()
+    from torch.nn.attention.flex_attention import BlockMask
 
     counts, order = shown.sum(-1), np.argsort(~shown, axis=-1, kind="stable")
     tables = [torch.tensor(x[None], dtype=torch.int32, device="cuda") for x in (counts, order)]
     nothing = [torch.zeros_like(x) for x in tables]
-    mask = BlockMask.from_kv_blocks(*nothing, *tables, BLOCK_SIZE=128)
-    torch._dynamo.config.recompile_limit = 256
-    return functools.partial(torch.compile(flex_attention, dynamic=False), block_mask=mask)
+    return BlockMask.from_kv_blocks(*nothing, *tables, BLOCK_SIZE=128)
 
 
 def flex(q, k, v, shown):
@@ -422,7 +483,8 @@ def flex(q, k, v, shown):
     """
     if find_torch() is None:
         return None
-    compiled, tensors = functools.cache(lambda: _flex(shown)), (q.torch, k.torch, v.torch)
+    compiled = functools.cache(lambda: _flex(_flex_blocks(shown)))
+    tensors = q.torch, k.torch, v.torch
     return lambda: compiled()(*tensors)
 
 
@@ -436,7 +498,7 @@ def flex_gradients(q, k, v, dout, shown):
     def forward():
         inputs = tuple(x.torch.detach().requires_grad_() for x in (q, k, v))
         with torch.enable_grad():
-            return _flex(shown)(*inputs), inputs, dout.torch
+            return _flex(_flex_blocks(shown))(*inputs), inputs, dout.torch
 
     def call():
         out, inputs, grad = forward()
@@ -476,12 +538,13 @@ def host_times(calls, batches: int, size: int = 200) -> list[list[float]]:
 
 
 FIRST_CALL = """
-import sys, time
+import functools, sys, time
 import cupy, ml_dtypes, numpy as np
 import cuflash
-dtype, width, algo, engine = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
-draw = np.random.default_rng(0).standard_normal
-q, k, v = (cupy.asarray(draw((1, 8, 512, width)).astype(dtype)) for _ in "qkv")
+dtype, shape, *choice = sys.argv[1:]
+algo, engine = (name or None for name in choice)
+draw = functools.partial(np.random.default_rng(0).standard_normal, [*map(int, shape.split(","))])
+q, k, v = (cupy.asarray(draw().astype(dtype)) for _ in "qkv")
 cupy.zeros(1)
 cupy.cuda.Device().synchronize()
 start = time.perf_counter()
@@ -491,14 +554,15 @@ print(time.perf_counter() - start)
 """
 
 
-def first_call_seconds(dtype: str, width: int, algo: str, engine: str, compiled=False) -> float:
+def first_call_seconds(dtype: str, shape, algo=None, engine=None, compiled=False) -> float:
     """Seconds of a process's first call, with nothing compiled before, or from the disk cache."""
+    arguments = DTYPES[dtype].name, ",".join(map(str, shape)), algo or "", engine or ""
     root = str(Path(cuflash.__file__).resolve().parents[1])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     if not compiled:
         environment["CUPY_CACHE_IN_MEMORY"] = "1"
-    command = [sys.executable, "-c", FIRST_CALL, dtype, str(width), algo, engine]
+    command = [sys.executable, "-c", FIRST_CALL, *arguments]
     options = {"env": environment, "capture_output": True, "text": True, "timeout": 120}
     child = subprocess.run(command, **options)
     if child.returncode:
@@ -516,7 +580,11 @@ def in_words(error: Exception) -> str:
 
 def machine() -> dict[str, str]:
     """Names and versions of what a number depends on."""
-    return meters.facts(need_gpu(), find_torch())
+    facts = meters.facts(need_gpu(), find_torch())
+    for _, package in FLASH.values():
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            facts[package] = importlib.metadata.version(package)
+    return facts
 
 
 def print_table(title: str, rows: list[list[object]], header: list[str]) -> None:

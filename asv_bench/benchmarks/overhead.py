@@ -8,17 +8,18 @@ from . import gpu
 
 
 class Overhead:
-    """Time of the host for a call of (1, 8, 128, 64)."""
+    """Time of the host for a call of (1, 8, 128, 64): of fa2, on wgmma of fa3."""
 
     version = "1"
-    params = (["simt", "mma"],)
+    params = (["simt", "mma", "wgmma"],)
     param_names = ("engine",)
 
     def setup(self, engine):
         gpu.need_gpu()
-        problem = gpu.Problem((1, 8, 128, 64), "bf16" if engine == "mma" else "fp32", True)
+        problem = gpu.Problem((1, 8, 128, 64), "fp32" if engine == "simt" else "bf16", True)
         arrays = [*problem.inputs, problem.out.cupy]
-        calls = [problem.ours("fa2", engine), gpu.bare_launch(arrays)]
+        call = problem.served("fa3" if engine == "wgmma" else "fa2", engine)
+        calls = [call, gpu.bare_launch(arrays)]
         self.mine, self.bare = gpu.host_times(calls, 10)
 
     def track_seconds(self, engine):

@@ -5,7 +5,10 @@ from pathlib import Path
 
 from . import gpu
 
-CASES = ["half64", "half128", "small64", "fp32_32", "fp32_64", "fa1_64", "bwd64", "bwd128"]
+CASES = [
+    "hopper64", "hopper128", "half64", "half128", "small64", "fp32_32", "fp32_64", "fa1_64",
+    "bwd64", "bwd128",
+]  # fmt: skip
 
 
 class Tiles:

@@ -7,6 +7,6 @@ README.md says how, and what it cannot see.
 """
 
 from .memory import Memory, TensorMap
-from .module import EmulatorError, Module, available
+from .module import EAGER, EmulatorError, Module, available
 
-__all__ = ["EmulatorError", "Memory", "Module", "TensorMap", "available"]
+__all__ = ["EAGER", "EmulatorError", "Memory", "Module", "TensorMap", "available"]

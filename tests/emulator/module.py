@@ -11,7 +11,9 @@ from . import build, translate
 from .build import EmulatorError, available
 from .memory import Memory, TensorMap
 
-__all__ = ["EmulatorError", "Module", "available"]
+__all__ = ["EAGER", "EmulatorError", "Module", "available"]
+
+EAGER = -1  # a seed
 
 _COMMON = ["-std=c++17", "-fPIC", "-fno-strict-aliasing", "-g1", "-gdwarf-4", "-w", *build.CPU]
 _MODES = {
@@ -127,7 +129,8 @@ class Module:
         shared_bytes : int
             Dynamic shared memory of a block.
         seed : int
-            0: threads in order, asynchronous copies as late as is legal. Others: random order.
+            0: threads in order, asynchronous copies as late as is legal. EAGER: copies at once,
+            and always the first thread that can run. Others: random order.
         memory : Memory
             Where the addresses lie; tensor maps place their arrays there.
 

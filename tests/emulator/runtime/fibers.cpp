@@ -1,8 +1,9 @@
 // Threads as fibers of one OS thread, the scheduler, block barriers and the launch.
 //
 // With seed 0 threads run in order and asynchronous copies happen only when no thread can run, that
-// is at the latest legal moment. Other seeds pick threads, copies and the number of resident blocks
-// at random. Blocks become resident one after another, and also whenever all resident threads wait
+// is at the latest legal moment. With seed -1 (EAGER) copies happen at once, and of the threads that
+// can run the first does: warps that copy get as far ahead of the others as the kernel lets them.
+// Other seeds pick threads, copies and the number of resident blocks at random. Blocks become resident one after another, and also whenever all resident threads wait
 // for memory to change: so blocks that hand work to each other through flags run interleaved.
 #include <csetjmp>
 #include <csignal>
@@ -19,6 +20,7 @@
 Fiber* current;
 bool checking;
 int seed;
+constexpr int EAGER = -1;
 u32 shared_bytes;
 Index3 block_dim, grid_dim;
 Stats stats;
@@ -418,10 +420,19 @@ static void retire(Block& block) {
          resident.size(), livelock ? " (they poll memory that nobody changes)" : "");
 }
 
+// A copy, or else the first thread of those that can run.
+static u32 first_choice(size_t copies) {
+    if (copies) return ready.size();
+    u32 first = 0;
+    for (u32 i = 1; i < ready.size(); i++)
+        if (ready[i]->id < ready[first]->id) first = i;
+    return first;
+}
+
 static void run_grid() {
     u32 blocks = grid_dim.x * grid_dim.y * grid_dim.z, admitted = 0;
     size_t most = std::max<size_t>(1, MAX_FIBERS / threads);
-    size_t wanted = seed ? 1 + random_below(3) : 1;
+    size_t wanted = seed > 0 ? 1 + random_below(3) : 1;
     size_t futile = 0;
     for (;;) {
         while (admitted < blocks && resident.size() < std::min(wanted, most)) admit(admitted++);
@@ -437,7 +448,9 @@ static void run_grid() {
                 deadlock(!polling.empty());
             wake_pollers(true);
         }
-        u32 choice = seed ? random_below(ready.size() + copies) : 0;
+        u32 choice = seed == EAGER ? first_choice(copies)
+                     : seed        ? random_below(ready.size() + copies)
+                                   : 0;
         if (choice >= ready.size()) {
             auto [block, copy] = pending_copies[choice - ready.size()];
             pending_copies.erase(pending_copies.begin() + (choice - ready.size()));
