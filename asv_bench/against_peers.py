@@ -11,7 +11,7 @@ hopper      wgmma against cuDNN, torch's FlashAttention-2 and, where the package
             the geometric mean over its 12 problems of 4096 and 16384 tokens, and in fp16 with
             narrow heads (FlexAttention, too) and with many keys
 small       what the plan chooses for problems of a few microseconds, against FlashAttention-2
-fa1         fa1 against fa2
+fa1         fa1 against fa2, and the share of the rate that its traffic allows
 backward    gradients, in any order too, against torch's kernels in both of their modes
 blocks      fa3 wgmma and fa2 mma with random block masks, forward and backward, against no mask (at
             most 1.15 x the share of visible blocks + 3 % of its time) and FlexAttention
@@ -253,6 +253,9 @@ def fa1(s: Session) -> None:
         for causal in (False, True):
             problem = Problem(shape, "bf16", causal, "bnhd")
             _fa1_row(s, problem, "mma", target)
+    for width in (64, 128):
+        for causal in (False, True):
+            _fa1_row(s, Problem((8, 33, 4096, width), "bf16", causal, "bnhd"), "wgmma", 0.6)
     _fa1_row(s, Problem((4, 33, 4096, 64), "fp32"), "simt", None)
 
 
@@ -264,8 +267,13 @@ def _fa1_row(s: Session, problem, engine, target) -> None:
 
     peer = (f"fa2 {engine}", fa2_result, target)
     s.compare("fa1", problem, f"fa1 {engine}", calls["fa1"], [peer])
-    if s.rows[-1].get("ratio"):
-        s.rows[-1]["note"] = f"fa2 is {1 / s.rows[-1]['ratio']:.1f} times as fast"
+    row = s.rows[-1]
+    if row.get("ratio"):
+        row["note"] = f"fa2 is {1 / row['ratio']:.1f} times as fast"
+    if row.get("us") and "copy" in s.ceilings:
+        plan = cuflash.plan(*problem.inputs, algo="fa1", engine=engine, **problem.mask)
+        row["traffic"] = plan.traffic / s.ceilings["copy"] / row["us"] / 1e6
+        row["note"] += f", {row['traffic']:.2f} of what traffic allows"
     bench.release()
 
 

@@ -39,7 +39,7 @@ import numpy as np
 import cuflash
 from cuflash import launch
 from cuflash.calls import BackwardCall, ForwardCall, find_call
-from cuflash.plan import HALF, SINGLE, TILES, Plan, Tile, _backward, _mma, _simt, _wgmma
+from cuflash.plan import HALF, SINGLE, TILES, Plan, Tile, _backward, _mma, _simt, _wgmma, _wgmma_fa1
 
 
 class Case(NamedTuple):
@@ -92,6 +92,10 @@ CASES = {
         ((4, 33, 4096, 64, False), (4, 33, 4096, 64, True))),
     "fa1_128": Case("fa1", "mma", "bf16", "bnhd", "",
         ((4, 33, 4096, 128, False), (4, 33, 4096, 128, True))),
+    "fa1_hopper64": Case("fa1", "wgmma", "bf16", "bnhd", "", _both_masks(4, 33, 4096, 64)),
+    "fa1_hopper128": Case("fa1", "wgmma", "bf16", "bnhd", "", _both_masks(4, 33, 4096, 128)),
+    "fa1_hopper192": Case("fa1", "wgmma", "bf16", "bnhd", "", _both_masks(4, 33, 2048, 192)),
+    "fa1_hopper256": Case("fa1", "wgmma", "bf16", "bnhd", "", _both_masks(4, 33, 2048, 256)),
     "fa1_256": Case("fa1", "mma", "bf16", "bnhd", "", ((4, 33, 2048, 256, False),)),
     "fa1_fp32_64": Case("fa1", "simt", "fp32", "bhnd", "", ((4, 33, 2048, 64, False),)),
     "fa1_fp32_128": Case("fa1", "simt", "fp32", "bhnd", "", ((4, 33, 2048, 128, False),)),
@@ -109,6 +113,7 @@ CASES = {
 # Beyond the table's rows. _mma(algo, max_dim, block_k, warps, slabs, ...);
 # _simt(algo, dtypes, max_dim, block_k, warps, row_lanes, lane_rows, ...);
 # _wgmma(max_dim, block_k, warpgroups, ...), as fa3 and fa2;
+# _wgmma_fa1(max_dim, block_k, step_k, warpgroups, ...);
 # _backward(algo, engine, dtypes, max_dim, block_q, warps, slabs or (row_lanes, lane_rows), ...).
 CANDIDATES: dict[str, list[Tile]] = {
     "half64": [
@@ -190,6 +195,18 @@ CANDIDATES: dict[str, list[Tile]] = {
         _mma("fa1", 128, 256, 8, 1, step_k=64, queries_in_registers=True),
         _mma("fa1", 128, 192, 8, 2, step_k=32),
     ],
+    "fa1_hopper64": [
+        _wgmma_fa1(64, 768, 128, 3),
+        _wgmma_fa1(64, 640, 128, 3, stages=2, ping_pong=True),
+        _wgmma_fa1(64, 512, 128, 3, stages=2, ping_pong=True),
+    ],
+    "fa1_hopper128": [
+        _wgmma_fa1(128, 384, 128, 2),
+        _wgmma_fa1(128, 384, 96, 2, ping_pong=True),
+        _wgmma_fa1(128, 320, 160, 2, stages=2, ping_pong=True),
+    ],
+    "fa1_hopper192": [_wgmma_fa1(192, 224, 112, 2, ping_pong=True)],
+    "fa1_hopper256": [_wgmma_fa1(256, 160, 80, 2, ping_pong=True)],
     "fa1_256": [_mma("fa1", 256, 128, 4, 1, step_k=64)],
     "fa1_fp32_64": [],
     "fa1_fp32_128": [_simt("fa1", SINGLE, 128, 64, 8, 16, 4, step_k=64)],

@@ -185,7 +185,7 @@ class Tile:
 
     `block_k` keys are in shared memory at a time and `step_k` of them are scored at once (all of
     them in fa2 rows that do not say otherwise); `stages` key tiles (fa2) or query slabs per warp
-    (fa1) are under way at a time. A warp owns `slabs` times 16 query rows (mma), or
+    or warpgroup (fa1) are under way at a time. A warp owns `slabs` times 16 query rows (mma), or
     `32 / row_lanes * lane_rows` rows (simt: `row_lanes` lanes share a row, each lane holds
     `lane_rows` rows). wgmma: four more warps copy tiles, and with `ping_pong` warpgroups take turns
     at issuing products.
@@ -262,6 +262,8 @@ class Tile:
         if self.engine == "wgmma":
             head, value = self.widths(problem)
             tiles = self.block_q * head + self.stages * self.block_k * (head + value)
+            if self.algo == "fa1":
+                tiles = self.stages * self.block_q * head + self.block_k * (head + value)
             return tiles * ITEM_BYTES[problem.dtype] + BARRIER_BYTES
         itemsize = ITEM_BYTES[problem.dtype if self.engine == "mma" else problem.accumulator]
         chunk = CHUNK_BYTES // itemsize
@@ -287,7 +289,9 @@ class Tile:
         """Rows and columns of a tile of a mask's lists; in backward its rows are keys."""
         if self.backward:
             return self.block_k, self.block_q
-        return (self.warp_rows, self.step_k) if self.algo == "fa1" else (self.block_q, self.block_k)
+        if self.algo == "fa1":
+            return self.block_q if self.engine == "wgmma" else self.warp_rows, self.step_k
+        return self.block_q, self.block_k
 
     def scored_tiles(self, problem: Problem) -> tuple[int, int]:
         """How many such tiles there are down and across."""
@@ -407,7 +411,9 @@ class Plan:
     @property
     def kernel(self) -> str:
         """Name of the kernel that does the work, and of its file."""
-        family = "hopper" if self.engine == "wgmma" else self.algo
+        family = self.algo
+        if self.engine == "wgmma":
+            family = "hopper_fa1" if self.algo == "fa1" else "hopper"
         return f"{family}_{'backward' if self.problem.backward else 'forward'}"
 
     @property
@@ -514,7 +520,10 @@ class Plan:
             ]
         if not p.backward:
             if self.algo == "fa1":
-                parts.append(("state", p.head_count * p.query_length * (p.value_dim + 2) * item))
+                rows, width = p.query_length, p.value_dim
+                if self.engine == "wgmma":  # as registers hold them
+                    rows, width = self.query_tiles * self.block_q, self.tile.widths(p)[1]
+                parts.append(("state", p.head_count * rows * (width + 2) * item))
             return tuple(parts)
         q_tiles, k_tiles = p.head_count * self.query_tiles, p.head_count * self.key_tiles
         parts += [
@@ -626,6 +635,10 @@ def _wgmma(max_dim, block_k, warpgroups, **more):
     )
 
 
+def _wgmma_fa1(max_dim, block_k, step_k, warpgroups, **more):
+    return Tile("fa1", "wgmma", HALF, max_dim, block_k, 4 * warpgroups, step_k, **more)
+
+
 def _backward(algo, engine, dtypes, max_dim, block_q, warps, rows, **more):
     """`rows`: slabs (mma), or row_lanes and lane_rows (simt)."""
     sizes = {"slabs": rows} if engine == "mma" else dict(zip(("row_lanes", "lane_rows"), rows))
@@ -663,6 +676,12 @@ TILES = (
     _simt("fa2", EVERY, 256, 32, 4, 16, 4),
     _simt("fa2", EVERY, 512, 16, 4, 16, 2),
     _simt("fa2", EVERY, 512, 8, 2, 8, 1),
+    _wgmma_fa1(64, 768, 128, 3, ping_pong=True),
+    _wgmma_fa1(64, 768, 128, 2, ping_pong=True),
+    _wgmma_fa1(128, 384, 128, 2, ping_pong=True),
+    _wgmma_fa1(192, 224, 112, 2),
+    _wgmma_fa1(256, 160, 80, 2),
+    _wgmma_fa1(256, 128, 64, 2),
     _mma("fa1", 64, 512, 8, 2, step_k=64, queries_in_registers=True),
     _mma("fa1", 128, 256, 8, 1, step_k=64, queries_in_registers=True),
     _mma("fa1", 128, 128, 4, 1, step_k=64),

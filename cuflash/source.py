@@ -92,7 +92,7 @@ def _products(plan: Plan) -> str:
     _, value_width = plan.tile.widths(plan.problem)
     return "\n".join(
         [
-            _product("multiply_shared", plan, plan.block_k, a_in_registers=False),
+            _product("multiply_shared", plan, plan.tile.step_k, a_in_registers=False),
             _product("multiply_registers", plan, value_width, a_in_registers=True),
         ]
     )

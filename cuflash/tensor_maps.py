@@ -33,8 +33,8 @@ def tensor_maps(plan: Plan, layout: Layout) -> dict[str, TensorMap]:
     head_width, value_width = plan.tile.widths(p)
     sizes = {
         "q": (p.query_length, p.head_dim, head_width, WARPGROUP_ROWS),
-        "k": (p.key_length, p.head_dim, head_width, plan.block_k),
-        "v": (p.key_length, p.value_dim, value_width, plan.block_k),
+        "k": (p.key_length, p.head_dim, head_width, plan.tile.step_k),
+        "v": (p.key_length, p.value_dim, value_width, plan.tile.step_k),
     }
     maps = {}
     for name, (length, columns, width, rows) in sizes.items():

@@ -18,7 +18,7 @@ from cuflash.plan import EVERY, HALF, Device, Problem, make_plan
 
 H200 = Device(90, "NVIDIA H200", multiprocessors=132)
 DTYPES = {"mma": HALF, "simt": EVERY, "wgmma": HALF}
-ALGOS_OF = {"mma": ("fa1", "fa2"), "simt": ("fa1", "fa2"), "wgmma": ("fa2", "fa3")}
+ALGOS_OF = {"mma": ("fa1", "fa2"), "simt": ("fa1", "fa2"), "wgmma": ("fa1", "fa2", "fa3")}
 KERNELS = [(algo, engine) for engine, algos in ALGOS_OF.items() for algo in algos]
 BACKWARD_KERNELS = [kernel for kernel in KERNELS if kernel[1] != "wgmma"]
 DIMS = {

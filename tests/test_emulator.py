@@ -459,6 +459,8 @@ extern "C" __global__ void k(const float* in, float* out, float* sum) {
         asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
                      " [%0], [%1], %2, [%3];"
                      :: "r"(tile), "l"(in + 128 * blockIdx.x), "r"(512), "r"(bar) : "memory");
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;"
+                 :: "l"(out + 128 * blockIdx.x), "r"(512) : "memory");
     finish(bar);
     ((float*)smem)[threadIdx.x] *= 2;
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");

@@ -349,6 +349,18 @@ def load(init="fence_init();", expect="256", parity="0"):
     return LOAD.replace("INIT", init).replace("EXPECT", expect).replace("PARITY", parity)
 
 
+def test_prefetch_outside_a_buffer():
+    body = (
+        HEAD
+        + """
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;"
+                 :: "l"(out + 4), "r"(GOOD) : "memory");
+    out[t] = in[t];
+}"""
+    )
+    catches(body, ("240", "256"), "OUT OF BOUNDS: a prefetch of 256 bytes", (X, X))
+
+
 def test_mbarrier_parity():
     catches(load(parity="GOOD"), ("0", "1"), "RACE: .*asynchronous copy|UNINITIALISED", (X, X))
 
@@ -719,6 +731,83 @@ def test_bugs_planted_in_the_backward_kernels(monkeypatch, text, wrong, options)
     monkeypatch.setattr(source, "kernel_source", broken)
     with pytest.raises((EmulatorError, AssertionError)):
         backward_is_right(options)
+    assert any(found), "no kernel has this text any more"
+
+
+# ------------------------------------------------------------------------- bugs in fa1 on Hopper
+WINDOW = {"window": (200, 200)}  # some steps of a key tile are nobody's
+ONE_TILE = {"queries": 5}
+WRONG_FA1 = [
+    ("keys read before they are there", r"wait_barrier\(barriers\.K_full\(step\), turned\);", "",
+     {}),
+    ("values read before they are there",
+     r"wait_barrier\(barriers\.V_full\(P_step\), parity\);", "", {}),
+    ("queries read before they are there",
+     r"wait_barrier\(barriers\.Q_full\(.*?queries\.parity\);", "", {}),
+    ("keys overwritten while they are read",
+     r"wait_barrier\(barriers\.K_empty\(\), parity \^ 1\);", "", {}),
+    ("values overwritten while they are read",
+     r"wait_barrier\(barriers\.V_empty\(\), parity \^ 1\);", "", {}),
+    ("keys given back with every pair", r"speaks && pair->closes", "speaks", {}),
+    ("queries overwritten while they are read",
+     r"wait_barrier\(barriers\.Q_empty\(slot\), .*?;", "", {}),
+    ("keys that nobody saw are still arriving",
+     r"wait_barrier\(barriers\.K_full\(i\), parity \^ 1\);", "", WINDOW),
+    ("values that nobody saw are still arriving",
+     r"wait_barrier\(barriers\.V_full\(i\), parity \^ 1\);", "", {**ONE_TILE, "gaps": True}),
+    ("O not written back", r"else\s+State::store\(O_regs, slab\);", "", {}),
+    ("l and m not written back",
+     r"if \(!pair->is_last\(\)\) State::store\(softmax, slab\);", "", {}),
+    ("O starts anew", r"else\s+State::load\(O_regs, slab\);", "else clear_rows(O_regs);", {}),
+    ("l and m start anew", r"if \(!is_first\) State::load\(softmax, slab\);", "", {}),
+    ("the first visit reads", r"is_first\(\) const \{ return begin == keys\.begin; \}",
+     "is_first() const { return false; }", {}),
+    ("the last visit is not the last", r"is_last\(\) const \{ return end == keys\.end; \}",
+     "is_last() const { return false; }", {}),
+    ("each lane of a row brings its whole l",
+     r"sums \? (group\.at\[Tile::ROWS \+ i\]) : Accumulator\(0\)", r"\1", {}),
+    ("lanes of a row not in step", r"__syncwarp\(\);(?=  // all lanes of a row will)", "",
+     ONE_TILE),
+    ("all slabs of a tile have one state", r"query_tile \* CONSUMERS \+ consumer\)",
+     "query_tile * CONSUMERS)", {}),
+    ("query tiles that see no key left out", r"clear_rows\(O_regs\);\s+store_rows\(.*?;", "",
+     {"window": (10, 0), "causal": "top_left", "kv_lengths": 40}),
+]  # fmt: skip
+
+
+@functools.cache
+def fa1_inputs(queries):
+    """q, k and v of more than two key tiles and, unless given, two query tiles."""
+    rng, tile = np.random.default_rng(0), tile_of("fa1", "wgmma", "bfloat16", 32)
+    shapes = (queries or 2 * tile.block_q - 3, *[2 * tile.block_k + 5] * 2)
+    return [rng.standard_normal((1, 1, n, 32)).astype(numpy_dtype("bfloat16")) for n in shapes]
+
+
+def fa1_is_right(options, seeds=(*SEEDS, EAGER)):
+    """Compare with the reference under several schedules; raises where something is wrong."""
+    options = {n: np.int32([x]) if "lengths" in n else x for n, x in options.items()}
+    q, k, v = fa1_inputs(options.pop("queries", 0))
+    if options.pop("gaps", False):  # of a key tile the last steps
+        tile = tile_of("fa1", "wgmma", "bfloat16", 32)
+        shown = np.arange(k.shape[-2]) % tile.block_k < tile.step_k
+        options["mask"] = BlockMask.from_dense(np.broadcast_to(shown, (q.shape[-2], len(shown))))
+    for seed in seeds:
+        result = attention(q, k, v, algo="fa1", engine="wgmma", seed=seed, **options)
+        assert_forward_close(result.out, result.lse, q, k, v, **options)
+
+
+def test_fa1_on_hopper_without_a_planted_bug():
+    for options in options_of(WRONG_FA1):
+        fa1_is_right(options)
+
+
+@pytest.mark.parametrize(("text", "wrong", "options"), [x[1:] for x in WRONG_FA1],
+                         ids=[x[0] for x in WRONG_FA1])  # fmt: skip
+def test_bugs_planted_in_fa1_on_hopper(monkeypatch, text, wrong, options):
+    """Each is reported by the emulator or moves a result out of bounds."""
+    found = plant(monkeypatch, (text, wrong))
+    with pytest.raises((EmulatorError, AssertionError)):
+        fa1_is_right(options, seeds=(EAGER, *range(6)))
     assert any(found), "no kernel has this text any more"
 
 

@@ -208,7 +208,7 @@ def test_large(cupy, algo, engine, large):
 def test_a_thousand_runs_on_hopper_leave_the_same_bits(cupy, dim):
     """Many items per block; keys of the last tile are cut."""
     q, k, v = random(cupy, "bfloat16", 3, 4, 8, 1111, dim)
-    for algo, causal in (("fa3", True), ("fa2", False)):
+    for algo, causal in (("fa3", True), ("fa2", False), ("fa1", True)):
         options = {"algo": algo, "engine": "wgmma", "causal": causal, "return_lse": True}
         out, lse = cuflash.attention(q, k, v, **options)
         again = cupy.empty_like(out), cupy.empty_like(lse)
@@ -787,7 +787,7 @@ def test_memory_taken(cupy, pool, algo, engine):
         assert_forward_close(out, lse, q, k, v, plan=plan)
 
 
-@pytest.mark.parametrize("engine", ["simt", "mma"])
+@pytest.mark.parametrize("engine", ["simt", "mma", "wgmma"])
 def test_workspace_that_does_not_do(cupy, engine):
     kernel, dtype, dim = wants("fa1", engine)
     q, k, v = random(cupy, dtype, 3, 2, 40, dim)

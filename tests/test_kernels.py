@@ -84,9 +84,14 @@ def assert_written_inside(view, name):
 
 
 # ---------------------------------------------------------------------- against the reference
+# The tiles of fa1 on wgmma are large: of its cases every third is checked.
+OF_FA1 = [str(c) for c in CASES if (c.algo, c.engine) == ("fa1", "wgmma")]
+UNCHECKED = {*OF_FA1} - {*OF_FA1[::3]}
+
+
 def check(case):
     out = out_of(case)
-    result = run(case, out=out)
+    result = run(case, out=out, mode="fast" if str(case) in UNCHECKED else "check")
     assert_close(case, result)
     if out is not None:
         assert result.out is out[0]
@@ -174,11 +179,12 @@ def test_results_do_not_depend_on_the_schedule(part):
 
 @pytest.mark.parametrize("dim", [40, 128, 192, 256])
 @pytest.mark.parametrize("causal", [False, True])
-def test_long_rows_on_hopper(dim, causal):
+@pytest.mark.parametrize("algo", ["fa1", "fa3"])
+def test_long_rows_on_hopper(algo, dim, causal):
     """Copies get ahead of the products, and each block works on several items."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((3, 700, dim)).astype(ml_dtypes.bfloat16) for _ in range(3))
-    options = {"causal": causal, "algo": "fa3", "engine": "wgmma", "mode": "fast"}
+    options = {"causal": causal, "algo": algo, "engine": "wgmma", "mode": "fast"}
     results = [
         attention(q, k, v, seed=seed, device=SMALL_H200, **options) for seed in (EAGER, 0, 1)
     ]
@@ -435,9 +441,7 @@ def test_fa3_equals_fa2_bit_by_bit(dtype):
         assert fa2.lse.tobytes() == fa3.lse.tobytes()
 
 
-@pytest.mark.parametrize(
-    ("engine", "dtype"), [(e, d) for e in DTYPES for d in DTYPES[e] if e != "wgmma"]
-)
+@pytest.mark.parametrize(("engine", "dtype"), [(e, d) for e in DTYPES for d in DTYPES[e]])
 def test_fa1_equals_fa2(engine, dtype):
     rng, dim = np.random.default_rng(7), DIMS[engine]
     q, (k, v) = random(rng, dtype, 2, 70, dim), random(rng, dtype, 2, 2, 150, dim)
@@ -537,7 +541,7 @@ def test_work_is_proportional_to_the_window(algo, engine, window):
 def test_causal_masks_halve_the_work(algo, engine):
     dtype, dim = DTYPES[engine][0], DIMS[engine]
     tile, what = tile_of(algo, engine, dtype), COUNTED[engine]
-    length = 8 * max(tile.warp_rows if algo == "fa1" else tile.block_q, tile.step_k)
+    length = 8 * max(tile.scored)
     q = np.zeros((length, dim), numpy_dtype(dtype))
     full, causal = (
         attention(q, q, q, algo=algo, engine=engine, causal=c).stats[what] for c in (False, True)
@@ -566,7 +570,8 @@ def test_grid_is_what_the_papers_say(algo, engine):
     q, k, v = random(np.random.default_rng(12), dtype, 3, 2, 3, 2 * block_q + 1, dim)
     result = attention(q, k, v, algo=algo, engine=engine)
     assert result.stats["blocks"] == result.plan.grid == (6 if algo == "fa1" else 6 * 3)
-    needed = 6 * (2 * block_q + 1) * (dim + 2) * 4
+    rows = 3 * block_q if engine == "wgmma" else 2 * block_q + 1  # wgmma: of whole tiles
+    needed = 6 * rows * (dim + 2) * 4
     assert result.plan.workspace_bytes == (needed if algo == "fa1" else 0)
 
 

@@ -16,7 +16,8 @@ from cuflash.params import params_dtype, pointers
 from cuflash.tile_lists import tile_lists
 
 H200 = cuflash.Device(90, "NVIDIA H200", multiprocessors=132)
-OPTIONS = (None, None, False, None, None, None, True, True)
+# The engine mma, since tensor maps are the driver's to make.
+OPTIONS = (None, "mma", False, None, None, None, True, True)
 BASE = 1 << 20  # where the first array of the stand-in lies
 
 
@@ -376,7 +377,7 @@ def test_copies_and_stages(launch):
         dv=make(2, 4, 90, 64),
     )
     given["out"] = make(2, 8, 100, 64, dtype=np.float32)
-    call, *rest = call_of(BackwardCall, given)
+    call, *rest = call_of(BackwardCall, given, (None, None, *OPTIONS[2:]))
     grads = launch.run(call, *rest, 3, None)
     params = launch.launched[0][-1]
     moved = {name for name, x in given.items() if params[name] != x.data.ptr}

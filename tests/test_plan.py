@@ -179,7 +179,7 @@ def test_reasons_of_backward_rows():
 
 MASKED_PLANS = [
     (make, algo, engine) for make in (problem, backward) for algo in ("fa1", "fa2")
-    for engine in ("simt", "mma")
+    for engine in ("simt", "mma", "wgmma") if engine != "wgmma" or make is problem
 ]  # fmt: skip
 
 
@@ -193,6 +193,8 @@ def test_lists_of_an_array_are_made_in_the_workspace(make, algo, engine):
         assert (rows, columns) == (plan.block_k, plan.block_q)
     else:
         by_step = plan.tile.warp_rows, plan.tile.step_k
+        if engine == "wgmma":
+            by_step = plan.block_q, plan.tile.step_k
         assert (rows, columns) == (by_step if algo == "fa1" else (plan.block_q, plan.block_k))
     lengths = (500, 300) if p.backward else (300, 500)
     down, across = math.ceil(lengths[0] / rows), math.ceil(lengths[1] / columns)
@@ -386,6 +388,7 @@ def hopper(p=None, device=H200, algo="fa3"):
 
 def test_hopper_serves_or_says_why_not():
     assert hopper() == hopper(algo="fa2") == hopper(problem("bfloat16", d=256, e=8)) == ""
+    assert hopper(algo="fa1") == hopper(problem("bfloat16", d=8, e=256), algo="fa1") == ""
     assert hopper(problem("float32")) == "serves float16, bfloat16, not float32"
     assert hopper(device=Device(80)) == "needs sm_90, the device is sm_80"
     assert hopper(device=Device(100)) == "needs sm_90, the device is sm_100"
@@ -399,9 +402,32 @@ def test_hopper_serves_or_says_why_not():
         make_plan(backward(), H200, "fa3")
 
 
+def test_fa1_on_hopper_keeps_its_state_tile_by_tile():
+    """A row of O is as wide as registers hold it, and l and m stand behind."""
+    for d, e, n in ((64, 64, 100), (64, 40, 1000), (128, 128, 129), (256, 8, 1)):
+        plan = make_plan(problem(d=d, e=e, n=n), H200, "fa1", "wgmma")
+        assert (plan.kernel, plan.grid) == ("hopper_fa1_forward", 6)
+        rows = math.ceil(n / plan.block_q) * plan.block_q
+        assert plan.workspace == (("state", 6 * rows * (math.ceil(e / 32) * 32 + 2) * 4),)
+
+
+def test_fa1_on_hopper_has_key_tiles_as_large_as_shared_memory_holds():
+    rows = [row for row in GPU_ROWS if (row.algo, row.engine) == ("fa1", "wgmma")]
+    for row in rows:
+        p = problem(d=row.max_dim)
+        assert row.block_k % row.step_k == 0
+        assert row.shared_bytes(p) <= H200.shared_bytes
+        larger = dataclasses.replace(row, block_k=row.block_k + row.step_k)
+        assert larger.shared_bytes(p) > H200.shared_bytes
+    masked = make_plan(problem(d=64, mask="blocks"), H200, "fa1", "wgmma")
+    assert masked.tile.scored == (128, 128)  # blocks of masks are powers of two
+
+
 def test_hopper_serves_what_fills_it():
-    """By default as fa3; fa2 has the engine, too."""
+    """By default as fa3; fa2 and fa1 have the engine, too."""
     large = problem("bfloat16", (8, 64), 1000, 1000)
+    for engine in (None, "wgmma"):
+        assert make_plan(large, H200, "fa1", engine).kernel == "hopper_fa1_forward"
     for algo, engine in ((None, None), (None, "wgmma"), ("fa3", None), ("fa2", None)):
         plan = make_plan(large, H200, algo, engine)
         assert (plan.algo, plan.kernel) == (algo or "fa3", "hopper_forward")

@@ -21,6 +21,7 @@ KERNELS = files("cuflash") / "kernels"
 NAMES = [
     "fa1_forward.cu", "fa2_forward.cu", "fa1_backward.cu", "fa2_backward.cu", "backward_rows.cu",
     "sum_dq.cu", "sum_dk.cu", "sum_dv.cu", "mask_tiles.cu", "mask_lists.cu", "hopper_forward.cu",
+    "hopper_fa1_forward.cu",
 ]  # fmt: skip
 kernels = pytest.mark.parametrize("name", NAMES)
 

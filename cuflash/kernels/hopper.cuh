@@ -87,6 +87,14 @@ __device__ __forceinline__ void load_box(u32 shared, const TensorMap* map, u32 b
         : "memory");
 }
 
+// cp.async.bulk.prefetch: global to the L2 cache; `bytes` and the address are multiples of 16.
+__device__ __forceinline__ void prefetch_bytes(const void* global, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;"
+                 :
+                 : "l"(global), "r"(bytes)
+                 : "memory");
+}
+
 // prefetch.tensormap
 __device__ __forceinline__ void prefetch(const TensorMap* map) {
     asm volatile("prefetch.tensormap [%0];" : : "l"(map) : "memory");

@@ -3,21 +3,11 @@
 #pragma once
 #include "hopper.cuh"
 #include "key_tiles.cuh"
-#include "tile.cuh"
+#include "roles.cuh"
 #include "warpgroup.cuh"
 #include "work_list.cuh"
 
 using Tile = WarpgroupTile<Element, BLOCK_K, HEAD_DIM, HEAD_DIM_V>;
-constexpr int CONSUMERS = WARPS / 4;
-static_assert(BLOCK_Q == CONSUMERS * SLAB && THREADS == (CONSUMERS + 1) * WARPGROUP, "roles");
-
-constexpr int CLEARERS = 2;  // warps 1 and 3 of the producer
-
-// Registers per thread: what a block starts with, and how the warpgroups share it out.
-constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
-constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
-constexpr int CONSUMER_REGISTERS =
-    (LAUNCH_REGISTERS * (CONSUMERS + 1) - PRODUCER_REGISTERS) / CONSUMERS / 8 * 8;
 
 // Shared memory, by byte offsets.
 constexpr int Q_TILE = Tile::Queries::BYTES, K_TILE = Tile::Keys::BYTES;
@@ -56,71 +46,13 @@ struct Barriers {
 };
 constexpr int FLAGS = BARRIERS + 8 * Barriers::COUNT;
 
-// Named barriers, from 1 on: 0 is __syncthreads.
-constexpr int TURN_BARRIER = 1, OUTPUT_BARRIER = TURN_BARRIER + CONSUMERS;
-
-// Consumers issue their products one after the other, round and round.
-struct Turns {
-    const int consumer;
-    __device__ __forceinline__ Turns(int consumer) : consumer(consumer) {
-        if (PING_PONG && consumer == CONSUMERS - 1) pass(TURN_BARRIER, 2 * WARPGROUP);
-    }
-    __device__ __forceinline__ void await() const {
-        if constexpr (PING_PONG) meet(TURN_BARRIER + consumer, 2 * WARPGROUP);
-    }
-    __device__ __forceinline__ void hand_over() const {
-        const int next = consumer + 1 == CONSUMERS ? 0 : consumer + 1;
-        if constexpr (PING_PONG) pass(TURN_BARRIER + next, 2 * WARPGROUP);
-    }
-    __device__ __forceinline__ void end() const {  // takes the turn that nobody wants
-        if (PING_PONG && consumer == 0) await();
-    }
-};
-
 constexpr int ITEMS = round_up(FLAGS + 4 * CLEARERS * STAGES, 16);
 static_assert(ITEMS + 2 * sizeof(Item) <= SHARED_BYTES, "barriers, flags and items");
 
-// Reads the items one after the other, of which two are in shared memory.
-struct Reader {
-    const Item* const items;
-    const Barriers& barriers;
-    Ring<2> ring;
+struct Reader : ItemReader<Item, Barriers> {
     __device__ __forceinline__ Reader(unsigned char* smem, const Barriers& barriers)
-        : items(reinterpret_cast<const Item*>(smem + ITEMS)), barriers(barriers) {}
-    __device__ __forceinline__ const Item& next() {
-        wait_barrier(barriers.item_full(ring.stage), ring.parity);
-        const Item& item = items[ring.stage];
-        ring.advance();
-        return item;
-    }
-    __device__ __forceinline__ void release(const Item& item) const {
-        arrive(barriers.item_empty(int(&item - items)));
-    }
+        : ItemReader(smem + ITEMS, barriers) {}
 };
-
-// Copies rows from `row` on, panel by panel.
-template <typename Layout>
-__device__ __forceinline__ void load_panels(u32 target, const TensorMap* map, u32 barrier, int row,
-                                            const MapPlace& place) {
-    const int a = place.at[0], b = place.at[1], c = place.at[2];
-    arrive_and_expect(barrier, Layout::BYTES);
-#pragma unroll
-    for (int i = 0; i < Layout::COUNT; ++i)
-        load_box(target + i * Layout::PANEL_BYTES, map, barrier, i * Layout::PANEL, row, a, b, c);
-}
-
-// Clears what a product must not see of a cut tile of values: it would bring 0 * NaN into rows that
-// do not see the key. For one of the CLEARERS, which does its part of the tile.
-__device__ __forceinline__ void clear_values(unsigned char* smem, int stage, u32 full) {
-    const int lane = threadIdx.x % 32, part = threadIdx.x / 64;
-    constexpr int UNITS = V_TILE / 16 / CLEARERS;
-    Element* const tile = reinterpret_cast<Element*>(smem + V_BEGIN + stage * V_TILE);
-    const bool found = clear_nonfinite_units<UNITS>(tile + part * UNITS * CHUNK<Element>, lane);
-    if (lane == 0) reinterpret_cast<int*>(smem + FLAGS)[stage * CLEARERS + part] = found;
-    publish_to_async_units();
-    __syncwarp();  // all lanes have published what they cleared
-    if (lane == 0) arrive(full);
-}
 
 // Thread 64: works out the items of this block.
 __device__ __forceinline__ void schedule(const Params& p, const int* order, unsigned char* smem,
@@ -180,7 +112,9 @@ __device__ __forceinline__ void produce(const Tables& tables, unsigned char* sme
             } else if (cut) {
                 wait_barrier(barriers.V_landed(stage), parities >> stage & 1);
                 parities ^= 1 << stage;
-                clear_values(smem, stage, barriers.V_full(stage));
+                clear_values<V_TILE>(smem + V_BEGIN + stage * V_TILE,
+                                     reinterpret_cast<int*>(smem + FLAGS) + stage * CLEARERS,
+                                     barriers.V_full(stage));
             }
             ring.advance();
         }

@@ -1,17 +1,10 @@
 // What the blocks of a persistent kernel work on: items of one list, each a head's tile of queries.
 // Reads the prelude: Params and the sizes of tiles.
 #pragma once
-#include "hopper.cuh"
 #include "key_tiles.cuh"
 #include "output.cuh"
+#include "roles.cuh"
 #include "sequence.cuh"
-
-// What a kernel is given beside Params: tensor maps and, where the host has worked it out, which
-// items are whose: `order` has a row per round and a column per block.
-struct Tables {
-    TensorMap q, k, v;
-    const int* order;
-};
 
 // The items that are this block's: as `order` says or, where there is none, every gridDim.x-th.
 struct WorkList {
@@ -26,20 +19,6 @@ struct WorkList {
     __device__ __forceinline__ void advance() {
         place += gridDim.x;
         index = order == nullptr ? place : order[place];
-    }
-};
-
-// Where a head lies in an operand's tensor map, whose leading axes have one position where the
-// operand broadcasts.
-struct MapPlace {
-    int at[3];
-    __device__ __forceinline__ void locate(const Params& p, int index, const long long* strides) {
-#pragma unroll
-        for (int axis = 2; axis >= 0; --axis) {
-            const bool moves = axis < p.axes && strides[axis] != 0;
-            at[axis] = moves ? index % p.axis_size[axis] : 0;
-            if (axis < p.axes) index /= p.axis_size[axis];
-        }
     }
 };
 
@@ -74,17 +53,3 @@ struct Item {
         v_place.locate(p, work.head, p.v_axis_stride);
     }
 };
-
-// x, which all lanes of the warp have: now the compiler knows, too, and keeps it in the registers
-// that a warp has in common.
-template <typename T>
-__device__ __forceinline__ T uniform(const T& x) {
-    constexpr int WORDS = sizeof(T) / sizeof(u32);
-    struct Words {
-        u32 at[WORDS];
-    } words;
-#pragma unroll
-    for (int i = 0; i < WORDS; ++i)
-        words.at[i] = __shfl_sync(FULL_WARP, reinterpret_cast<const u32*>(&x)[i], 0);
-    return __builtin_bit_cast(T, words);
-}

@@ -571,6 +571,11 @@ def _(asm, m, ops):
     return f"emu_bulk_store({target}, {source}, {asm.value(ops[2])}, {int(bool(m[1]))}, EMU_HERE);"
 
 
+@_ptx(r"cp\.async\.bulk\.prefetch\.L2\.global")
+def _(asm, m, ops):
+    return f"emu_bulk_prefetch({asm.address(ops[0], 'global')}, {asm.value(ops[1])}, EMU_HERE);"
+
+
 @_ptx(r"cp\.async\.bulk\.commit_group")
 def _(asm, m, ops):
     return "emu_bulk_commit();"

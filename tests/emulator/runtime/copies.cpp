@@ -292,11 +292,21 @@ static std::vector<Segment> line_segments(u32 shared, char* global, u32 bytes) {
         segments.push_back({shared - SHARED_BASE + i, global + i, 16, 16});
     return segments;
 }
-static void check_line(u32 shared, const void* global, u32 bytes) {
-    shared_at(shared, bytes, 16, "bulk copy");
+static void check_line(const void* global, u32 bytes) {
     if (bytes % 16 || !bytes) fail("bulk copy of %u bytes: must be a multiple of 16", bytes);
     if ((u64)global % 16)
         fail("MISALIGNED: bulk copy with a global address not aligned to 16 bytes");
+}
+static void check_line(u32 shared, const void* global, u32 bytes) {
+    shared_at(shared, bytes, 16, "bulk copy");
+    check_line(global, bytes);
+}
+// A prefetch changes no memory: only what it is asked for is looked at.
+extern "C" void emu_bulk_prefetch(const void* source, u32 bytes, emu_where where) {
+    ENTER(where);
+    check_line(source, bytes);
+    if (checking && !find_window((char*)source, bytes))
+        fail("OUT OF BOUNDS: a prefetch of %u bytes reaches outside its buffer", bytes);
 }
 extern "C" void emu_bulk_load(u32 target, const void* source, u32 bytes, u32 barrier,
                               emu_where where) {

@@ -1,0 +1,251 @@
+// FlashAttention-1 forward (Dao et al. 2022, Algorithms 1 and 2) on Hopper, in its own loop order.
+//
+// Grid: one block per head, B * H in all. Outside, the block walks over the key tiles, as large as
+// shared memory holds; inside, over the query tiles that see a key of it. O, l and m of a query
+// tile live in global memory from one key tile to the next, O unnormalised. A block has CONSUMERS
+// warpgroups that own 64 queries of a query tile each, and a producer:
+//
+//     thread 0      copies key tiles by TMA  K_smem  [STEPS][STEP_K][D]
+//                                            V_smem  [STEPS][STEP_K][DV]
+//     warps 1, 3    clear the values' NaN and infinities, which the consumers add later
+//     thread 64     works out the pairs of tiles, and copies Q_smem [STAGES][CONSUMERS][64][D]
+//     consumers     of a pair, step by step of STEP_K keys: S = Q K^T, online softmax, O += P V, as
+//                   in hopper_forward.cu; S, P and O stay in registers
+//
+//     for each key tile j:                            K_j, V_j            -> shared memory
+//         for each query tile i that sees a key of j: Q_i; O_i, l_i, m_i  -> registers
+//             for each step: S = Q K^T beside O += P V of the step before; softmax
+//             O_i, l_i, m_i -> global memory or, where j is the last that i sees, out and lse
+//
+// The first scores of a pair are computed beside the last O += P V of the one before, and the state
+// changes behind their softmax. Its slabs are read by the threads that wrote them, in the layout of
+// their registers.
+//
+// Floor: a visit moves 8 DV bytes of O, 16 of l and m and 2 D of Q per row, for 2 (D + DV) BLOCK_K
+// operations. With an H200's 4.2 TB/s that allows 1160 TFLOP/s at D = 64 with 768 keys, 630 at 128
+// with 384, 350 at 192 with 224 and 265 at 256 with 160; hopper_forward.cu, which needs no state,
+// reaches 500, 650, 580 and 650 on the same problems.
+//
+// Measured on an H200 (asv_bench/against_peers.py fa1), bf16, 132 and 264 heads of 4096 tokens, full
+// and causal, in TFLOP/s: D 64 441 to 486 and 409 to 419, of fa2's rate 0.97 and 1.05, since with a
+// block per head a causal mask leaves no uneven end; D 128 433 to 469 and 425 to 441, 0.72 and 0.79
+// of fa2's and 0.7 of the floor's. With 2048 tokens D 192 279 and D 256 238, 0.8 and 0.9 of the
+// floor's: there memory bounds. At D 128 it takes 560 without the moves of O. The missing part is
+// presumably that a block moves O at once, 128 KB a pair, through an L2 cache that gives a
+// multiprocessor some 36 bytes per clock, and that products wait for it.
+//
+// What counted: the largest key tile that fits (at D 128 256 keys make 356, with two slots for
+// queries at that); the state brought into the L2 cache ahead; exp2 before the wait for O. What did
+// not: fetching K, V and Q into the L2 cache ahead; the scores of a second step on their way while
+// the state changes; loads and stores that pass by the L1 cache.
+#include "numeric.cuh"
+#include "softmax.cuh"
+#include "key_tiles.cuh"
+#include "score.cuh"
+#include "output.cuh"
+#include "hopper.cuh"
+#include "warpgroup.cuh"
+#include "roles.cuh"
+#include "hopper_fa1_block.cuh"
+
+// O += the infinities and NaN among the values that a row sees of a pair's steps, of which the
+// products saw zeros; O is a slab of the state. Rare, hence slow and small.
+__device__ __forceinline__ void add_nonfinite_values(const Params& p, const Head& head,
+                                                     const Pair& pair, State::Group* slab,
+                                                     const Tile& tile, int q_begin, int first_row) {
+#pragma unroll 1
+    for (int i = 0; i < State::GROUPS; ++i) {
+        const int column = tile.value_column(2 * i);
+        if (column >= HEAD_DIM_V) break;
+        State::Group& group = slab[i * WARPGROUP + threadIdx.x % WARPGROUP];
+#pragma unroll 1
+        for (int place = pair.begin; place < pair.end; ++place) {
+            const Visit visit = pair.keys.list[place];
+            const TileBits bits(p, visit, first_row);
+            const int k_begin = visit.tile * STEP_K;
+#pragma unroll 1
+            for (int k = k_begin; k < min(k_begin + STEP_K, head.key_length); ++k) {
+#pragma unroll 1
+                for (int c = 0; c < 4; ++c) {
+                    const Accumulator value = widen(head.v[k * p.v_row_stride + column + c % 2]);
+                    if (is_finite(value)) continue;
+                    const int row = tile.row(c / 2);
+                    if (VisibleKeys(p, head, q_begin + row).has(k) && bits.has(row, k - k_begin))
+                        group.at[c] += value;
+                }
+            }
+        }
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    hopper_fa1_forward(const __grid_constant__ Params p, const __grid_constant__ Tables tables) {
+    extern __shared__ __align__(1024) unsigned char smem[];
+    const Barriers barriers = {shared_address(smem) + BARRIERS};
+    const int* const flags = reinterpret_cast<const int*>(smem + FLAGS);
+    const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
+    if (threadIdx.x == 0) {
+        barriers.init();
+        reinterpret_cast<Place*>(smem + PLACE)->locate(p, blockIdx.x);
+        prefetch(&tables.q), prefetch(&tables.k), prefetch(&tables.v);
+    }
+    __syncthreads();  // the barriers and the place are there for all
+
+    if (warpgroup == 0) {
+        release_registers<PRODUCER_REGISTERS>();
+        if (threadIdx.x == 64)
+            schedule(p, tables, smem, barriers);
+        else if (threadIdx.x == 0 || threadIdx.x / 32 % 2 == 1)
+            produce(p, tables, smem, barriers);
+        return;
+    }
+    claim_registers<CONSUMER_REGISTERS>();
+    const int consumer = warpgroup - 1;
+    const bool speaks = threadIdx.x % 32 == 0;  // for its warp
+    const Tile tile(threadIdx.x % WARPGROUP);
+    const u64 Q = Tile::Queries::descriptor(shared_address(smem) + consumer * Q_TILE);
+    const u64 K = Tile::Keys::descriptor(shared_address(smem) + K_BEGIN);
+    const u64 V = Tile::Values::descriptor(shared_address(smem) + V_BEGIN);
+    const Accumulator multiplier = score_multiplier(p);
+    const HeadOutput& output = reinterpret_cast<const Place*>(smem + PLACE)->output;
+    const Head head = locate_head(p, blockIdx.x);
+    const State state(p, blockIdx.x);
+    const Turns turns(consumer);
+
+    Softmax softmax;
+    Accumulator S_regs[Tile::ROWS][Tile::COLUMNS], O_regs[Tile::ROWS][Tile::VALUE_COLUMNS] = {};
+    Accumulator rescale[Tile::ROWS];
+    u32 P_regs[STEP_K / 16][4] = {};
+    Reader reader(smem, barriers);
+    const Pair* pair = nullptr;
+    KeyTiles<STEP_K> keys{};
+    int q_begin, end;        // of the pair: its first query, and the place behind its last step
+    bool nonfinite = false;  // whether values of its steps were cleared
+    Ring<STAGES> queries;    // where its queries lie
+    u32 parity = 1;          // of the phase that the key tile's barriers are in
+    int step, P_step;        // of S in its key tile, and of P
+
+    // The scores at a place of the list become probabilities; returns whether O must be rescaled.
+    const auto exponentiate = [&](int place, const Visit& visit) {
+        if (place + 1 == end) {
+            if (speaks) arrive(barriers.Q_empty(queries.stage * CONSUMERS + consumer));
+            if (speaks && pair->closes) arrive(barriers.K_empty());
+            queries.advance();
+        }
+        const int k_begin = visit.tile * STEP_K;
+        modify_scores(S_regs, tile, p, head, q_begin, k_begin);
+        if (keys.is_cut(visit))
+            mask_scores(S_regs, Tile::FromFirstColumn{tile}, p, head, q_begin,
+                        k_begin + tile.column(0), TileBits(p, visit, consumer * SLAB),
+                        tile.column(0));
+        const bool stale = softmax.update(S_regs, multiplier, rescale);
+        drop_probabilities(S_regs, tile, p, head, q_begin, k_begin);
+        settle(S_regs);
+        P_step = step;
+        return stale;
+    };
+    // Starts S = Q K^T for a step.
+    const auto score = [&] {
+        open_products();
+        tile.score(S_regs, Q + queries.stage * (CONSUMERS * Q_TILE >> 4), K + step * (K_STEP >> 4));
+    };
+    // Starts O += P V for the step visited before.
+    const auto accumulate = [&] {
+        wait_barrier(barriers.V_full(P_step), parity);
+        if (speaks) nonfinite |= (flags[P_step * CLEARERS] | flags[P_step * CLEARERS + 1]) != 0;
+        open_products();
+        tile.accumulate(O_regs, P_regs, V + P_step * (V_STEP >> 4));
+    };
+    // The end of a pair, when O is there.
+    const auto leave = [&](const Pair& pair, const Softmax& softmax) {
+        if (speaks && pair.closes) arrive(barriers.V_empty());
+        const int q_begin = pair.query_tile * BLOCK_Q + consumer * SLAB;
+        State::Group* const slab = state.slab(pair.query_tile, consumer);
+        if (__any_sync(FULL_WARP, nonfinite)) {
+            State::store(O_regs, slab);
+            add_nonfinite_values(p, head, pair, slab, tile, q_begin, consumer * SLAB);
+            State::load(O_regs, slab);
+        }
+        if (pair.is_last())
+            store_rows(O_regs, softmax, tile, p, head, q_begin, &output);
+        else
+            State::store(O_regs, slab);
+        nonfinite = false;
+        __syncwarp();  // all lanes have read the pair
+        if (speaks) reader.release(pair);
+    };
+
+    for (;;) {
+        const Pair& next = reader.next();
+        if (!next.exists) break;
+        const Pair* const before = pair;
+        const Softmax softmax_before = softmax;
+        State::Group* const slab = state.slab(uniform(next.query_tile), consumer);
+        const bool is_first = next.is_first();
+        softmax = Softmax();
+        if (!is_first) State::load(softmax, slab);
+        const int begin = uniform(next.begin), first_step = uniform(next.first_step);
+        Visit visit = next.keys.list[begin];
+        step = visit.tile - first_step;
+        const u32 turned = parity ^ next.opens;
+        // Goes on to a step and waits for its keys: before the wait for O, since the compiler would
+        // otherwise move that before the softmax.
+        const auto go_to = [&](int place) {
+            if (place == end) return;
+            visit = keys.list[place];
+            step = visit.tile - first_step;
+            wait_barrier(barriers.K_full(step), parity);
+        };
+        if (before == nullptr) P_step = step, parity = turned;  // P = 0: no product left out
+        wait_barrier(barriers.Q_full(queries.stage * CONSUMERS + consumer), queries.parity);
+        wait_barrier(barriers.K_full(step), turned);
+        turns.await();
+        score();
+        accumulate();
+        turns.hand_over();
+        wait_products<1>(S_regs);
+        pair = &next;
+        keys = uniform(next.keys), end = uniform(next.end);
+        q_begin = uniform(next.query_tile) * BLOCK_Q + consumer * SLAB;
+        parity = turned;
+        const bool stale = exponentiate(begin, visit);
+        go_to(begin + 1);
+        wait_products<0>(O_regs);
+        if (before != nullptr) leave(*before, softmax_before);
+        if (is_first)
+            clear_rows(O_regs);
+        else
+            State::load(O_regs, slab);
+        if (stale) scale_rows(O_regs, rescale);
+        tile.pack_probabilities(P_regs, S_regs);
+
+#pragma unroll 1
+        for (int place = begin + 1; place < end; ++place) {
+            turns.await();
+            score();
+            accumulate();
+            turns.hand_over();
+            wait_products<1>(S_regs);
+            const bool stale = exponentiate(place, visit);
+            go_to(place + 1);
+            wait_products<0>(O_regs);
+            if (stale) scale_rows(O_regs, rescale);
+            tile.pack_probabilities(P_regs, S_regs);
+        }
+        if (!pair->is_last()) State::store(softmax, slab);
+    }
+    if (pair != nullptr) {
+        accumulate();
+        wait_products<0>(O_regs);
+        leave(*pair, softmax);
+    }
+    turns.end();
+
+    // Query tiles that see no key.
+#pragma unroll 1
+    for (int i = 0; i < p.query_tiles; ++i) {
+        if (KeyTiles<STEP_K>(p, head, i, BLOCK_Q).count() > 0) continue;
+        clear_rows(O_regs);
+        store_rows(O_regs, Softmax(), tile, p, head, i * BLOCK_Q + consumer * SLAB, &output);
+    }
+}

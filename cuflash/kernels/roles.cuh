@@ -1,0 +1,120 @@
+// What the forward kernels on Hopper have in common: how a block shares out registers and the tensor
+// cores' time among a producing warpgroup and those that consume, and how tiles and items get from
+// one to the others. Reads the prelude.
+#pragma once
+#include "hopper.cuh"
+#include "sequence.cuh"
+#include "tile.cuh"
+#include "warpgroup.cuh"
+
+constexpr int CONSUMERS = WARPS / 4;
+static_assert(BLOCK_Q == CONSUMERS * SLAB && THREADS == (CONSUMERS + 1) * WARPGROUP, "roles");
+
+constexpr int CLEARERS = 2;  // warps 1 and 3 of the producer
+
+// Registers per thread: what a block starts with, and how the warpgroups share it out.
+constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
+constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
+constexpr int CONSUMER_REGISTERS =
+    (LAUNCH_REGISTERS * (CONSUMERS + 1) - PRODUCER_REGISTERS) / CONSUMERS / 8 * 8;
+
+// Named barriers, from 1 on: 0 is __syncthreads.
+constexpr int TURN_BARRIER = 1, OUTPUT_BARRIER = TURN_BARRIER + CONSUMERS;
+
+// Consumers issue their products one after the other, round and round.
+struct Turns {
+    const int consumer;
+    __device__ __forceinline__ Turns(int consumer) : consumer(consumer) {
+        if (PING_PONG && consumer == CONSUMERS - 1) pass(TURN_BARRIER, 2 * WARPGROUP);
+    }
+    __device__ __forceinline__ void await() const {
+        if constexpr (PING_PONG) meet(TURN_BARRIER + consumer, 2 * WARPGROUP);
+    }
+    __device__ __forceinline__ void hand_over() const {
+        const int next = consumer + 1 == CONSUMERS ? 0 : consumer + 1;
+        if constexpr (PING_PONG) pass(TURN_BARRIER + next, 2 * WARPGROUP);
+    }
+    __device__ __forceinline__ void end() const {  // takes the turn that nobody wants
+        if (PING_PONG && consumer == 0) await();
+    }
+};
+
+// What a kernel is given beside Params: tensor maps and, where the host has worked it out, which
+// items are whose: `order` has a row per round and a column per block.
+struct Tables {
+    TensorMap q, k, v;
+    const int* order;
+};
+
+// Where a head lies in an operand's tensor map, whose leading axes have one position where the
+// operand broadcasts.
+struct MapPlace {
+    int at[3];
+    __device__ __forceinline__ void locate(const Params& p, int index, const long long* strides) {
+#pragma unroll
+        for (int axis = 2; axis >= 0; --axis) {
+            const bool moves = axis < p.axes && strides[axis] != 0;
+            at[axis] = moves ? index % p.axis_size[axis] : 0;
+            if (axis < p.axes) index /= p.axis_size[axis];
+        }
+    }
+};
+
+// Copies rows from `row` on, panel by panel.
+template <typename Layout>
+__device__ __forceinline__ void load_panels(u32 target, const TensorMap* map, u32 barrier, int row,
+                                            const MapPlace& place) {
+    const int a = place.at[0], b = place.at[1], c = place.at[2];
+    arrive_and_expect(barrier, Layout::BYTES);
+#pragma unroll
+    for (int i = 0; i < Layout::COUNT; ++i)
+        load_box(target + i * Layout::PANEL_BYTES, map, barrier, i * Layout::PANEL, row, a, b, c);
+}
+
+// Clears what a product must not see of a tile of values: it would bring 0 * NaN into rows that do
+// not see the key. For one of the CLEARERS, which does its part of the tile and notes in `found`
+// whether there was anything.
+template <int BYTES>
+__device__ __forceinline__ void clear_values(unsigned char* values, int* found, u32 full) {
+    const int lane = threadIdx.x % 32, part = threadIdx.x / 64;
+    constexpr int UNITS = BYTES / 16 / CLEARERS;
+    Element* const tile = reinterpret_cast<Element*>(values);
+    const bool any = clear_nonfinite_units<UNITS>(tile + part * UNITS * CHUNK<Element>, lane);
+    if (lane == 0) found[part] = any;
+    publish_to_async_units();
+    __syncwarp();  // all lanes have published what they cleared
+    if (lane == 0) arrive(full);
+}
+
+// Reads items one after the other, of which two are in shared memory.
+template <typename Item, typename Barriers>
+struct ItemReader {
+    const Item* const items;
+    const Barriers& barriers;
+    Ring<2> ring;
+    __device__ __forceinline__ ItemReader(const unsigned char* items, const Barriers& barriers)
+        : items(reinterpret_cast<const Item*>(items)), barriers(barriers) {}
+    __device__ __forceinline__ const Item& next() {
+        wait_barrier(barriers.item_full(ring.stage), ring.parity);
+        const Item& item = items[ring.stage];
+        ring.advance();
+        return item;
+    }
+    __device__ __forceinline__ void release(const Item& item) const {
+        arrive(barriers.item_empty(int(&item - items)));
+    }
+};
+
+// x, which all lanes of the warp have: now the compiler knows, too, and keeps it in the registers
+// that a warp has in common.
+template <typename T>
+__device__ __forceinline__ T uniform(const T& x) {
+    constexpr int WORDS = sizeof(T) / sizeof(u32);
+    struct Words {
+        u32 at[WORDS];
+    } words;
+#pragma unroll
+    for (int i = 0; i < WORDS; ++i)
+        words.at[i] = __shfl_sync(FULL_WARP, reinterpret_cast<const u32*>(&x)[i], 0);
+    return __builtin_bit_cast(T, words);
+}
