@@ -21,13 +21,19 @@
 // that read it arrive. A value tile that is cut completes "landed" first, and "full" when cleared.
 //
 // Measured on an H200 (asv_bench/against_peers.py hopper), bf16, N = 4k to 16k, full and causal, in
-// TFLOP/s: D 64 506 to 547 and 447 to 535, D 128 635 to 696 and 598 to 684, D 256 721 to 796 and 651
-// to 787: of FlashAttention-3's own kernel 0.90 to 1.01, of cuDNN 1.01 to 1.31. The loop alone,
+// TFLOP/s: D 64 529 to 557 and 456 to 538, D 128 671 to 713 and 611 to 696, D 256 731 to 803 and 659
+// to 799: of FlashAttention-3's own kernel 0.89 to 1.00, of cuDNN 1.01 to 1.25. The loop alone,
 // without masks and ends, reaches 560 to 580, 720 to 770 and 790 to 805; at D 64 exp2 takes as long
 // as the products, above it tensor cores and the power limit bound it. What counted: exp2 before the
 // wait for O, which the compiler otherwise puts first; more stages; items without a gap between
 // them, and worked out ahead; nothing in the loop but what it needs, since descriptors otherwise
 // leave the uniform registers.
+//
+// What is missing, by ncu: at D 128 the tensor cores are busy for 0.76 of the time, FlashAttention-3's
+// for 0.85. A step of both consumers takes 2,700 clocks, not the products' 2,048, because one
+// consumer's own chain is as long: 700 to issue its products, 550 for maxima, 1,060 for exp2. The end
+// of an item takes 4,500, most of them for O, which leaves 4 bytes at a time: without that store the
+// kernel would be 17 % faster at N = 1k and 5 % at 4k.
 #include "numeric.cuh"
 #include "softmax.cuh"
 #include "key_tiles.cuh"
