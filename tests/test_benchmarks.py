@@ -471,3 +471,63 @@ def test_published_pages(look, tmp_path):
     }
     for name, found in coloured.items():
         assert found.any(axis=0).mean() > 0.9, name
+
+
+# ------------------------------------------------------------------------------ versions in turns
+WALK = '    walk = {"fa1": _walk_fa1, "fa2": _walk_fa2}[plan.algo]\n'
+SMALL = ["--shapes", "1,2,64,16", "--dtype", "fp32", "--ms", "1"]
+
+
+def altered(folder, before):
+    """A copy of this package in which the NumPy engine does something else first."""
+    package = Path(shutil.copytree(BENCH.parent / "cuflash", folder / "cuflash"))
+    text = (package / "host.py").read_text()
+    assert text.count(WALK) == 1
+    (package / "host.py").write_text(text.replace(WALK, before + WALK))
+    return str(folder)
+
+
+@pytest.fixture
+def versions(monkeypatch):
+    """The script, on the CPU."""
+    monkeypatch.syspath_prepend(BENCH)
+    module = importlib.import_module("versions")
+    monkeypatch.setattr(module, "xp", np)
+    return module
+
+
+def test_versions_take_turns(versions, tmp_path, capsys):
+    here, slow = str(BENCH.parent), altered(tmp_path, "    [np.linalg.svd(q) for _ in range(20)]\n")
+    assert (
+        versions.main([here, slow, *SMALL, "--shapes", "1,2,64,16", "2,1,33,8", "--causal", "both"])
+        == 0
+    )
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 * 2 * 2
+    for line in lines:
+        *label, name, rate, unit, ratio = line.split()
+        assert (label[0], unit) == ("fp32", "TFLOP/s")
+        assert float(rate) > 0
+        assert name in (here, slow)
+        assert float(ratio) == 1 if name == here else float(ratio) < 0.8
+
+
+def test_versions_of_gradients(versions, capsys):
+    assert versions.main([str(BENCH.parent), *SMALL, "--backward"]) == 0
+    assert capsys.readouterr().out.startswith("backward fp32 (1,2,64,16) ")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ("    scale = 1 / 0\n", "ZeroDivisionError: division by zero"),
+        ("    scale = 2 * scale\n", "ArithmeticError: results differ by"),
+    ],
+)
+def test_versions_that_fail_or_differ(versions, tmp_path, capsys, wrong, message):
+    here = str(BENCH.parent)
+    assert versions.main([here, altered(tmp_path, wrong), *SMALL]) == 1
+    refused, timed = capsys.readouterr().out.splitlines()
+    assert message in refused
+    assert here in timed
+    assert timed.endswith("1.000")

@@ -1,0 +1,155 @@
+"""Several versions of cuflash in one process, timed call by call in turn.
+
+    python asv_bench/versions.py main . --shapes 4,16,4096,128 1,16,16384,128 --causal both
+    python asv_bench/versions.py . /tmp/another-loop --shapes 1,32,16384,64 --algo fa3
+
+A version is a revision of this repository, or a folder that holds the package: "." is the working
+tree. What is printed is the first version's time / each one's: above 1 it is faster than the first.
+The exit status is 1 if a version fails or its results differ from the first one's.
+
+For work on kernels. Equivalent ways to write a loop can differ by a tenth, by what the compiler
+makes of them, and a device's clock drifts by as much: they can only be told apart in turns. Try
+kernels of your own in the emulator before, under its eager schedule too: one that waits for ever
+takes the device with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parent)]
+
+import numpy as np
+from benchmarks import gpu as bench
+from sweep import find_commits, lay_out
+
+from cuflash.plan import Problem as Work
+
+xp = bench.find_cupy() or np
+
+
+def load(version: str, number: int, folder: Path):
+    """The package of a version, under a name of its own."""
+    root = Path(version)
+    if not (root / "cuflash").is_dir():
+        scratch = folder / str(number)
+        scratch.mkdir()
+        root = lay_out(find_commits([version])[0], scratch)
+    name = f"cuflash_{folder.name}_{number}"
+    ignored = shutil.ignore_patterns("__pycache__")
+    package = Path(shutil.copytree(root / "cuflash", folder / name, ignore=ignored))
+    source = package / "source.py"  # which finds the kernels by the package's name
+    source.write_text(source.read_text().replace('files("cuflash")', f'files("{name}")'))
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    return importlib.import_module(name)
+
+
+class Call:
+    """One problem: operands, and what each version is to do with them."""
+
+    def __init__(self, shape, dtype: str, causal: bool, backward: bool, choice: dict):
+        name = bench.DTYPES[dtype].name
+        draw = functools.partial(bench.meters.draw, xp, shape, name)
+        self.operands = [draw(seed) for seed in range(3)]
+        self.dout = draw(3) if backward else None
+        self.saved = ()
+        self.options = {"causal": causal, **choice}
+        batch, heads, length, width = shape
+        self.label = ("backward " if backward else "") + f"{dtype} ({','.join(map(str, shape))})"
+        self.label += " causal" if causal else ""
+        work = Work(name, (batch, heads), length, length, width, width, backward=backward)
+        self.flops = work.flops * ((length + 1) / (2 * length) if causal else 1)
+        self.tolerance = (bench.GRADIENT_TOLERANCE if backward else bench.TOLERANCE)[dtype]
+
+    def of(self, version):
+        """The function to time."""
+        if self.dout is None:
+            return functools.partial(version.attention, *self.operands, **self.options)
+        if not self.saved:
+            self.saved = version.attention(*self.operands, return_lse=True, **self.options)
+        arrays = (self.dout, *self.operands, *self.saved)
+        return functools.partial(version.attention_backward, *arrays, **self.options)
+
+    def compile(self, version) -> None:
+        """Have the kernel ready, or leave it to the call to say why not."""
+        try:
+            launch = importlib.import_module(f"{version.__name__}.launch")
+            launch.compiled(version.plan(*self.operands, **self.options), 0)
+        except Exception:
+            return
+
+
+def results(returned) -> list[np.ndarray]:
+    """float32 copies on the host."""
+    found = returned if isinstance(returned, tuple) else (returned,)
+    return [x.astype(np.float32) if xp is np else bench.values(x).get() for x in found]
+
+
+def time_in_turns(call: Call, versions: dict, meter, milliseconds: float) -> bool:
+    """Print a line per version; whether all ran and agreed."""
+    calls, first, agreed = {}, None, True
+    for name, version in versions.items():
+        try:
+            calls[name] = call.of(version)
+            found = results(calls[name]())
+            first = first or found
+            error = max(np.max(abs(a - b) / (1 + abs(b))) for a, b in zip(found, first))
+            if not error < call.tolerance:
+                raise ArithmeticError(f"results differ by {error:.2g} from the first one's")
+        except Exception as reason:
+            calls.pop(name, None)
+            agreed = False
+            print(f"{call.label:32} {name:24} {type(reason).__name__}: {reason}", flush=True)
+    columns = dict(zip(calls, meter.measure(list(calls.values()), milliseconds)))
+    for name, column in columns.items():
+        base = next(iter(columns.values()))
+        rate = call.flops / statistics.median(column) / 1e6
+        ratio = bench.paired_ratio(base, column)
+        print(f"{call.label:32} {name:24} {rate:9.4g} TFLOP/s  {ratio:.3f}", flush=True)
+    return agreed
+
+
+def main(arguments=None) -> int:
+    """Time the versions asked for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("versions", nargs="+", metavar="VERSION", help="a revision or a folder")
+    parser.add_argument("--shapes", nargs="+", default=["4,16,4096,128"], metavar="B,H,N,D")
+    parser.add_argument("--dtype", choices=bench.DTYPES, default="bf16")
+    parser.add_argument("--causal", choices=("no", "yes", "both"), default="no")
+    parser.add_argument("--backward", action="store_true")
+    parser.add_argument("--algo")
+    parser.add_argument("--engine")
+    parser.add_argument("--ms", type=float, default=40, help="for each version and problem")
+    options = parser.parse_args(arguments)
+    choice = {"algo": options.algo, "engine": options.engine}
+    masks = {"no": [False], "yes": [True], "both": [False, True]}[options.causal]
+    shapes = [tuple(map(int, shape.split(","))) for shape in options.shapes]
+    meter = bench.meters.HostMeter() if xp is np else bench.meter()
+    agreed = True
+    with tempfile.TemporaryDirectory() as folder:
+        names = dict.fromkeys(options.versions)
+        versions = {name: load(name, i, Path(folder)) for i, name in enumerate(names)}
+        for shape in shapes:
+            for causal in masks:
+                call = Call(shape, options.dtype, causal, options.backward, choice)
+                if xp is not np:
+                    with ThreadPoolExecutor(os.cpu_count()) as pool:
+                        list(pool.map(call.compile, versions.values()))
+                agreed &= time_in_turns(call, versions, meter, options.ms)
+    return 0 if agreed else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
