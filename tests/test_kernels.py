@@ -365,6 +365,7 @@ def test_lse_of_equal_scores_counts_the_visible_keys(algo, engine, dtype):
     """With q = 0 the sum of exponentials is a count: a key too many or too few shows."""
     tile, dim = tile_of(algo, engine, dtype), DIMS[engine]
     n, m = tile.block_q + 5, 2 * tile.block_k + 3
+    mode = "fast" if engine == "wgmma" else "check"  # its tiles are large, and values are the point
     rng = np.random.default_rng(3)
     q, k = np.zeros((2, n, dim), numpy_dtype(dtype)), random(rng, dtype, 2, m, dim)
     u = UNIT_ROUNDOFF["float64" if dtype == "float64" else "float32"]
@@ -373,7 +374,7 @@ def test_lse_of_equal_scores_counts_the_visible_keys(algo, engine, dtype):
     for options, causal in itertools.product(choices, (False, True, "top_left")):
         shaped = {name: np.int32([x]) if "lengths" in name else x for name, x in options.items()}
         result = attention(
-            q[None], k[None], k[None], algo=algo, engine=engine, causal=causal, **shaped
+            q[None], k[None], k[None], algo=algo, engine=engine, causal=causal, mode=mode, **shaped
         )
         count = reference.visible_keys((1, 2, n, m), causal=causal, **shaped).sum(-1)
         with np.errstate(divide="ignore"):
@@ -434,7 +435,7 @@ def test_fa3_equals_fa2_bit_by_bit(dtype):
     rng, dim = np.random.default_rng(19), DIMS["wgmma"]
     q, (k, v) = random(rng, dtype, 3, 2, 400, dim), random(rng, dtype, 2, 3, 2, 300, dim)
     for options in ({}, {"causal": True}, {"kv_lengths": np.int32([300, 0, 7])}):
-        kernel = {"engine": "wgmma", "device": SMALL_H200, **options}
+        kernel = {"engine": "wgmma", "device": SMALL_H200, "mode": "fast", **options}
         fa2, fa3 = (attention(q, k, v, algo=a, **kernel) for a in ("fa2", "fa3"))
         assert (fa2.plan.grid, fa3.plan.grid) == (18, 2)
         assert fa2.out.tobytes() == fa3.out.tobytes()
