@@ -110,9 +110,11 @@ def time_in_turns(call: Call, versions: dict, meter, milliseconds: float) -> boo
             calls.pop(name, None)
             agreed = False
             print(f"{call.label:32} {name:24} {type(reason).__name__}: {reason}", flush=True)
+    if not calls:
+        return False
     columns = dict(zip(calls, meter.measure(list(calls.values()), milliseconds)))
+    base = next(iter(columns.values()))
     for name, column in columns.items():
-        base = next(iter(columns.values()))
         rate = call.flops / statistics.median(column) / 1e6
         ratio = bench.paired_ratio(base, column)
         print(f"{call.label:32} {name:24} {rate:9.4g} TFLOP/s  {ratio:.3f}", flush=True)

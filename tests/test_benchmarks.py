@@ -531,3 +531,9 @@ def test_versions_that_fail_or_differ(versions, tmp_path, capsys, wrong, message
     assert message in refused
     assert here in timed
     assert timed.endswith("1.000")
+
+
+def test_versions_that_all_fail(versions, tmp_path, capsys):
+    assert versions.main([altered(tmp_path, "    scale = 1 / 0\n"), *SMALL]) == 1
+    (refused,) = capsys.readouterr().out.splitlines()
+    assert refused.endswith("ZeroDivisionError: division by zero")

@@ -638,6 +638,30 @@ def test_arguments_of_the_wrong_size():
         Module(PRELUDE + HEAD + "}").launch("k", 1, 32, [0, 0, np.int32(1)], memory=memory)
 
 
+# -------------------------------------------------------------------------- bugs in our kernels
+def plant(monkeypatch, *changes):
+    """Change the text of every kernel; returns how often, for each kernel and change."""
+    found = []
+
+    def changed(plan, kernel, right=source.kernel_source):
+        text = right(plan, kernel)
+        for pattern, wrong in changes:
+            text, count = re.subn(pattern, wrong, text, flags=re.DOTALL)
+            found.append(count)
+        return text
+
+    monkeypatch.setattr(source, "kernel_source", changed)
+    return found
+
+
+def must_be_caught(monkeypatch, text, wrong, check):
+    """With `wrong` in the kernels' text the emulator reports it, or a result is found wrong."""
+    found = plant(monkeypatch, (text, wrong))
+    with pytest.raises((EmulatorError, AssertionError)):
+        check()
+    assert any(found), "no kernel has this text any more"
+
+
 # ------------------------------------------------------------------- bugs in the backward kernels
 # (what is wrong, text, what stands there instead, what shows it). Texts are regular expressions.
 COMMON = {"causal": True}
@@ -721,17 +745,7 @@ def test_backward_kernels_without_a_planted_bug(options):
                          ids=[x[0] for x in PLANTED])  # fmt: skip
 def test_bugs_planted_in_the_backward_kernels(monkeypatch, text, wrong, options):
     """Each is reported by the emulator, moves a gradient out of bounds, or changes its bits."""
-    found = []
-
-    def broken(plan, kernel, right=source.kernel_source):
-        changed, count = re.subn(text, wrong, right(plan, kernel), flags=re.DOTALL)
-        found.append(count)
-        return changed
-
-    monkeypatch.setattr(source, "kernel_source", broken)
-    with pytest.raises((EmulatorError, AssertionError)):
-        backward_is_right(options)
-    assert any(found), "no kernel has this text any more"
+    must_be_caught(monkeypatch, text, wrong, lambda: backward_is_right(options))
 
 
 # ------------------------------------------------------------------------- bugs in fa1 on Hopper
@@ -805,10 +819,9 @@ def test_fa1_on_hopper_without_a_planted_bug():
                          ids=[x[0] for x in WRONG_FA1])  # fmt: skip
 def test_bugs_planted_in_fa1_on_hopper(monkeypatch, text, wrong, options):
     """Each is reported by the emulator or moves a result out of bounds."""
-    found = plant(monkeypatch, (text, wrong))
-    with pytest.raises((EmulatorError, AssertionError)):
-        fa1_is_right(options, seeds=(EAGER, *range(6)))
-    assert any(found), "no kernel has this text any more"
+    must_be_caught(
+        monkeypatch, text, wrong, lambda: fa1_is_right(options, seeds=(EAGER, *range(6)))
+    )
 
 
 # ------------------------------------------------------------------------------- bugs in masks
@@ -920,21 +933,6 @@ def masked_is_right(options, seeds=(0, 1, 2)):
         assert bits == first, f"other bits with seed {seed}"
 
 
-def plant(monkeypatch, *changes):
-    """Change the text of every kernel; returns how often, for each kernel and change."""
-    found = []
-
-    def changed(plan, kernel, right=source.kernel_source):
-        text = right(plan, kernel)
-        for pattern, wrong in changes:
-            text, count = re.subn(pattern, wrong, text, flags=re.DOTALL)
-            found.append(count)
-        return text
-
-    monkeypatch.setattr(source, "kernel_source", changed)
-    return found
-
-
 def options_of(bugs):
     """The different options of planted bugs."""
     return [dict(x) for x in dict.fromkeys(tuple(bug[-1].items()) for bug in bugs)]
@@ -949,10 +947,7 @@ def test_masks_without_a_planted_bug(options):
                          ids=[x[0] for x in WRONG_MASKS])  # fmt: skip
 def test_bugs_planted_in_masks(monkeypatch, text, wrong, options):
     """Each is reported by the emulator, moves a result out of bounds, or changes its bits."""
-    found = plant(monkeypatch, (text, wrong))
-    with pytest.raises((EmulatorError, AssertionError)):
-        masked_is_right(options)
-    assert any(found), "no kernel has this text any more"
+    must_be_caught(monkeypatch, text, wrong, lambda: masked_is_right(options))
 
 
 @pytest.mark.parametrize(("name", "wrong", "options"), [x[1:] for x in WRONG_CALLERS],
@@ -1058,7 +1053,4 @@ def test_hopper_without_a_planted_bug(options):
                          ids=[x[0] for x in HOPPER])  # fmt: skip
 def test_bugs_planted_in_the_hopper_forward(monkeypatch, text, wrong, options):
     """Each is reported by the emulator, moves a result out of bounds, or changes its bits."""
-    found = plant(monkeypatch, (text, wrong))
-    with pytest.raises((EmulatorError, AssertionError)):
-        hopper_is_right(options)
-    assert any(found), "no kernel has this text any more"
+    must_be_caught(monkeypatch, text, wrong, lambda: hopper_is_right(options))

@@ -29,11 +29,12 @@
 // them, and worked out ahead; nothing in the loop but what it needs, since descriptors otherwise
 // leave the uniform registers.
 //
-// What is missing, by ncu: at D 128 the tensor cores are busy for 0.76 of the time, FlashAttention-3's
-// for 0.85. A step of both consumers takes 2,700 clocks, not the products' 2,048, because one
-// consumer's own chain is as long: 700 to issue its products, 550 for maxima, 1,060 for exp2. The end
-// of an item takes 4,500, most of them for O, which leaves 4 bytes at a time: without that store the
-// kernel would be 17 % faster at N = 1k and 5 % at 4k.
+// What is missing. Without the store of O, which leaves 4 bytes at a time, it would be 17 % faster at
+// D = 128 and N = 1k, 5 % at 4k. Of its loop at D = 128 ncu's samples tell in two near variants, 0.96
+// and 1.00 times as fast: a step of both consumers takes 2,690 to 2,780 clocks, not the products'
+// 2,048, since one consumer's own chain is as long, 510 to 700 to issue its products, 460 to 590 for
+// maxima, 980 to 1,060 for exp2; the slower one keeps the tensor cores busy for 0.75 of the time,
+// FlashAttention-3 for 0.85.
 #include "numeric.cuh"
 #include "softmax.cuh"
 #include "key_tiles.cuh"
