@@ -71,6 +71,39 @@ __device__ __forceinline__ void add_nonfinite_values(const Params& p, const Item
     }
 }
 
+// Writes the slab of rows from q_begin on. A row that saw no key, or lies at or beyond the valid
+// query length, is 0 and -infinity.
+template <typename Softmax, int ROWS, int COLUMNS>
+__device__ __forceinline__ void store_slab(Accumulator (&O)[ROWS][COLUMNS], const Softmax& softmax,
+                                           const Tile& tile, const Params& p, const Item& item,
+                                           int q_begin) {
+    const Accumulator multiplier = score_multiplier(p);
+    const HeadOutput output = item.output;
+    const int query_length = item.head.query_length, column = 8 * (tile.lane % 4);
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+        const int q = q_begin + tile.row(i);
+        const Accumulator total =
+            softmax.total(i) + initial_sum(p, item.head, softmax.origin[i] * multiplier);
+        const bool exists = q < p.query_length;
+        const bool empty = q >= query_length || total == Accumulator(0);
+        const Accumulator inverse = empty ? Accumulator(0) : Accumulator(1) / total;
+        if (__any_sync(FULL_WARP, empty)) {  // O may be anything
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j)
+                if (empty) O[i][j] = Accumulator(0);
+        }
+        Element* const row = output.out + q * p.out_row_stride + column;
+#pragma unroll
+        for (int group = 0; group < COLUMNS / 8; ++group)
+            store_where(exists && 32 * group + column < HEAD_DIM_V, row + 32 * group,
+                        tile.eight_columns(O[i], group, inverse));
+        if (exists && output.lse != nullptr && tile.lane % 4 == 0)
+            output.lse[q * p.lse_row_stride] =
+                empty ? -infinity<Accumulator>() : softmax.log_sum_exp(i, total, multiplier);
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     hopper_forward(const __grid_constant__ Params p, const __grid_constant__ Tables tables) {
     extern __shared__ __align__(1024) unsigned char smem[];
@@ -143,7 +176,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         tile.accumulate(O_regs, P_regs, V + before.stage * (V_TILE >> 4));
     };
     const auto finish = [&] {
-        store_rows(O_regs, softmax, tile, p, head, q_begin, &item->output);
+        store_slab(O_regs, softmax, tile, p, *item, q_begin);
         if (__any_sync(FULL_WARP, nonfinite)) {
             meet(OUTPUT_BARRIER + consumer, WARPGROUP);  // all rows are written
             add_nonfinite_values(p, *item, q_begin);

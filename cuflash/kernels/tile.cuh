@@ -22,6 +22,19 @@ struct __align__(sizeof(T) * COUNT) Vector {
     T at[COUNT];
 };
 
+// st.global: 16 bytes where `wanted`, without a branch.
+__device__ __forceinline__ void store_where(bool wanted, void* target, const Vector<u32, 4>& x) {
+    asm volatile(
+        "{\n"
+        ".reg .pred wanted;\n"
+        "setp.ne.b32 wanted, %0, 0;\n"
+        "@wanted st.global.v4.b32 [%1], {%2, %3, %4, %5};\n"
+        "}"
+        :
+        : "r"(int(wanted)), "l"(target), "r"(x.at[0]), "r"(x.at[1]), "r"(x.at[2]), "r"(x.at[3])
+        : "memory");
+}
+
 __device__ __forceinline__ u32 shared_address(const void* pointer) {
     return u32(__cvta_generic_to_shared(pointer));
 }

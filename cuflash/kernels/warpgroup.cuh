@@ -102,6 +102,29 @@ struct WarpgroupTile {
         commit_products();
     }
 
+    // Columns [32 * group, 32 * group + 32) of a row of O times `factor`, packed to halves: after two
+    // exchanges between the four lanes of the row, a lane has the 8 from 8 * (lane % 4) on.
+    __device__ __forceinline__ Vector<u32, 4> eight_columns(const float (&O)[VALUE_COLUMNS],
+                                                            int group, float factor) const {
+        Vector<u32, 4> words;
+#pragma unroll
+        for (int j = 0; j < 4; ++j)
+            words.at[j] =
+                pack(O[8 * group + 2 * j] * factor, O[8 * group + 2 * j + 1] * factor, T());
+#pragma unroll
+        for (int step = 1; step < 4; step *= 2) {
+            const bool upper = lane & step;
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                if (j & step) continue;
+                u32 &low = words.at[j], &high = words.at[j + step];
+                const u32 got = __shfl_xor_sync(FULL_WARP, upper ? low : high, step);
+                (upper ? low : high) = got;
+            }
+        }
+        return words;
+    }
+
     // P as the A operands of products: one for every 16 keys.
     __device__ __forceinline__ void pack_probabilities(u32 (&P)[BLOCK_K / 16][4],
                                                        const float (&S)[ROWS][COLUMNS]) const {
