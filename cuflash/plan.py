@@ -445,6 +445,17 @@ class Plan:
         return -(-self.problem.query_length // self.block_q)
 
     @property
+    def query_lead(self) -> int:
+        """Rows of a head's first tile of queries that lie before its first query.
+
+        So the last tile, which under a causal mask sees the most keys, is a full one. Not with a
+        mask, whose tiles begin at the first query, and where a partial tile costs no more.
+        """
+        if self.engine != "wgmma" or self.algo == "fa1" or self.problem.mask:
+            return 0
+        return self.query_tiles * self.block_q - self.problem.query_length
+
+    @property
     def key_tiles(self) -> int:
         """Tiles of keys in one head."""
         return -(-self.problem.key_length // self.block_k)
@@ -657,6 +668,7 @@ EVERY = (*SINGLE, *DOUBLE)
 TILES = (
     *_wgmma(64, 128, 3, stages=4, ping_pong=True),
     *_wgmma(64, 128, 2, stages=4, ping_pong=True),
+    *_wgmma(128, 80, 3, stages=4, ping_pong=True),
     *_wgmma(128, 128, 2, stages=3, ping_pong=True),
     *_wgmma(192, 112, 2),
     *_wgmma(256, 80, 2),

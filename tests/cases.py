@@ -185,6 +185,18 @@ def random_mask(shape, block, shown=0.4, partial=0.3, seed=0):
     return mask.reshape(*leading, grid[-2] * block, grid[-1] * block)[..., :n, :m]
 
 
+def growing_scores(shape, dtype, growth, seed=0):
+    """q, k, v of which a key's score is the larger the earlier it is, by 40 * `growth` in all.
+
+    That is the order in which kernels visit keys: of a `growth` of 1 the softmax's exponentials
+    of a tile stay floats, taken from the tiles visited before, and of 40 they do not.
+    """
+    rng = np.random.default_rng(seed)
+    q, k, v = rng.standard_normal((3, *shape))
+    slope = np.linspace(growth * 40 / (2 / np.pi * math.sqrt(shape[-1])), 0, shape[-2])
+    return tuple(x.astype(numpy_dtype(dtype)) for x in (abs(q), abs(k) * slope[:, None], v))
+
+
 def place(values, layout):
     """A view with these values, in memory of its own that holds NaN everywhere else.
 

@@ -12,7 +12,7 @@ import emulated
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import numpy_dtype, random_mask, tile_of
+from cases import growing_scores, numpy_dtype, random_mask, tile_of
 from emulated import attention, attention_backward
 from emulator import EAGER, EmulatorError, Memory, Module, TensorMap, available
 from tolerance import assert_backward_close, assert_forward_close
@@ -1008,37 +1008,55 @@ HOPPER = [
      {"nonfinite": True}),
     ("infinities are not added", r"if \(__any_sync\(FULL_WARP, nonfinite\)\)", "if (false)",
      {"nonfinite": True}),
-    ("an item is given back before it is read", r"(item = &next;)",
-     r"\1 if (speaks) reader.release(next);", {}),
-    ("O is not rescaled", r"if \(stale\) scale_rows\(O_regs, rescale\);", "", {"growing": True}),
+    ("an item is given back before it is read", r"(head = uniform\(item->head\))",
+     r"if (speaks) reader.release(*item); \1", {}),
+    ("O is not rescaled", r"if \(stale\) scale_rows\(O_regs, rescale\);", "", {"growth": 1}),
     ("O goes on from one item to the next", r"clear_rows\(O_regs\);", "", {}),
+    ("exponentials are not guarded", r"large \|= added\[i\] > GUARD", "large |= false",
+     {"growth": 40}),
+    ("sums are not rescaled", r"sum\[i\] = \(sum\[i\] \+ added\[i\]\) \* rescale\[i\]",
+     "sum[i] = sum[i] + added[i] * rescale[i]", {"growth": 1}),
+    ("origins are raised lane by lane", r"row_maximum<ROW_THREADS>\((larger\(added.*?A\(1\)\))\)",
+     r"\1", {"growth": 1}),
+    ("what cannot be scaled back is", r"LOST = 1e30", "LOST = 3e38",
+     {"growth": 40, "window": (300, 0)}),
+    ("lost scores stay lost", r"score_again\(\);", "", {"growth": 40}),
+    ("another swizzle", r"row % 8 : row % 8 / 2", "row % 4 : row % 8 / 2", {"growth": 40}),
+    ("scores worked out again are not masked", r"finish_scores\(keys\[i\]\);", "",
+     {"growth": 40, "window": (300, 0)}),
+    ("keys are given back while a lane reads them",
+     r"__syncwarp\(\);(?=  // all lanes have read K)", "", {"growth": 40}),
+    ("lanes keep what they should pass on", r"upper \? low : high, step",
+     "upper ? high : low, step", {}),
+    ("rows beyond the ends are written", r"store_where\(exists && !empty", "store_where(!empty",
+     {"causal": False}),
+    ("rows before the first are written", r"exists = q >= 0 && ", "exists = ", {}),
 ]  # fmt: skip
 
 
 @functools.cache
-def long_inputs(nonfinite, growing):
+def long_inputs(nonfinite, growth):
     """q, k, v of several items for each of two multiprocessors, of many tiles of keys."""
+    if growth:
+        return growing_scores((3, 700, 64), "bfloat16", growth)
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((3, 700, 64)).astype(ml_dtypes.bfloat16) for _ in range(3))
     if nonfinite:
         v[0, 333, 3] = np.inf  # of a key that some queries of a tile see
         v[1, 10, 5] = np.nan
-    if growing:  # each key has a larger score than those before
-        k *= np.linspace(8, 1, 700)[:, None].astype(k.dtype)
-        q[:], k[:] = abs(q), abs(k)
     return q, k, v
 
 
 def hopper_is_right(options):
     """Compare with the reference under several schedules; raises where something is wrong."""
-    q, k, v = long_inputs(options.get("nonfinite", False), options.get("growing", False))
+    q, k, v = long_inputs(options.get("nonfinite", False), options.get("growth", 0))
     device = Device(90, multiprocessors=2)
+    band = {"causal": options.get("causal", True), "window": options.get("window")}
     first = None
     for seed in (EAGER, 0, 1, 2):
-        result = attention(
-            q, k, v, causal=True, algo="fa3", engine="wgmma", seed=seed, device=device
-        )[:2]
-        assert_forward_close(*result, q, k, v, causal=True)
+        options = {"algo": "fa3", "engine": "wgmma", "seed": seed, "device": device, **band}
+        result = attention(q, k, v, **options)[:2]
+        assert_forward_close(*result, q, k, v, **band)
         bits = [x.tobytes() for x in result]
         first = first or bits
         assert bits == first, f"other bits with seed {seed}"

@@ -15,6 +15,7 @@ from cases import (
     KERNELS,
     check_all,
     groups,
+    growing_scores,
     numpy_dtype,
     owner,
     place,
@@ -22,6 +23,7 @@ from cases import (
 from tolerance import assert_backward_close, assert_forward_close
 
 import cuflash
+from cuflash.plan import HALF
 
 pytestmark = pytest.mark.gpu
 
@@ -219,6 +221,18 @@ def test_a_thousand_runs_on_hopper_leave_the_same_bits(cupy, dim):
                 kind = np.uint16 if a.itemsize == 2 else np.uint32
                 different += (a.view(kind) != b.view(kind)).sum()
         assert int(different) == 0
+
+
+@pytest.mark.parametrize("growth", [1, 40])
+@pytest.mark.parametrize("dim", [32, 64, 80, 128, 192, 256])
+def test_scores_that_grow_on_hopper(cupy, dim, growth):
+    """Exponentials that the softmax's guard finds too large, and that are lost."""
+    for dtype in HALF:
+        arrays = growing_scores((4, 700, dim), dtype, growth)
+        on_device = [to_device(cupy, x) for x in arrays]
+        for band in ({}, {"causal": True}, {"causal": True, "window": (300, 0)}):
+            out, lse = cuflash.attention(*on_device, engine="wgmma", return_lse=True, **band)
+            assert_forward_close(out, lse, *arrays, **band)
 
 
 @EACH_KERNEL

@@ -17,6 +17,7 @@ from cases import (
     KERNELS,
     check_all,
     groups,
+    growing_scores,
     numpy_dtype,
     owner,
     place,
@@ -192,6 +193,23 @@ def test_long_rows_on_hopper(algo, dim, causal):
     for result in results[1:]:
         assert result.out.tobytes() == results[0].out.tobytes()
         assert result.lse.tobytes() == results[0].lse.tobytes()
+
+
+@pytest.mark.parametrize("growth", [1, 40])  # of exponentials within floats, and beyond them
+@pytest.mark.parametrize(
+    ("algo", "engine", "dtype", "dim"),
+    [
+        *[("fa3", "wgmma", "float16", dim) for dim in (32, 64, 80, 256)],
+        ("fa3", "wgmma", "bfloat16", 64), ("fa1", "wgmma", "float16", 64),
+        ("fa2", "mma", "float16", 64), ("fa1", "mma", "float16", 64),
+        ("fa2", "simt", "float32", 64), ("fa1", "simt", "float32", 64),
+    ],
+)  # fmt: skip
+def test_scores_that_grow(algo, engine, dtype, dim, growth):
+    """Tile by tile, in the order in which keys are visited."""
+    q, k, v = growing_scores((2, 500, dim), dtype, growth)
+    result = attention(q, k, v, algo=algo, engine=engine, device=SMALL_H200)
+    assert_forward_close(*result[:2], q, k, v)
 
 
 @pytest.mark.parametrize("group", [g for g in GROUPS if "masked" in g or "softcap" in g])

@@ -114,6 +114,20 @@ def test_forward_and_backward_plans_take_their_own_rows():
                 assert all(row.backward == p.backward for row, _ in plan.rejected)
 
 
+@pytest.mark.parametrize("n", [1, 192, 193, 4096])
+def test_the_last_tile_of_queries_is_whole_on_hopper(n):
+    p = Problem("bfloat16", (8, 32), n, 4096, 64, 64, heads=32)
+    for algo in ("fa2", "fa3"):
+        plan = make_plan(p, H200, algo, "wgmma")
+        assert plan.block_q == 192
+        assert (plan.query_lead + n) % 192 == 0
+        assert 0 <= plan.query_lead < 192
+    for other in (("fa1", "wgmma"), ("fa2", "mma")):
+        assert make_plan(p, H200, *other).query_lead == 0
+    masked = dataclasses.replace(p, mask="blocks")  # whose tiles begin at the first query
+    assert make_plan(masked, H200, "fa3", "wgmma").query_lead == 0
+
+
 @pytest.mark.parametrize("algo", ["fa1", "fa2"])
 @pytest.mark.parametrize("engine", ["simt", "mma"])
 @pytest.mark.parametrize("deterministic", [False, True])

@@ -24,15 +24,15 @@
 // Floor: a visit moves 8 DV bytes of O, 16 of l and m and 2 D of Q per row, for 2 (D + DV) BLOCK_K
 // operations. With an H200's 4.2 TB/s that allows 1160 TFLOP/s at D = 64 with 768 keys, 630 at 128
 // with 384, 350 at 192 with 224 and 265 at 256 with 160; hopper_forward.cu, which needs no state,
-// reaches 500, 650, 580 and 650 on the same problems.
+// reaches 550 and 740 on the first two.
 //
 // Measured on an H200 (asv_bench/against_peers.py fa1), bf16, 132 and 264 heads of 4096 tokens, full
-// and causal, in TFLOP/s: D 64 441 to 486 and 409 to 419, of fa2's rate 0.97 and 1.05, since with a
-// block per head a causal mask leaves no uneven end; D 128 433 to 469 and 425 to 441, 0.72 and 0.79
-// of fa2's and 0.7 of the floor's. With 2048 tokens D 192 279 and D 256 238, 0.8 and 0.9 of the
-// floor's: there memory bounds. At D 128 it takes 560 without the moves of O. The missing part is
-// presumably that a block moves O at once, 128 KB a pair, through an L2 cache that gives a
-// multiprocessor some 36 bytes per clock, and that products wait for it.
+// and causal, in TFLOP/s: D 64 441 to 486 and 409 to 421, of fa2's rate 0.88 and 0.93; D 128 433 to
+// 469 and 425 to 441, 0.62 and 0.67 of fa2's and 0.7 of the floor's. With 2048 tokens D 192 279 and D
+// 256 238, 0.8 and 0.9 of the floor's: there memory bounds. At D 128 it takes 560 without the moves of
+// O. The missing part is presumably that a block moves O at once, 128 KB a pair, through an L2 cache
+// that gives a multiprocessor some 36 bytes per clock, and that products wait for it. The softmax
+// works out the maxima of each step, which hopper_forward.cu has learned to do without.
 //
 // What counted: the largest key tile that fits (at D 128 256 keys make 356, with two slots for
 // queries at that); the state brought into the L2 cache ahead; exp2 before the wait for O. What did

@@ -13,30 +13,37 @@
 //     consumers     S_i = Q K_i^T  and  O += P_i-1 V_i-1  are under way together, and the softmax of
 //                   S_i meanwhile; S, P and O stay in registers
 //
-// Across items, too: the first scores of an item are computed beside the last O += P V of the one
-// before, so that its end costs the tensor cores nothing. With PING_PONG consumers take turns at
-// issuing products: while the tensor cores work for one, the others compute exponentials.
+// With PING_PONG consumers take turns at issuing products: while the tensor cores work for one, the
+// others compute exponentials. The softmax goes without maxima (guarded_softmax.cuh).
 //
 // Every buffer has a barrier "full", which its copy completes, and one "empty", at which all warps
 // that read it arrive. A value tile that is cut completes "landed" first, and "full" when cleared.
 //
-// Measured on an H200 (asv_bench/against_peers.py hopper), bf16, N = 4k to 16k, full and causal, in
-// TFLOP/s: D 64 529 to 557 and 456 to 538, D 128 671 to 713 and 611 to 696, D 256 731 to 803 and 659
-// to 799: of FlashAttention-3's own kernel 0.89 to 1.00, of cuDNN 1.01 to 1.25. The loop alone,
-// without masks and ends, reaches 560 to 580, 720 to 770 and 790 to 805; at D 64 exp2 takes as long
-// as the products, above it tensor cores and the power limit bound it. What counted: exp2 before the
-// wait for O, which the compiler otherwise puts first; more stages; items without a gap between
-// them, and worked out ahead; nothing in the loop but what it needs, since descriptors otherwise
-// leave the uniform registers.
+// Floor: for 64 x 128 scores the tensor cores take 4 (D + DV) clocks and the exponentials 512, so that
+// both bound a loop at D = 64, the products above it; at the clock that its power allows an H200 does
+// products at 780 to 800 TFLOP/s.
 //
-// What is missing. Without the store of O, which leaves 4 bytes at a time, it would be 17 % faster at
-// D = 128 and N = 1k, 5 % at 4k. Of its loop at D = 128 ncu's samples tell in two near variants, 0.96
-// and 1.00 times as fast: a step of both consumers takes 2,690 to 2,780 clocks, not the products'
-// 2,048, since one consumer's own chain is as long, 510 to 700 to issue its products, 460 to 590 for
-// maxima, 980 to 1,060 for exp2; the slower one keeps the tensor cores busy for 0.75 of the time,
-// FlashAttention-3 for 0.85.
+// Measured on an H200 (asv_bench/against_peers.py hopper), bf16, N = 4k to 16k, full and causal, in
+// TFLOP/s: D 64 544 to 629 and 505 to 590, D 128 738 to 779 and 660 to 788, D 256 768 to 821 and 695
+// to 808: of FlashAttention-3's own kernel 0.99 to 1.09, of cuDNN 1.10 to 1.30.
+//
+// What counted: a softmax without maxima (1.08 at D 64, 1.11 at 128, 1.01 at 256: one consumer's own
+// chain from scores to probabilities had been as long as the products of both); three consumers and
+// 80 keys at D 128 (1.04 to 1.05); a whole last tile of queries under a causal mask (1.05 at D 64 and
+// N = 4k, 1.12 at 1k); finishing an item before the next one's first product, for which the producer
+// then has the queries ready (1.01, at 1k 1.03); stores of 16 bytes; exp2 before the wait for O, which
+// the compiler otherwise puts first; items worked out ahead; nothing in the loop but what it needs,
+// since descriptors otherwise leave the uniform registers.
+// What did not: results by way of shared memory and bulk copies, a row (0.95 to 0.99) or 16 rows at a
+// time (0.99 to 1.00); exp2 by polynomial for one exponential in 8 or 4 (0.98 and 0.95 at D 64,
+// 0.95 and 0.87 at 128); at D 64 tiles of 128 queries or of other numbers of keys (0.83 to 0.98).
+//
+// What is missing: an item of 8 key tiles at D = 128 takes 21,100 clocks, of which 600 pass until the
+// first scores, 1,500 in their softmax (2,000 under a causal mask), 660 in the last product and 2,100
+// in writing O, most of it instructions. FlashAttention-3 is 1.08 (full) and 1.16 (causal) times as
+// fast at N = 1k and D = 128.
 #include "numeric.cuh"
-#include "softmax.cuh"
+#include "guarded_softmax.cuh"
 #include "key_tiles.cuh"
 #include "score.cuh"
 #include "output.cuh"
@@ -61,7 +68,7 @@ __device__ __forceinline__ void add_nonfinite_values(const Params& p, const Item
             const Accumulator value = widen(head.v[k * p.v_row_stride + column]);
             if (is_finite(value)) continue;
 #pragma unroll 1
-            for (int q = q_begin; q < min(q_begin + SLAB, head.query_length); ++q) {
+            for (int q = max(0, q_begin); q < min(q_begin + SLAB, head.query_length); ++q) {
                 if (!VisibleKeys(p, head, q).has(k)) continue;
                 if (!bits.has(q - item.q_begin, i % BLOCK_K)) continue;
                 Element& x = item.output.out[q * p.out_row_stride + column];
@@ -85,19 +92,18 @@ __device__ __forceinline__ void store_slab(Accumulator (&O)[ROWS][COLUMNS], cons
         const int q = q_begin + tile.row(i);
         const Accumulator total =
             softmax.total(i) + initial_sum(p, item.head, softmax.origin[i] * multiplier);
-        const bool exists = q < p.query_length;
-        const bool empty = q >= query_length || total == Accumulator(0);
-        const Accumulator inverse = empty ? Accumulator(0) : Accumulator(1) / total;
-        if (__any_sync(FULL_WARP, empty)) {  // O may be anything
-#pragma unroll
-            for (int j = 0; j < COLUMNS; ++j)
-                if (empty) O[i][j] = Accumulator(0);
-        }
+        const bool exists = q >= 0 && q < p.query_length;
+        const bool empty = q >= query_length || total == Accumulator(0);  // O may be anything
+        const Accumulator inverse = __fdividef(Accumulator(1), total);
         Element* const row = output.out + q * p.out_row_stride + column;
 #pragma unroll
         for (int group = 0; group < COLUMNS / 8; ++group)
-            store_where(exists && 32 * group + column < HEAD_DIM_V, row + 32 * group,
+            store_where(exists && !empty && 32 * group + column < HEAD_DIM_V, row + 32 * group,
                         tile.eight_columns(O[i], group, inverse));
+        if (exists && empty)
+#pragma unroll 1
+            for (int begin = column; begin < HEAD_DIM_V; begin += 32)
+                store_where(true, row + begin - column, Vector<u32, 4>{});
         if (exists && output.lse != nullptr && tile.lane % 4 == 0)
             output.lse[q * p.lse_row_stride] =
                 empty ? -infinity<Accumulator>() : softmax.log_sum_exp(i, total, multiplier);
@@ -134,13 +140,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const Accumulator multiplier = score_multiplier(p);
     const Turns turns(consumer);
 
-    using Softmax = OnlineSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS>;
+    using Softmax = GuardedSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS>;
     Softmax softmax;
     Accumulator S_regs[Tile::ROWS][Tile::COLUMNS], O_regs[Tile::ROWS][Tile::VALUE_COLUMNS] = {};
     Accumulator rescale[Tile::ROWS];
     u32 P_regs[BLOCK_K / 16][4];
     Reader reader(smem, barriers);
-    const Item* item = nullptr;
+    const Item* item;
     Head head;
     KeyTiles<BLOCK_K> keys{};
     int q_begin;
@@ -149,23 +155,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     u32 parity = 0;            // of the phase that Q's barriers are in
     Ring<STAGES> now, before;  // where the tiles of S and of P lie
 
-    // The scores of the `i`-th visit become probabilities; returns whether O must be rescaled.
-    const auto exponentiate = [&](int i, const Visit& visit) {
-        if (speaks) arrive(barriers.K_empty(now.stage));
-        if (i + 1 == keys.count() && speaks) arrive(barriers.Q_empty(consumer));
+    const auto finish_scores = [&](const Visit& visit) {
         const int k_begin = visit.tile * BLOCK_K;
         modify_scores(S_regs, tile, p, head, q_begin, k_begin);
         if (keys.is_cut(visit))
             mask_scores(S_regs, Tile::FromFirstColumn{tile}, p, head, q_begin,
                         k_begin + tile.column(0), TileBits(p, visit, consumer * SLAB),
                         tile.column(0));
-        const bool stale = softmax.update(S_regs, multiplier, rescale);
+    };
+    // The scores of the `i`-th visit become probabilities; returns whether O must be rescaled.
+    const auto exponentiate = [&](int i, const Visit& visit) {
+        if (i + 1 == keys.count() && speaks) arrive(barriers.Q_empty(consumer));
+        finish_scores(visit);
+        const bool stale = softmax.update(S_regs, multiplier, rescale, [&] {
+            tile.score_alone(S_regs, item->head.q, p.q_row_stride, q_begin, p.query_length,
+                             shared_address(smem) + K_BEGIN + now.stage * K_TILE);
+            __syncwarp();  // all lanes have read K
+            finish_scores(keys[i]);
+        });
+        if (speaks) arrive(barriers.K_empty(now.stage));
+        const int k_begin = visit.tile * BLOCK_K;
         drop_probabilities(S_regs, tile, p, head, q_begin, k_begin);
         settle(S_regs);
         cut = keys.is_cut(visit);
         before = now;
         now.advance();
         return stale;
+    };
+    // Starts S = Q K^T for the tile at hand.
+    const auto score = [&] {
+        open_products();
+        tile.score(S_regs, Q, K + now.stage * (K_TILE >> 4));
     };
     // Starts O += P V for the tile visited before.
     const auto accumulate = [&] {
@@ -186,27 +206,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     };
 
     for (;;) {
-        const Item& next = reader.next();
-        if (!next.exists) break;
-        wait_barrier(barriers.Q_full(consumer), parity);
-        wait_barrier(barriers.K_full(now.stage), now.parity);
-        turns.await();
-        open_products();
-        tile.score(S_regs, Q, K + now.stage * (K_TILE >> 4));
-        if (item != nullptr) accumulate();
-        turns.hand_over();
-        wait_products<0>(S_regs);
-        if (item != nullptr) {
-            settle(O_regs);
-            if (speaks) arrive(barriers.V_empty(before.stage));
-            finish();
-        }
-        item = &next;
-        head = uniform(next.head), keys = uniform(next.keys);
-        q_begin = uniform(next.q_begin) + consumer * SLAB;
+        item = &reader.next();
+        if (!item->exists) break;
+        head = uniform(item->head), keys = uniform(item->keys);
+        q_begin = uniform(item->q_begin) + consumer * SLAB;
         softmax = Softmax();
         clear_rows(O_regs);
-        nonfinite = false, parity ^= 1;
+        nonfinite = false;
+        wait_barrier(barriers.Q_full(consumer), parity);
+        parity ^= 1;
+        wait_barrier(barriers.K_full(now.stage), now.parity);
+        turns.await();
+        score();
+        turns.hand_over();
+        wait_products<0>(S_regs);
         exponentiate(0, keys[0]);
         tile.pack_probabilities(P_regs, S_regs);
         if (keys.count() > 1) wait_barrier(barriers.K_full(now.stage), now.parity);
@@ -215,8 +228,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int i = 1; i < keys.count(); ++i) {
             const Visit visit = keys[i];
             turns.await();
-            open_products();
-            tile.score(S_regs, Q, K + now.stage * (K_TILE >> 4));
+            score();
             accumulate();
             turns.hand_over();
             wait_products<1>(S_regs);
@@ -229,9 +241,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             if (stale) scale_rows(O_regs, rescale);
             tile.pack_probabilities(P_regs, S_regs);
         }
+        accumulate();
+        wait_products<0>(O_regs);
+        if (speaks) arrive(barriers.V_empty(before.stage));
+        finish();
     }
-    accumulate();
-    wait_products<0>(O_regs);
-    finish();
     turns.end();
 }

@@ -20,7 +20,8 @@ struct KeyRange {
 };
 
 // Key tiles of SIZE keys that the `row`-th tile of queries visits, last one first: a causal mask
-// then meets its few cut tiles first and the longest run of uncut ones follows.
+// then meets its few cut tiles first and the longest run of uncut ones follows. Tiles of queries begin
+// `lead` rows before the first query.
 template <int SIZE>
 struct KeyTiles {
     TileList list;
@@ -28,9 +29,10 @@ struct KeyTiles {
     int uncut_begin, uncut_end;  // the band shows tiles [uncut_begin, uncut_end) as a whole
 
     KeyTiles() = default;
-    __device__ __forceinline__ KeyTiles(const Params& p, const Head& head, int row, int rows)
+    __device__ __forceinline__ KeyTiles(const Params& p, const Head& head, int row, int rows,
+                                        int lead = 0)
         : list(p, head, row) {
-        const int q_begin = row * rows;
+        const int q_begin = row * rows - lead;
         const KeyRange keys(p, head, q_begin, q_begin + rows);
         begin = list.find(keys.begin / SIZE);
         end = list.find(divide_up(keys.end, SIZE));

@@ -39,6 +39,16 @@ __device__ __forceinline__ u32 shared_address(const void* pointer) {
     return u32(__cvta_generic_to_shared(pointer));
 }
 
+// ld.shared: 8 bytes.
+__device__ __forceinline__ Vector<u32, 2> load_pair(u32 address) {
+    Vector<u32, 2> x;
+    asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+                 : "=r"(x.at[0]), "=r"(x.at[1])
+                 : "r"(address)
+                 : "memory");
+    return x;
+}
+
 // cp.async.cg: 16 bytes past the registers; what lies beyond source_bytes becomes zero.
 template <typename T>
 __device__ __forceinline__ void copy_chunk_async(T* shared, const T* global, int source_bytes) {

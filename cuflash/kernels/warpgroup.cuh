@@ -9,6 +9,7 @@
 // every 8 columns the two from 2 * (lane % 4) on; packed to halves it is an A operand.
 #pragma once
 #include "hopper.cuh"
+#include "mma.cuh"
 
 constexpr int SLAB = 64;  // rows of a warpgroup's product
 
@@ -33,6 +34,11 @@ struct Panels {
         return (i * 16 / PANEL * PANEL_BYTES + i * 16 % PANEL * 2) >> 4;
     }
     static constexpr __device__ int rows(int i) { return i * 16 * ROW_BYTES >> 4; }
+    // In bytes, of one element. Every 8 rows are permuted alike.
+    static __device__ __forceinline__ int offset(int row, int column) {
+        const int unit = column % PANEL / 8 ^ (PANEL == 64 ? row % 8 : row % 8 / 2);
+        return column / PANEL * PANEL_BYTES + row * ROW_BYTES + 16 * unit + column % 8 * 2;
+    }
 };
 
 // Sets infinities and NaN of 16-byte units to zero; returns, to the whole warp that does it, whether
@@ -92,6 +98,32 @@ struct WarpgroupTile {
         for (int i = 0; i < round_up(D, 16) / 16; ++i)
             multiply_shared(S, Q + Queries::columns(i), K + Keys::columns(i), i > 0);
         commit_products();
+    }
+
+    // The same by one warp, for its rows, where the others have gone on: of rows from q_begin on of
+    // the `queries` in global memory, and of K in shared memory. Of 16 columns a lane takes 4 in a
+    // row, which mma.sync counts as 2 and 2: in both operands.
+    __device__ __forceinline__ void score_alone(float (&S)[ROWS][COLUMNS], const T* q, i64 q_stride,
+                                                int q_begin, int queries, u32 K_smem) const {
+        using Four = Vector<u32, 2>;
+        const auto load = [&](int row, int column) {
+            const bool exists = row >= 0 && row < queries && column < D;
+            return exists ? *reinterpret_cast<const Four*>(q + row * q_stride + column)
+                          : Four{0, 0};
+        };
+        clear_rows(S);
+#pragma unroll 1
+        for (int column = lane % 4 * 4; column < padded(D); column += 16) {
+            const Four upper = load(q_begin + row(0), column);
+            const Four lower = load(q_begin + row(1), column);
+            const u32 a[4] = {upper.at[0], lower.at[0], upper.at[1], lower.at[1]};
+            const u32 k = K_smem + Keys::offset(lane / 4, column);
+#pragma unroll
+            for (int j = 0; j < COLUMNS; j += 2) {
+                const Four b = load_pair(k + j * 4 * Keys::ROW_BYTES);
+                multiply(S[0][j], S[0][j + 1], S[1][j], S[1][j + 1], a, b.at[0], b.at[1], T());
+            }
+        }
     }
 
     // O += P V as one group of products.

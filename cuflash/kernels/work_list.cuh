@@ -25,8 +25,8 @@ struct WorkList {
 // One item, in shared memory: finding one's way to it takes divisions, which are slow, so that one
 // thread does it ahead of time for all.
 struct Item {
-    int exists;  // 0 behind the last one
-    int q_begin;
+    int exists;   // 0 behind the last one
+    int q_begin;  // of the first tile, maybe below 0
     Head head;
     KeyTiles<BLOCK_K> keys;
     HeadOutput output;
@@ -44,8 +44,10 @@ struct Item {
         const Work work(p, index, p.query_tiles);
         head = locate_head(p, work.head);
         const int query_tile = row_at(p, head, work.tile, p.query_tiles - 1 - work.tile);
-        q_begin = query_tile * BLOCK_Q;
-        keys = KeyTiles<BLOCK_K>(p, head, query_tile, BLOCK_Q);
+        // Where the last tile of queries would be a partial one the first is: it sees fewer keys.
+        const int lead = MASKED ? 0 : p.query_tiles * BLOCK_Q - p.query_length;
+        q_begin = query_tile * BLOCK_Q - lead;
+        keys = KeyTiles<BLOCK_K>(p, head, query_tile, BLOCK_Q, lead);
         if (keys.count() == 0) see_nothing();
         output = locate_output(p, work.head);
         q_place.locate(p, work.head, p.q_axis_stride);
