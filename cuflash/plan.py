@@ -449,7 +449,7 @@ class Plan:
         """Rows of a head's first tile of queries that lie before its first query.
 
         So the last tile, which under a causal mask sees the most keys, is a full one. Not with a
-        mask, whose tiles begin at the first query, and where a partial tile costs no more.
+        mask: its tiles begin at the first query.
         """
         if self.engine != "wgmma" or self.algo == "fa1" or self.problem.mask:
             return 0
