@@ -455,6 +455,11 @@ class Plan:
             return 0
         return self.query_tiles * self.block_q - self.problem.query_length
 
+    def query_range(self, tile: int) -> tuple[int, int]:
+        """Half-open range of the queries of a head's `tile`-th tile."""
+        begin = tile * self.block_q - self.query_lead
+        return max(0, begin), min(begin + self.block_q, self.problem.query_length)
+
     @property
     def key_tiles(self) -> int:
         """Tiles of keys in one head."""
@@ -575,7 +580,8 @@ class Plan:
         """Bytes between chip and device memory as the papers count them: see traffic.py."""
         p = self.problem
         sizes = ITEM_BYTES[p.dtype], ITEM_BYTES[p.accumulator]
-        return moved(p, self.algo, self.block_q, self.block_k, *sizes)
+        query_tiles = map(self.query_range, range(self.query_tiles))
+        return moved(p, self.algo, query_tiles, self.block_k, *sizes)
 
     @property
     def unfused_traffic(self) -> int:

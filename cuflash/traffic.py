@@ -23,8 +23,11 @@ References
 from __future__ import annotations
 
 
-def moved(problem, algo: str, block_q: int, block_k: int, item: int, sums: int) -> int:
-    """Bytes that `algo` moves with these tiles; `item` and `sums` are the bytes of an element."""
+def moved(problem, algo: str, query_tiles, block_k: int, item: int, sums: int) -> int:
+    """Bytes that `algo` moves with these tiles; `item` and `sums` are the bytes of an element.
+
+    `query_tiles` are the ranges of queries of a head's tiles.
+    """
     n, m, d, dv = (
         problem.query_length, problem.key_length, problem.head_dim, problem.value_dim,
     )  # fmt: skip
@@ -39,7 +42,7 @@ def moved(problem, algo: str, block_q: int, block_k: int, item: int, sums: int) 
         visits = query_visits(problem, block_k)
         state = 2 * max(0, visits - n) * (dv + 2) * sums
         return problem.head_count * (m * keys + visits * d * item + state + results)
-    visits = key_visits(problem, block_q)
+    visits = key_visits(problem, query_tiles)
     return problem.head_count * (n * d * item + visits * keys + results)
 
 
@@ -63,9 +66,9 @@ def query_visits(problem, block_k: int) -> int:
     return sum(end - begin for begin, end in ranges)
 
 
-def key_visits(problem, block_q: int) -> int:
+def key_visits(problem, query_tiles) -> int:
     """Keys that some query of a tile sees, summed over the query tiles of one head."""
-    n, m, band = problem.query_length, problem.key_length, problem.band
-    shift = band.shift(n, m)
-    ranges = (band.key_range(q, min(q + block_q, n), shift, m) for q in range(0, n, block_q))
+    m, band = problem.key_length, problem.band
+    shift = band.shift(problem.query_length, m)
+    ranges = (band.key_range(*queries, shift, m) for queries in query_tiles)
     return sum(end - begin for begin, end in ranges)

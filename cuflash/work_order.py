@@ -60,9 +60,6 @@ def _longest_first(plan: Plan, lengths: list[int]):
 def _key_tiles(plan: Plan, query_tile: int) -> int:
     """How many key tiles a tile of queries visits where lengths are full."""
     p = plan.problem
-    first = query_tile * plan.block_q - plan.query_lead
-    last = min(first + plan.block_q, p.query_length)
-    first = max(first, 0)
     shift = p.band.shift(p.query_length, p.key_length)
-    begin, end = p.band.key_range(first, last, shift, p.key_length)
+    begin, end = p.band.key_range(*plan.query_range(query_tile), shift, p.key_length)
     return max(1, -(-end // plan.block_k) - begin // plan.block_k)

@@ -25,7 +25,10 @@ def counted(plan: Plan) -> int:
     n, m, d, dv = p.query_length, p.key_length, p.head_dim, p.value_dim
     visible = p.band.to_dense(n, m)
     k_tiles = [slice(k, min(k + plan.block_k, m)) for k in range(0, m, plan.block_k)]
-    q_tiles = [slice(q, min(q + plan.block_q, n)) for q in range(0, n, plan.block_q)]
+    # On Hopper the last tile of queries is whole, and the first one what is left over.
+    first = n % plan.block_q if plan.engine == "wgmma" else 0
+    starts = [0] * (first > 0) + [*range(first, n, plan.block_q)]
+    q_tiles = [slice(q, r) for q, r in zip(starts, [*starts[1:], n])]
     moved = 0
     if p.backward:
         moved += n * (2 * dv * item + 3 * sums)  # dout, out, lse -> two numbers a row
