@@ -133,9 +133,10 @@ def main(arguments=None) -> int:
     parser.add_argument("--backward", action="store_true")
     parser.add_argument("--algo")
     parser.add_argument("--engine")
+    parser.add_argument("--scale", type=float, help="scores then vary by SCALE * sqrt(D), not by 1")
     parser.add_argument("--ms", type=float, default=40, help="for each version and problem")
     options = parser.parse_args(arguments)
-    choice = {"algo": options.algo, "engine": options.engine}
+    choice = {"algo": options.algo, "engine": options.engine, "scale": options.scale}
     masks = {"no": [False], "yes": [True], "both": [False, True]}[options.causal]
     shapes = [tuple(map(int, shape.split(","))) for shape in options.shapes]
     meter = bench.meters.HostMeter() if xp is np else bench.meter()

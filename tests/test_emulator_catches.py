@@ -654,6 +654,17 @@ def plant(monkeypatch, *changes):
     return found
 
 
+def options_of(bugs):
+    """The different options of planted bugs."""
+    return [dict(x) for x in dict.fromkeys(tuple(bug[-1].items()) for bug in bugs)]
+
+
+def each_of(bugs):
+    """A test of each planted bug, named by what is wrong."""
+    rows = [pytest.param(*bug[1:], id=bug[0]) for bug in bugs]
+    return pytest.mark.parametrize(("text", "wrong", "options"), rows)
+
+
 def must_be_caught(monkeypatch, text, wrong, check):
     """With `wrong` in the kernels' text the emulator reports it, or a result is found wrong."""
     found = plant(monkeypatch, (text, wrong))
@@ -741,8 +752,7 @@ def test_backward_kernels_without_a_planted_bug(options):
     backward_is_right(options)
 
 
-@pytest.mark.parametrize(("text", "wrong", "options"), [x[1:] for x in PLANTED],
-                         ids=[x[0] for x in PLANTED])  # fmt: skip
+@each_of(PLANTED)
 def test_bugs_planted_in_the_backward_kernels(monkeypatch, text, wrong, options):
     """Each is reported by the emulator, moves a gradient out of bounds, or changes its bits."""
     must_be_caught(monkeypatch, text, wrong, lambda: backward_is_right(options))
@@ -815,8 +825,7 @@ def test_fa1_on_hopper_without_a_planted_bug():
         fa1_is_right(options)
 
 
-@pytest.mark.parametrize(("text", "wrong", "options"), [x[1:] for x in WRONG_FA1],
-                         ids=[x[0] for x in WRONG_FA1])  # fmt: skip
+@each_of(WRONG_FA1)
 def test_bugs_planted_in_fa1_on_hopper(monkeypatch, text, wrong, options):
     """Each is reported by the emulator or moves a result out of bounds."""
     must_be_caught(
@@ -933,18 +942,12 @@ def masked_is_right(options, seeds=(0, 1, 2)):
         assert bits == first, f"other bits with seed {seed}"
 
 
-def options_of(bugs):
-    """The different options of planted bugs."""
-    return [dict(x) for x in dict.fromkeys(tuple(bug[-1].items()) for bug in bugs)]
-
-
 @pytest.mark.parametrize("options", options_of(WRONG_MASKS + WRONG_CALLERS), ids=str)
 def test_masks_without_a_planted_bug(options):
     masked_is_right(options)
 
 
-@pytest.mark.parametrize(("text", "wrong", "options"), [x[1:] for x in WRONG_MASKS],
-                         ids=[x[0] for x in WRONG_MASKS])  # fmt: skip
+@each_of(WRONG_MASKS)
 def test_bugs_planted_in_masks(monkeypatch, text, wrong, options):
     """Each is reported by the emulator, moves a result out of bounds, or changes its bits."""
     must_be_caught(monkeypatch, text, wrong, lambda: masked_is_right(options))
@@ -1052,10 +1055,10 @@ def hopper_is_right(options):
     q, k, v = long_inputs(options.get("nonfinite", False), options.get("growth", 0))
     device = Device(90, multiprocessors=2)
     band = {"causal": options.get("causal", True), "window": options.get("window")}
+    kernel = {"algo": "fa3", "engine": "wgmma", "device": device}
     first = None
     for seed in (EAGER, 0, 1, 2):
-        options = {"algo": "fa3", "engine": "wgmma", "seed": seed, "device": device, **band}
-        result = attention(q, k, v, **options)[:2]
+        result = attention(q, k, v, seed=seed, **kernel, **band)[:2]
         assert_forward_close(*result, q, k, v, **band)
         bits = [x.tobytes() for x in result]
         first = first or bits
@@ -1067,8 +1070,7 @@ def test_hopper_without_a_planted_bug(options):
     hopper_is_right(options)
 
 
-@pytest.mark.parametrize(("text", "wrong", "options"), [x[1:] for x in HOPPER],
-                         ids=[x[0] for x in HOPPER])  # fmt: skip
+@each_of(HOPPER)
 def test_bugs_planted_in_the_hopper_forward(monkeypatch, text, wrong, options):
     """Each is reported by the emulator, moves a result out of bounds, or changes its bits."""
     must_be_caught(monkeypatch, text, wrong, lambda: hopper_is_right(options))

@@ -7,8 +7,9 @@
 // Where a sum is too large the origin is raised by what it tells, and where it is beyond floats the
 // scores, overwritten by then, are worked out again.
 //
-// Measured on an H200 in hopper_forward.cu, against maxima in each tile, D = 128 and 4096 tokens: 1.06
-// to 1.10 times as fast for scores of a standard deviation of 1 to 10, 1.01 to 1.04 for one of 30.
+// Measured on an H200 in hopper_forward.cu, against the version with maxima in each tile, D = 128 and
+// 4096 tokens: 1.06 to 1.10 times as fast for scores of a standard deviation of 1 to 10, 1.01 to 1.04
+// for one of 30 (asv_bench/versions.py --scale measures it again).
 #pragma once
 #include "softmax.cuh"
 

@@ -27,21 +27,21 @@
 // TFLOP/s: D 64 544 to 629 and 505 to 590, D 128 738 to 779 and 660 to 788, D 256 768 to 821 and 695
 // to 808: of FlashAttention-3's own kernel 0.99 to 1.09, of cuDNN 1.10 to 1.30.
 //
-// What counted: a softmax without maxima (1.08 at D 64, 1.11 at 128, 1.01 at 256: one consumer's own
-// chain from scores to probabilities had been as long as the products of both); three consumers and
-// 80 keys at D 128 (1.04 to 1.05); a whole last tile of queries under a causal mask (1.05 at D 64 and
-// N = 4k, 1.12 at 1k); finishing an item before the next one's first product, for which the producer
-// then has the queries ready (1.01, at 1k 1.03); stores of 16 bytes; exp2 before the wait for O, which
-// the compiler otherwise puts first; items worked out ahead; nothing in the loop but what it needs,
-// since descriptors otherwise leave the uniform registers.
+// What counted (asv_bench/versions.py measures it): a softmax without maxima (1.08 at D 64, 1.11 at
+// 128, 1.01 at 256: one consumer's own chain from scores to probabilities had been as long as the
+// products of both); three consumers and 80 keys at D 128 (1.04 to 1.05); a whole last tile of queries
+// under a causal mask (1.05 at D 64 and N = 4k, 1.12 at 1k); finishing an item before the next one's
+// first product, for which the producer then has the queries ready (1.01, at 1k 1.03); stores of 16
+// bytes; exp2 before the wait for O, which the compiler otherwise puts first; items worked out ahead;
+// nothing in the loop but what it needs, since descriptors otherwise leave the uniform registers.
 // What did not: results by way of shared memory and bulk copies, a row (0.95 to 0.99) or 16 rows at a
 // time (0.99 to 1.00); exp2 by polynomial for one exponential in 8 or 4 (0.98 and 0.95 at D 64,
 // 0.95 and 0.87 at 128); at D 64 tiles of 128 queries or of other numbers of keys (0.83 to 0.98).
 //
-// What is missing: an item of 8 key tiles at D = 128 takes 21,100 clocks, of which 600 pass until the
-// first scores, 1,500 in their softmax (2,000 under a causal mask), 660 in the last product and 2,100
-// in writing O, most of it instructions. FlashAttention-3 is 1.08 (full) and 1.16 (causal) times as
-// fast at N = 1k and D = 128.
+// What is missing, by clocks read in a copy of the kernel: at D = 128 an item of 8 key tiles in tiles
+// of 128 x 128 takes 21,100, of which 600 pass until the first scores, 1,500 in their softmax (2,000
+// under a causal mask), 660 in the last product and 2,100 in writing O, most of it instructions.
+// FlashAttention-3 is 1.08 (full) and 1.16 (causal) times as fast at N = 1k and D = 128.
 #include "numeric.cuh"
 #include "guarded_softmax.cuh"
 #include "key_tiles.cuh"

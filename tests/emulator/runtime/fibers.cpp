@@ -3,8 +3,9 @@
 // With seed 0 threads run in order and asynchronous copies happen only when no thread can run, that
 // is at the latest legal moment. With seed -1 (EAGER) copies happen at once, and of the threads that
 // can run the first does: warps that copy get as far ahead of the others as the kernel lets them.
-// Other seeds pick threads, copies and the number of resident blocks at random. Blocks become resident one after another, and also whenever all resident threads wait
-// for memory to change: so blocks that hand work to each other through flags run interleaved.
+// Other seeds pick threads, copies and the number of resident blocks at random. Blocks become
+// resident one after another, and also whenever all resident threads wait for memory to change: so
+// blocks that hand work to each other through flags run interleaved.
 #include <csetjmp>
 #include <csignal>
 #include <cstdarg>
