@@ -1003,13 +1003,26 @@ HOPPER = [
      r"wait_barrier\(barriers\.V_full\(before\.stage\), before\.parity\);", "", {}),
     ("the next keys are not waited for",
      r"if \(i \+ 1 < keys\.count\(\)\) (?=wait_barrier)", "if (false) ", {}),
-    ("a wait for what may have come again", r"(const int freed = before\.stage;)",
-     r"\1 wait_barrier(barriers.K_full(freed), before.parity);", {}),
+    ("a wait for what may have come again", r"(const int freed = now\.previous\(\)\.stage;)",
+     r"\1 wait_barrier(barriers.K_full(freed), now.previous().parity);", {}),
+    ("values of another tile are used", r"stage == 0 \? Ring\{STAGES - 1, parity \^ 1\}",
+     "stage == 0 ? Ring{0, parity ^ 1}", {}),
+    ("tiles passed by are given back while a lane waits for them",
+     r"__syncwarp\(\);(?=  // all lanes have found them full)", "", {"dim": 192}),
+    ("a turn is not handed on", r"turns\.hand_over\(\);(?=\s+wait_barrier\(barriers\.K_full)", "",
+     {}),
+    ("keys passed by are kept", r"arrive\(barriers\.K_empty\(now\.stage\)\), (?=arrive)", "", {}),
+    ("queries passed by are kept", r"passed_by > 0 && speaks", "false", {"window": (50, 20)}),
+    ("a consumer has its neighbour's keys", r"q_begin \+ i \* SLAB, q_begin \+ \(i \+ 1\) \* SLAB",
+     "q_begin + (i ^ 1) * SLAB, q_begin + ((i ^ 1) + 1) * SLAB", {}),
+    ("the last tile alone tells of infinities", r"item\.nonfinite\[part\] \|= any",
+     "item.nonfinite[part] = any", {"nonfinite": True}),
+    ("infinities of the item before are told of", r"nonfinite\[i\] = 0;", "", {"nonfinite": True}),
     ("cleared values are not published", r"publish_to_async_units\(\);\s+(__syncwarp)", r"\1",
      {"nonfinite": True}),
     ("nothing is cleared", r"if \(!is_finite\(widen\(x\)\)\) x = narrow<T>\(0\.0f\);", "",
      {"nonfinite": True}),
-    ("infinities are not added", r"if \(__any_sync\(FULL_WARP, nonfinite\)\)", "if (false)",
+    ("infinities are not added", r"if \(nonfinite\) \{", "if (false) {",
      {"nonfinite": True}),
     ("an item is given back before it is read", r"(head = uniform\(item->head\))",
      r"if (speaks) reader.release(*item); \1", {}),
@@ -1025,7 +1038,7 @@ HOPPER = [
      {"growth": 40, "window": (300, 0)}),
     ("lost scores stay lost", r"score_again\(\);", "", {"growth": 40}),
     ("another swizzle", r"row % 8 : row % 8 / 2", "row % 4 : row % 8 / 2", {"growth": 40}),
-    ("scores worked out again are not masked", r"finish_scores\(keys\[i\]\);", "",
+    ("scores worked out again are not masked", r"adjust_scores\(keys\[i\]\);", "",
      {"growth": 40, "window": (300, 0)}),
     ("keys are given back while a lane reads them",
      r"__syncwarp\(\);(?=  // all lanes have read K)", "", {"growth": 40}),
@@ -1038,21 +1051,23 @@ HOPPER = [
 
 
 @functools.cache
-def long_inputs(nonfinite, growth):
+def long_inputs(dim, nonfinite, growth):
     """q, k, v of several items for each of two multiprocessors, of many tiles of keys."""
     if growth:
-        return growing_scores((3, 700, 64), "bfloat16", growth)
+        return growing_scores((3, 700, dim), "bfloat16", growth)
     rng = np.random.default_rng(0)
-    q, k, v = (rng.standard_normal((3, 700, 64)).astype(ml_dtypes.bfloat16) for _ in range(3))
-    if nonfinite:
-        v[0, 333, 3] = np.inf  # of a key that some queries of a tile see
+    q, k, v = (rng.standard_normal((3, 700, dim)).astype(ml_dtypes.bfloat16) for _ in range(3))
+    if nonfinite:  # of keys that some queries of a tile see
+        v[0, 333, 3] = np.inf
         v[1, 10, 5] = np.nan
+        v[2, 400, 7] = -np.inf
     return q, k, v
 
 
 def hopper_is_right(options):
     """Compare with the reference under several schedules; raises where something is wrong."""
-    q, k, v = long_inputs(options.get("nonfinite", False), options.get("growth", 0))
+    inputs = {"dim": 64, "nonfinite": False, "growth": 0}
+    q, k, v = long_inputs(**{name: options.get(name, x) for name, x in inputs.items()})
     device = Device(90, multiprocessors=2)
     band = {"causal": options.get("causal", True), "window": options.get("window")}
     kernel = {"algo": "fa3", "engine": "wgmma", "device": device}

@@ -29,6 +29,7 @@ from emulator import EAGER, available
 from tolerance import assert_backward_close, assert_forward_close
 
 from cuflash import reference
+from cuflash.masks import Band
 from cuflash.plan import TILES, Device
 from cuflash.reference import UNIT_ROUNDOFF, forward_bound
 
@@ -195,13 +196,32 @@ def test_long_rows_on_hopper(algo, dim, causal):
         assert result.lse.tobytes() == results[0].lse.tobytes()
 
 
+@pytest.mark.parametrize("length", [96, 500, 576])
+@pytest.mark.parametrize("band", [{}, {"causal": True}, {"window": (150, 60)}], ids=str)
+@pytest.mark.parametrize("algo", ["fa2", "fa3"])
+def test_no_products_for_keys_that_no_query_sees(algo, band, length):
+    """Consumers of 64 queries pass by such tiles, and those without queries do nothing."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, length, 128)).astype(np.float16) for _ in range(3))
+    result = attention(q, k, v, algo=algo, engine="wgmma", device=SMALL_H200, **band)
+    assert_forward_close(*result[:2], q, k, v, **band)
+    visible = Band.from_options(**band).to_dense(length, length)
+    step, products = result.plan.block_k, 0
+    for end in range(length, 0, -64):  # the first slab may be a partial one
+        seen = visible[max(0, end - 64) : end].any(0)
+        tiles = sum(seen[begin : begin + step].any() for begin in range(0, length, step))
+        products += tiles * (128 // 16 + step // 16)
+    assert result.stats["wgmma"] == 2 * 4 * products  # of heads and warps
+
+
 @pytest.mark.parametrize("growth", [1, 40])  # of exponentials within floats, and beyond them
 @pytest.mark.parametrize(
     ("algo", "engine", "dtype", "dim"),
     [
         *[("fa3", "wgmma", "float16", dim) for dim in (32, 64, 80, 256)],
         ("fa3", "wgmma", "bfloat16", 64), ("fa1", "wgmma", "float16", 64),
-        ("fa2", "mma", "float16", 64), ("fa1", "mma", "float16", 64),
+        *[("fa2", "mma", "float16", dim) for dim in (64, 128, 256)],
+        ("fa2", "mma", "bfloat16", 32), ("fa1", "mma", "float16", 64),
         ("fa2", "simt", "float32", 64), ("fa1", "simt", "float32", 64),
     ],
 )  # fmt: skip

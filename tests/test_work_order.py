@@ -7,7 +7,7 @@ import pytest
 
 from cuflash.masks import Band
 from cuflash.plan import Device, Problem, make_plan
-from cuflash.work_order import ITEM_TILES, MOST_ITEMS, _key_tiles, work_order
+from cuflash.work_order import FIXED, ITEM_TILES, MOST_ITEMS, _key_tiles, _length, work_order
 
 H200 = Device(90, "NVIDIA H200", multiprocessors=132)
 CAUSAL = Problem("float16", (4, 16), 4096, 4096, 128, 128, heads=16, band=Band(right=0))
@@ -17,7 +17,16 @@ def plan_of(problem=CAUSAL, algo="fa3", device=H200, **changes):
     return make_plan(dataclasses.replace(problem, **changes), device, algo, "wgmma")
 
 
-@pytest.mark.parametrize("changes", [{}, {"query_length": 700}, {"leading": (3,)}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"query_length": 700},
+        {"leading": (3,)},
+        {"band": Band()},
+        {"band": Band(left=9, right=5)},
+    ],
+)
 def test_every_item_is_some_blocks_once(changes):
     plan = plan_of(**changes)
     order, count = work_order(plan), plan.problem.head_count * plan.query_tiles
@@ -29,32 +38,46 @@ def test_every_item_is_some_blocks_once(changes):
         assert (own[(own < count).sum() :] == count).all()
 
 
-def test_blocks_get_about_as_much():
-    plan = plan_of()
+@pytest.mark.parametrize(("band", "most"), [(CAUSAL.band, 4), (Band(), 10.5)])
+def test_blocks_get_about_as_much(band, most):
+    """Up to one of the shortest items, where these are long: without a mask."""
+    plan = plan_of(band=band, query_length=1024, key_length=1024, leading=(16, 16))
     order, tiles = work_order(plan), plan.query_tiles
     count, section = plan.problem.head_count * tiles, plan.section
     cost = np.zeros(count + 1)
     for index in range(count):
         rest = index % (section * tiles) // section  # sections are of one size here
-        cost[index] = _key_tiles(plan, tiles - 1 - rest) + ITEM_TILES
+        cost[index] = _length(plan, tiles - 1 - rest)
     assert plan.problem.head_count % section == 0
     loads = cost[order].sum(axis=0)
-    assert loads.max() - loads.min() <= 6  # key tiles, of some 300
+    assert loads.max() - loads.min() <= most  # key tiles, of some 100 and 165
 
 
-def test_key_tiles_of_a_query_tile():
-    plan = plan_of(query_length=300, key_length=300)
-    assert [_key_tiles(plan, tile) for tile in range(3)] == [1, 2, 3]
+def test_key_tiles_of_queries():
     window = plan_of(band=Band.from_options(False, (10, 10)))
-    for tile in range(window.query_tiles):
-        begin = tile * window.block_q - window.query_lead
-        keys = np.arange(max(0, begin) - 10, begin + window.block_q + 10).clip(0, 4095)
-        assert _key_tiles(window, tile) == len(np.unique(keys // window.block_k))
+    for begin in range(-128, 4096, 64):
+        keys = np.arange(max(0, begin) - 10, begin + 64 + 10).clip(0, 4095)
+        seen = len(np.unique(keys // window.block_k)) if begin >= 0 else 0
+        assert _key_tiles(window, begin, begin + 64) == seen
     blind = plan_of(query_length=4096, key_length=128)
-    assert _key_tiles(blind, 0) == 1  # a tile of keys even where none is visible
+    assert _key_tiles(blind, 0, 64) == 0
+
+
+def test_length_of_a_tile_of_queries():
+    """The last of 300 queries are in tiles of 192, and keys in tiles of 80."""
+    plan = plan_of(query_length=300, key_length=300, leading=(16, 16))
+    assert (plan.query_tiles, plan.block_q, plan.block_k) == (2, 192, 80)
+    seen = [[0, 1, 2], [3, 3, 4]]  # queries up to -21, 43, 107; 171, 235, 299
+    for tile, (first, second, third) in enumerate(seen):
+        mean = (first + second + third) / 3
+        expected = FIXED * third + (1 - FIXED) * mean + ITEM_TILES
+        assert _length(plan, tile) == pytest.approx(expected)
 
 
 def test_no_order_where_none_is_needed():
-    assert work_order(plan_of(band=Band())) is None
+    """Where all items are as long as another: all consumers of each have queries."""
+    assert work_order(plan_of(band=Band(), query_length=192 * 20)) is None
+    assert work_order(plan_of(band=Band(), query_length=192 * 20 - 63)) is None
+    assert work_order(plan_of(band=Band(), query_length=192 * 20 - 64)) is not None
     assert work_order(plan_of(algo="fa2")) is None
     assert work_order(plan_of(leading=(MOST_ITEMS,))) is None

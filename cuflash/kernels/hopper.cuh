@@ -56,6 +56,9 @@ struct Ring {
     __device__ __forceinline__ void advance() {
         if (++stage == STAGES) stage = 0, parity ^= 1;
     }
+    __device__ __forceinline__ Ring previous() const {
+        return stage == 0 ? Ring{STAGES - 1, parity ^ 1} : Ring{stage - 1, parity};
+    }
 };
 
 // ---------------------------------------------------------------- named barriers

@@ -16,8 +16,7 @@ constexpr int K_BEGIN = CONSUMERS * Q_TILE, V_BEGIN = K_BEGIN + STAGES * K_TILE;
 constexpr int BARRIERS = V_BEGIN + STAGES * V_TILE;
 static_assert(BARRIERS + BARRIER_BYTES == SHARED_BYTES, "the plan lays out shared memory alike");
 
-// The barriers; behind them lie one flag per stage, whether a cut tile's values were cleared, and
-// the items.
+// The barriers; behind them lie the items.
 struct Barriers {
     u32 base;
     __device__ __forceinline__ u32 at(int i) const { return base + 8 * i; }
@@ -44,10 +43,9 @@ struct Barriers {
         publish_barriers();
     }
 };
-constexpr int FLAGS = BARRIERS + 8 * Barriers::COUNT;
 
-constexpr int ITEMS = round_up(FLAGS + 4 * CLEARERS * STAGES, 16);
-static_assert(ITEMS + 2 * sizeof(Item) <= SHARED_BYTES, "barriers, flags and items");
+constexpr int ITEMS = round_up(BARRIERS + 8 * Barriers::COUNT, 16);
+static_assert(ITEMS + 2 * sizeof(Item) <= SHARED_BYTES, "barriers and items");
 
 struct Reader : ItemReader<Item, Barriers> {
     __device__ __forceinline__ Reader(unsigned char* smem, const Barriers& barriers)
@@ -71,54 +69,64 @@ __device__ __forceinline__ void schedule(const Params& p, const int* order, unsi
     } while (more);
 }
 
-// Thread 0 fills the buffers as they become empty, warps 1 and 3 clear cut values.
-__device__ __forceinline__ void produce(const Tables& tables, unsigned char* smem,
-                                        const Barriers& barriers) {
-    const bool copies = threadIdx.x == 0;
+// Thread 0: fills the buffers as they become empty.
+__device__ __forceinline__ void copy_tiles(const Tables& tables, unsigned char* smem,
+                                           const Barriers& barriers) {
     const u32 Q_smem = shared_address(smem), K_smem = Q_smem + K_BEGIN, V_smem = Q_smem + V_BEGIN;
     Ring<STAGES> ring;
-    u32 parities = 0;  // of the phases that V_landed are in, a bit per stage, and Q's barriers
+    u32 Q_parity = 0;  // of the phase that Q's barriers are in
     Reader reader(smem, barriers);
     for (;;) {
         const Item& item = reader.next();
         if (!item.exists) return;
-        const KeyTiles<BLOCK_K>& keys = item.keys;
 #pragma unroll 1
-        for (int i = 0; i < keys.count(); ++i) {
-            const Visit visit = keys[i];
-            const int tile = visit.tile, stage = ring.stage;
-            const bool cut = keys.is_cut(visit);
-            if (copies) {
-                wait_barrier(barriers.K_empty(stage), ring.parity ^ 1);
-                load_panels<Tile::Keys>(K_smem + stage * K_TILE, &tables.k, barriers.K_full(stage),
-                                        tile * BLOCK_K, item.k_place);
-            }
-            if (copies && i == 0) {  // later than keys: this waits for the last item's scores
+        for (int i = 0; i < item.keys.count(); ++i) {
+            const Visit visit = item.keys[i];
+            const int row = visit.tile * BLOCK_K, stage = ring.stage;
+            wait_barrier(barriers.K_empty(stage), ring.parity ^ 1);
+            load_panels<Tile::Keys>(K_smem + stage * K_TILE, &tables.k, barriers.K_full(stage), row,
+                                    item.k_place);
+            if (i == 0) {  // later than keys: this waits for the last item's scores
 #pragma unroll 1
                 for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
-                    wait_barrier(barriers.Q_empty(consumer), ~parities >> STAGES & 1);
+                    wait_barrier(barriers.Q_empty(consumer), Q_parity ^ 1);
                     load_panels<Tile::Queries>(Q_smem + consumer * Q_TILE, &tables.q,
                                                barriers.Q_full(consumer),
                                                item.q_begin + consumer * SLAB, item.q_place);
                 }
-                parities ^= 1 << STAGES;
+                Q_parity ^= 1;
             }
-            if (copies) {
-                wait_barrier(barriers.V_empty(stage), ring.parity ^ 1);
-                if (!cut) arrive(barriers.V_full(stage));  // in place of the second that clears
-                load_panels<Tile::Values>(V_smem + stage * V_TILE, &tables.v,
-                                          cut ? barriers.V_landed(stage) : barriers.V_full(stage),
-                                          tile * BLOCK_K, item.v_place);
-            } else if (cut) {
-                wait_barrier(barriers.V_landed(stage), parities >> stage & 1);
-                parities ^= 1 << stage;
-                clear_values<V_TILE>(smem + V_BEGIN + stage * V_TILE,
-                                     reinterpret_cast<int*>(smem + FLAGS) + stage * CLEARERS,
-                                     barriers.V_full(stage));
-            }
+            wait_barrier(barriers.V_empty(stage), ring.parity ^ 1);
+            const bool cut = item.keys.is_cut(visit);
+            if (!cut) arrive(barriers.V_full(stage));  // in place of the second that clears
+            load_panels<Tile::Values>(V_smem + stage * V_TILE, &tables.v,
+                                      cut ? barriers.V_landed(stage) : barriers.V_full(stage), row,
+                                      item.v_place);
             ring.advance();
         }
-        if (!copies) __syncwarp();  // all lanes have read the item
+        reader.release(item);
+    }
+}
+
+// Warps 1 and 3: clear the values of cut tiles.
+__device__ __forceinline__ void clear_tiles(unsigned char* smem, const Barriers& barriers) {
+    Ring<STAGES> ring;
+    u32 parities = 0;  // of the phases that V_landed are in, a bit per stage
+    Reader reader(smem, barriers);
+    for (;;) {
+        Item& item = reader.next();
+        if (!item.exists) return;
+#pragma unroll 1
+        for (int i = 0; i < item.keys.count(); ++i) {
+            const int stage = ring.stage;
+            ring.advance();
+            if (!item.keys.is_cut(item.keys[i])) continue;
+            wait_barrier(barriers.V_landed(stage), parities >> stage & 1);
+            parities ^= 1 << stage;
+            clear_values<V_TILE>(smem + V_BEGIN + stage * V_TILE, barriers.V_full(stage),
+                                 [&](int part, bool any) { item.nonfinite[part] |= any; });
+        }
+        __syncwarp();  // all lanes have read the item
         if (threadIdx.x % 32 == 0) reader.release(item);
     }
 }

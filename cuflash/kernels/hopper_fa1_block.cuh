@@ -244,8 +244,9 @@ __device__ __forceinline__ void produce(const Params& p, const Tables& tables, u
 #pragma unroll 1
                 for (int i = 0; i < steps; ++i) {
                     wait_barrier(barriers.V_landed(i), parity);
-                    clear_values<V_STEP>(smem + V_BEGIN + i * V_STEP, flags + i * CLEARERS,
-                                         barriers.V_full(i));
+                    clear_values<V_STEP>(
+                        smem + V_BEGIN + i * V_STEP, barriers.V_full(i),
+                        [&](int part, bool any) { flags[i * CLEARERS + part] = any; });
                 }
             }
             parity ^= 1;

@@ -31,8 +31,7 @@
 // 469 and 425 to 441, 0.62 and 0.67 of fa2's and 0.7 of the floor's. With 2048 tokens D 192 279 and D
 // 256 238, 0.8 and 0.9 of the floor's: there memory bounds. At D 128 it takes 560 without the moves of
 // O. The missing part is presumably that a block moves O at once, 128 KB a pair, through an L2 cache
-// that gives a multiprocessor some 36 bytes per clock, and that products wait for it. The softmax
-// works out the maxima of each step, which hopper_forward.cu has learned to do without.
+// that gives a multiprocessor some 36 bytes per clock, and that products wait for it.
 //
 // What counted: the largest key tile that fits (at D 128 256 keys make 356, with two slots for
 // queries at that); the state brought into the L2 cache ahead; exp2 before the wait for O. What did

@@ -11,7 +11,8 @@
 //     warps 1, 3    clear the NaN and infinities of those value tiles that are cut
 //     thread 64     works out the items
 //     consumers     S_i = Q K_i^T  and  O += P_i-1 V_i-1  are under way together, and the softmax of
-//                   S_i meanwhile; S, P and O stay in registers
+//                   S_i meanwhile; S, P and O stay in registers. A key tile that none of its own
+//                   queries sees, as a causal mask has them, a consumer passes by
 //
 // With PING_PONG consumers take turns at issuing products: while the tensor cores work for one, the
 // others compute exponentials. The softmax goes without maxima (guarded_softmax.cuh).
@@ -29,14 +30,21 @@
 //
 // What counted (asv_bench/versions.py measures it): a softmax without maxima (1.08 at D 64, 1.11 at
 // 128, 1.01 at 256: one consumer's own chain from scores to probabilities had been as long as the
-// products of both); three consumers and 80 keys at D 128 (1.04 to 1.05); a whole last tile of queries
-// under a causal mask (1.05 at D 64 and N = 4k, 1.12 at 1k); finishing an item before the next one's
-// first product, for which the producer then has the queries ready (1.01, at 1k 1.03); stores of 16
-// bytes; exp2 before the wait for O, which the compiler otherwise puts first; items worked out ahead;
-// nothing in the loop but what it needs, since descriptors otherwise leave the uniform registers.
-// What did not: results by way of shared memory and bulk copies, a row (0.95 to 0.99) or 16 rows at a
-// time (0.99 to 1.00); exp2 by polynomial for one exponential in 8 or 4 (0.98 and 0.95 at D 64,
-// 0.95 and 0.87 at 128); at D 64 tiles of 128 queries or of other numbers of keys (0.83 to 0.98).
+// products of both); three consumers and 80 keys at D 128 (1.04 to 1.05); under a causal mask a
+// whole last tile of queries (1.05 at D 64 and N = 4k, 1.12 at 1k), and consumers that pass by key
+// tiles and mask scores by their own queries and not by all of the item's (1.04 at D 64 and 128 and
+// N = 4k, 1.07 at 1k; at D 256 1.01 and 1.04); without a mask, that consumers who have no query in a
+// head's first tile pass by its keys and such items come last (1.06 to 1.07 at N = 1k, 1.04 at 4k
+// and D 64); finishing an item before the next one's first product, for which the producer then has
+// the queries ready (1.01, at 1k 1.03); stores of 16 bytes; exp2 before the wait for O, which the
+// compiler otherwise puts first; items worked out ahead; nothing in the loop but what it needs,
+// since descriptors otherwise leave the uniform registers.
+// What did not: results by way of shared memory, in bulk copies of a row (0.95 to 0.99) or of 16
+// rows (0.99 to 1.00), by stmatrix in stores of 16 bytes (0.99 to 1.00) or in tensor copies (0.98 to
+// 1.00; one of a box that lies wholly before the first row is an illegal instruction), all of them
+// less at D 256, where results have to lie in Q's place (0.95 to 0.98); stores of 8 bytes (0.99 to
+// 1.00); exp2 by polynomial for one exponential in 8 or 4 (0.98 and 0.95 at D 64, 0.95 and 0.87 at
+// 128); at D 64 tiles of 128 queries or of other numbers of keys (0.83 to 0.98).
 //
 // What is missing, by clocks read in a copy of the kernel: at D = 128 an item of 8 key tiles in tiles
 // of 128 x 128 takes 21,100, of which 600 pass until the first scores, 1,500 in their softmax (2,000
@@ -78,43 +86,10 @@ __device__ __forceinline__ void add_nonfinite_values(const Params& p, const Item
     }
 }
 
-// Writes the slab of rows from q_begin on. A row that saw no key, or lies at or beyond the valid
-// query length, is 0 and -infinity.
-template <typename Softmax, int ROWS, int COLUMNS>
-__device__ __forceinline__ void store_slab(Accumulator (&O)[ROWS][COLUMNS], const Softmax& softmax,
-                                           const Tile& tile, const Params& p, const Item& item,
-                                           int q_begin) {
-    const Accumulator multiplier = score_multiplier(p);
-    const HeadOutput output = item.output;
-    const int query_length = item.head.query_length, column = 8 * (tile.lane % 4);
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
-        const int q = q_begin + tile.row(i);
-        const Accumulator total =
-            softmax.total(i) + initial_sum(p, item.head, softmax.origin[i] * multiplier);
-        const bool exists = q >= 0 && q < p.query_length;
-        const bool empty = q >= query_length || total == Accumulator(0);  // O may be anything
-        const Accumulator inverse = __fdividef(Accumulator(1), total);
-        Element* const row = output.out + q * p.out_row_stride + column;
-#pragma unroll
-        for (int group = 0; group < COLUMNS / 8; ++group)
-            store_where(exists && !empty && 32 * group + column < HEAD_DIM_V, row + 32 * group,
-                        tile.eight_columns(O[i], group, inverse));
-        if (exists && empty)
-#pragma unroll 1
-            for (int begin = column; begin < HEAD_DIM_V; begin += 32)
-                store_where(true, row + begin - column, Vector<u32, 4>{});
-        if (exists && output.lse != nullptr && tile.lane % 4 == 0)
-            output.lse[q * p.lse_row_stride] =
-                empty ? -infinity<Accumulator>() : softmax.log_sum_exp(i, total, multiplier);
-    }
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     hopper_forward(const __grid_constant__ Params p, const __grid_constant__ Tables tables) {
     extern __shared__ __align__(1024) unsigned char smem[];
     const Barriers barriers = {shared_address(smem) + BARRIERS};
-    const int* const flags = reinterpret_cast<const int*>(smem + FLAGS);
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
     if (threadIdx.x == 0) {
         barriers.init();
@@ -126,8 +101,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         release_registers<PRODUCER_REGISTERS>();
         if (threadIdx.x == 64)
             schedule(p, tables.order, smem, barriers);
-        else if (threadIdx.x == 0 || threadIdx.x / 32 % 2 == 1)
-            produce(tables, smem, barriers);
+        else if (threadIdx.x == 0)
+            copy_tiles(tables, smem, barriers);
+        else if (threadIdx.x / 32 % 2 == 1)
+            clear_tiles(smem, barriers);
         return;
     }
     claim_registers<CONSUMER_REGISTERS>();
@@ -142,20 +119,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
     using Softmax = GuardedSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS>;
     Softmax softmax;
-    Accumulator S_regs[Tile::ROWS][Tile::COLUMNS], O_regs[Tile::ROWS][Tile::VALUE_COLUMNS] = {};
+    Accumulator S_regs[Tile::ROWS][Tile::COLUMNS], O_regs[Tile::ROWS][Tile::VALUE_COLUMNS];
     Accumulator rescale[Tile::ROWS];
     u32 P_regs[BLOCK_K / 16][4];
     Reader reader(smem, barriers);
     const Item* item;
     Head head;
-    KeyTiles<BLOCK_K> keys{};
+    KeyTiles<BLOCK_K> keys{};  // of this consumer's queries
     int q_begin;
-    bool nonfinite = false;    // whether values of its cut tiles were cleared
-    bool cut = false;          // whether the tile visited last is one
-    u32 parity = 0;            // of the phase that Q's barriers are in
-    Ring<STAGES> now, before;  // where the tiles of S and of P lie
+    u32 parity = 0;    // of the phase that Q's barriers are in
+    Ring<STAGES> now;  // where the tile of S lies; that of P is the one before
 
-    const auto finish_scores = [&](const Visit& visit) {
+    const auto adjust_scores = [&](const Visit& visit) {
         const int k_begin = visit.tile * BLOCK_K;
         modify_scores(S_regs, tile, p, head, q_begin, k_begin);
         if (keys.is_cut(visit))
@@ -166,19 +141,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // The scores of the `i`-th visit become probabilities; returns whether O must be rescaled.
     const auto exponentiate = [&](int i, const Visit& visit) {
         if (i + 1 == keys.count() && speaks) arrive(barriers.Q_empty(consumer));
-        finish_scores(visit);
+        adjust_scores(visit);
         const bool stale = softmax.update(S_regs, multiplier, rescale, [&] {
             tile.score_alone(S_regs, item->head.q, p.q_row_stride, q_begin, p.query_length,
                              shared_address(smem) + K_BEGIN + now.stage * K_TILE);
             __syncwarp();  // all lanes have read K
-            finish_scores(keys[i]);
+            adjust_scores(keys[i]);
         });
         if (speaks) arrive(barriers.K_empty(now.stage));
         const int k_begin = visit.tile * BLOCK_K;
         drop_probabilities(S_regs, tile, p, head, q_begin, k_begin);
         settle(S_regs);
-        cut = keys.is_cut(visit);
-        before = now;
         now.advance();
         return stale;
     };
@@ -189,15 +162,28 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     };
     // Starts O += P V for the tile visited before.
     const auto accumulate = [&] {
+        const Ring<STAGES> before = now.previous();
         wait_barrier(barriers.V_full(before.stage), before.parity);
-        if (speaks && cut)
-            nonfinite |= (flags[before.stage * CLEARERS] | flags[before.stage * CLEARERS + 1]) != 0;
         open_products();
         tile.accumulate(O_regs, P_regs, V + before.stage * (V_TILE >> 4));
     };
+    // Passes by key tiles that none of the queries sees: hands on its turns and the buffers.
+    const auto pass_by = [&](int count) {
+#pragma unroll 1
+        for (; count > 0; --count) {
+            turns.await();
+            turns.hand_over();
+            wait_barrier(barriers.K_full(now.stage), now.parity);
+            wait_barrier(barriers.V_full(now.stage), now.parity);
+            __syncwarp();  // all lanes have found them full
+            if (speaks) arrive(barriers.K_empty(now.stage)), arrive(barriers.V_empty(now.stage));
+            now.advance();
+        }
+    };
     const auto finish = [&] {
-        store_slab(O_regs, softmax, tile, p, *item, q_begin);
-        if (__any_sync(FULL_WARP, nonfinite)) {
+        const bool nonfinite = item->nonfinite[0] | item->nonfinite[1];
+        store_rows(O_regs, softmax, tile, p, item->head, q_begin, &item->output);
+        if (nonfinite) {
             meet(OUTPUT_BARRIER + consumer, WARPGROUP);  // all rows are written
             add_nonfinite_values(p, *item, q_begin);
         }
@@ -208,42 +194,53 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (;;) {
         item = &reader.next();
         if (!item->exists) break;
-        head = uniform(item->head), keys = uniform(item->keys);
+        head = uniform(item->head);
+        keys.list = uniform(item->keys.list);
+        const Part part = uniform(item->parts[consumer]);
+        static_cast<KeySpan&>(keys) = part.keys;
         q_begin = uniform(item->q_begin) + consumer * SLAB;
         softmax = Softmax();
         clear_rows(O_regs);
-        nonfinite = false;
-        wait_barrier(barriers.Q_full(consumer), parity);
-        parity ^= 1;
-        wait_barrier(barriers.K_full(now.stage), now.parity);
-        turns.await();
-        score();
-        turns.hand_over();
-        wait_products<0>(S_regs);
-        exponentiate(0, keys[0]);
-        tile.pack_probabilities(P_regs, S_regs);
-        if (keys.count() > 1) wait_barrier(barriers.K_full(now.stage), now.parity);
-
-#pragma unroll 1
-        for (int i = 1; i < keys.count(); ++i) {
-            const Visit visit = keys[i];
+        const int passed_by = part.before + part.after;
+        if (keys.count() + passed_by > 0) {
+            wait_barrier(barriers.Q_full(consumer), parity);
+            parity ^= 1;
+        }
+        pass_by(part.before);
+        if (keys.count() > 0) {
+            wait_barrier(barriers.K_full(now.stage), now.parity);
             turns.await();
             score();
-            accumulate();
             turns.hand_over();
-            wait_products<1>(S_regs);
-            const int freed = before.stage;
-            const bool stale = exponentiate(i, visit);
-            // The next keys. That also keeps the compiler from waiting for O before the softmax.
-            if (i + 1 < keys.count()) wait_barrier(barriers.K_full(now.stage), now.parity);
-            wait_products<0>(O_regs);
-            if (speaks) arrive(barriers.V_empty(freed));
-            if (stale) scale_rows(O_regs, rescale);
+            wait_products<0>(S_regs);
+            exponentiate(0, keys[0]);
             tile.pack_probabilities(P_regs, S_regs);
+            if (keys.count() > 1) wait_barrier(barriers.K_full(now.stage), now.parity);
+
+#pragma unroll 1
+            for (int i = 1; i < keys.count(); ++i) {
+                const Visit visit = keys[i];
+                turns.await();
+                score();
+                accumulate();
+                turns.hand_over();
+                wait_products<1>(S_regs);
+                const int freed = now.previous().stage;
+                const bool stale = exponentiate(i, visit);
+                // The next keys. That also keeps the compiler from waiting for O before the softmax.
+                if (i + 1 < keys.count()) wait_barrier(barriers.K_full(now.stage), now.parity);
+                wait_products<0>(O_regs);
+                if (speaks) arrive(barriers.V_empty(freed));
+                if (stale) scale_rows(O_regs, rescale);
+                tile.pack_probabilities(P_regs, S_regs);
+            }
+            accumulate();
+            wait_products<0>(O_regs);
+            if (speaks) arrive(barriers.V_empty(now.previous().stage));
+        } else if (passed_by > 0 && speaks) {
+            arrive(barriers.Q_empty(consumer));
         }
-        accumulate();
-        wait_products<0>(O_regs);
-        if (speaks) arrive(barriers.V_empty(before.stage));
+        pass_by(part.after);
         finish();
     }
     turns.end();

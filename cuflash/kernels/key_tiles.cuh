@@ -19,28 +19,39 @@ struct KeyRange {
     }
 };
 
-// Key tiles of SIZE keys that the `row`-th tile of queries visits, last one first: a causal mask
-// then meets its few cut tiles first and the longest run of uncut ones follows. Tiles of queries begin
-// `lead` rows before the first query.
-template <int SIZE>
-struct KeyTiles {
-    TileList list;
-    int begin, end;              // places in the list
+// Places in a list of key tiles.
+struct KeySpan {
+    int begin, end;
     int uncut_begin, uncut_end;  // the band shows tiles [uncut_begin, uncut_end) as a whole
+    __device__ __forceinline__ int count() const { return end - begin; }
+};
+
+// Key tiles of SIZE keys that queries of a tile of queries visit, last one first: a causal mask then
+// meets its few cut tiles first and the longest run of uncut ones follows.
+template <int SIZE>
+struct KeyTiles : KeySpan {
+    TileList list;
 
     KeyTiles() = default;
-    __device__ __forceinline__ KeyTiles(const Params& p, const Head& head, int row, int rows,
-                                        int lead = 0)
+    // Of the `row`-th tile, its queries [q_begin, q_end), of which those below 0 do not exist.
+    __device__ __forceinline__ KeyTiles(const Params& p, const Head& head, int row, int q_begin,
+                                        int q_end)
         : list(p, head, row) {
-        const int q_begin = row * rows - lead;
-        const KeyRange keys(p, head, q_begin, q_begin + rows);
+        find(p, head, q_begin, q_end);
+    }
+    __device__ __forceinline__ KeyTiles(const Params& p, const Head& head, int row, int rows)
+        : KeyTiles(p, head, row, row * rows, (row + 1) * rows) {}
+    // Those that some of the queries [q_begin, q_end) see.
+    __device__ __forceinline__ void find(const Params& p, const Head& head, int q_begin,
+                                         int q_end) {
+        q_begin = max(q_begin, 0);
+        const KeyRange keys(p, head, q_begin, q_end);
         begin = list.find(keys.begin / SIZE);
         end = list.find(divide_up(keys.end, SIZE));
-        const int q_last = min(q_begin + rows, head.query_length) - 1;
+        const int q_last = min(q_end, head.query_length) - 1;
         uncut_begin = divide_up(max(0, q_last + head.shift - p.band_left), SIZE);
         uncut_end = max(0, min(head.key_length, q_begin + head.shift + p.band_right + 1)) / SIZE;
     }
-    __device__ __forceinline__ int count() const { return end - begin; }
     __device__ __forceinline__ Visit operator[](int i) const { return list[end - 1 - i]; }
     __device__ __forceinline__ bool is_cut(const Visit& visit) const {
         return visit.bits >= 0 || visit.tile < uncut_begin || visit.tile >= uncut_end;

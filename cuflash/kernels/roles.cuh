@@ -72,15 +72,15 @@ __device__ __forceinline__ void load_panels(u32 target, const TensorMap* map, u3
 }
 
 // Clears what a product must not see of a tile of values: it would bring 0 * NaN into rows that do
-// not see the key. For one of the CLEARERS, which does its part of the tile and notes in `found`
-// whether there was anything.
-template <int BYTES>
-__device__ __forceinline__ void clear_values(unsigned char* values, int* found, u32 full) {
+// not see the key. For one of the CLEARERS, which does its part of the tile and has `note` remember,
+// by that part's number, whether there was anything.
+template <int BYTES, typename Note>
+__device__ __forceinline__ void clear_values(unsigned char* values, u32 full, const Note& note) {
     const int lane = threadIdx.x % 32, part = threadIdx.x / 64;
     constexpr int UNITS = BYTES / 16 / CLEARERS;
     Element* const tile = reinterpret_cast<Element*>(values);
     const bool any = clear_nonfinite_units<UNITS>(tile + part * UNITS * CHUNK<Element>, lane);
-    if (lane == 0) found[part] = any;
+    if (lane == 0) note(part, any);
     publish_to_async_units();
     __syncwarp();  // all lanes have published what they cleared
     if (lane == 0) arrive(full);
@@ -89,19 +89,19 @@ __device__ __forceinline__ void clear_values(unsigned char* values, int* found, 
 // Reads items one after the other, of which two are in shared memory.
 template <typename Item, typename Barriers>
 struct ItemReader {
-    const Item* const items;
+    Item* const items;
     const Barriers& barriers;
     Ring<2> ring;
-    __device__ __forceinline__ ItemReader(const unsigned char* items, const Barriers& barriers)
-        : items(reinterpret_cast<const Item*>(items)), barriers(barriers) {}
-    __device__ __forceinline__ const Item& next() {
+    __device__ __forceinline__ ItemReader(unsigned char* items, const Barriers& barriers)
+        : items(reinterpret_cast<Item*>(items)), barriers(barriers) {}
+    __device__ __forceinline__ Item& next() {
         wait_barrier(barriers.item_full(ring.stage), ring.parity);
-        const Item& item = items[ring.stage];
+        Item& item = items[ring.stage];
         ring.advance();
         return item;
     }
     __device__ __forceinline__ void release(const Item& item) const {
-        arrive(barriers.item_empty(int(&item - items)));
+        arrive(barriers.item_empty((shared_address(&item) - shared_address(items)) / sizeof(Item)));
     }
 };
 

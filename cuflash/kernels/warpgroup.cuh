@@ -167,3 +167,21 @@ struct WarpgroupTile {
                 P[i][r] = pack(S[r % 2][4 * i + r / 2 * 2], S[r % 2][4 * i + r / 2 * 2 + 1], T());
     }
 };
+
+// As write_row of output.cuh, 16 bytes at a time: rows and their number of columns are multiples.
+template <typename T, int BLOCK_K, int D, int DV, int COLUMNS>
+__device__ __forceinline__ void write_row(const WarpgroupTile<T, BLOCK_K, D, DV>& tile, T* row,
+                                          const float (&O)[COLUMNS], float total, bool exists,
+                                          bool empty) {
+    const float inverse = __fdividef(1.0f, total);
+    const int column = 8 * (tile.lane % 4);
+    row += column;
+#pragma unroll
+    for (int group = 0; group < COLUMNS / 8; ++group)
+        store_where(exists && !empty && 32 * group + column < DV, row + 32 * group,
+                    tile.eight_columns(O, group, inverse));
+    if (exists && empty)
+#pragma unroll 1
+        for (int begin = column; begin < DV; begin += 32)
+            store_where(true, row + begin - column, Vector<u32, 4>{});
+}

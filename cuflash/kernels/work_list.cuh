@@ -22,6 +22,12 @@ struct WorkList {
     }
 };
 
+// What one consumer's queries see of an item's key tiles: it passes by those before and after.
+struct Part {
+    KeySpan keys;
+    int before, after;
+};
+
 // One item, in shared memory: finding one's way to it takes divisions, which are slow, so that one
 // thread does it ahead of time for all.
 struct Item {
@@ -29,17 +35,11 @@ struct Item {
     int q_begin;  // of the first tile, maybe below 0
     Head head;
     KeyTiles<BLOCK_K> keys;
+    Part parts[CONSUMERS];
+    int nonfinite[CLEARERS];  // whether one of those that clear values found infinities or NaN
     HeadOutput output;
     MapPlace q_place, k_place, v_place;
-    int4 nothing;
 
-    // A row without tiles visits one, of which it sees nothing.
-    __device__ __forceinline__ void see_nothing() {
-        nothing = make_int4(0, -1, -1, 0);
-        keys.list.entries = &nothing;
-        keys.begin = 0, keys.end = 1, keys.uncut_end = 0;
-        head.key_length = 0;
-    }
     __device__ __forceinline__ void locate(const Params& p, int index) {
         const Work work(p, index, p.query_tiles);
         head = locate_head(p, work.head);
@@ -47,8 +47,14 @@ struct Item {
         // Where the last tile of queries would be a partial one the first is: it sees fewer keys.
         const int lead = MASKED ? 0 : p.query_tiles * BLOCK_Q - p.query_length;
         q_begin = query_tile * BLOCK_Q - lead;
-        keys = KeyTiles<BLOCK_K>(p, head, query_tile, BLOCK_Q, lead);
-        if (keys.count() == 0) see_nothing();
+        keys = KeyTiles<BLOCK_K>(p, head, query_tile, q_begin, q_begin + BLOCK_Q);
+        for (int i = 0; i < CONSUMERS; ++i) {
+            KeyTiles<BLOCK_K> seen = keys;
+            seen.find(p, head, q_begin + i * SLAB, q_begin + (i + 1) * SLAB);
+            if (seen.count() == 0) seen.begin = seen.end = keys.begin;
+            parts[i] = {seen, keys.end - seen.end, seen.begin - keys.begin};
+        }
+        for (int i = 0; i < CLEARERS; ++i) nonfinite[i] = 0;
         output = locate_output(p, work.head);
         q_place.locate(p, work.head, p.q_axis_stride);
         k_place.locate(p, work.head, p.k_axis_stride);
