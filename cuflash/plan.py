@@ -188,7 +188,8 @@ class Tile:
     or warpgroup (fa1) are under way at a time. A warp owns `slabs` times 16 query rows (mma), or
     `32 / row_lanes * lane_rows` rows (simt: `row_lanes` lanes share a row, each lane holds
     `lane_rows` rows). wgmma: four more warps copy tiles, and with `ping_pong` warpgroups take turns
-    at issuing products.
+    at issuing products. With `maxima` the softmax of an mma row of fa2 takes those of every tile,
+    as fa1 and simt do, since what does without them (guarded_softmax.cuh) needs more registers.
 
     In a backward row the roles are exchanged: a warp owns rows of keys, a block `block_k` of them,
     and `block_q` queries at a time pass by, `step_q` of them scored at once, `stages` such tiles
@@ -217,6 +218,7 @@ class Tile:
     step_q: int = 0
     backward: bool = False
     ping_pong: bool = False
+    maxima: bool = False
 
     def __post_init__(self):
         if self.engine != "numpy":
@@ -681,7 +683,7 @@ TILES = (
     *_wgmma(256, 64, 2),
     _mma("fa2", 64, 64, 4, 2, stages=2, load_unroll=8, queries_in_registers=True, fill=1.0),
     _mma("fa2", 64, 64, 4, 1, stages=3, queries_in_registers=True),
-    _mma("fa2", 128, 48, 4, 2, stages=2, min_blocks=2, fill=1.0),
+    _mma("fa2", 128, 48, 4, 2, stages=2, min_blocks=2, fill=1.0, maxima=True),
     _mma("fa2", 128, 64, 4, 2, step_k=32, stages=2, min_blocks=2, fill=1.0),
     _mma("fa2", 128, 64, 4, 1, stages=2, queries_in_registers=True),
     _mma("fa2", 256, 64, 8, 1, stages=1, fill=1.0),

@@ -41,6 +41,7 @@ def _constants(plan: Plan) -> dict[str, int | bool]:
         "WARP_SLABS": tile.slabs,
         "WARP_SPLIT": tile.split,
         "QUERIES_IN_REGISTERS": tile.queries_in_registers,
+        "TAKES_MAXIMA": tile.maxima,
         "ROW_LANES": tile.row_lanes,
         "LANE_ROWS": tile.lane_rows,
         "HEAD_DIM": plan.problem.head_dim,

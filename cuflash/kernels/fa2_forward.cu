@@ -25,7 +25,7 @@
 // loop that can be had again.
 #include "numeric.cuh"
 #include "tile.cuh"
-#include "softmax.cuh"
+#include "guarded_softmax.cuh"
 #include "mma.cuh"
 #include "simt.cuh"
 #include "sequence.cuh"
@@ -76,7 +76,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const Accumulator multiplier = score_multiplier(p);
 
     Tile tile(threadIdx.x % 32, exchange + warp * Tile::EXCHANGE);
-    OnlineSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS> softmax;
+    using Exact = OnlineSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS>;
+    using Guarded = GuardedSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS>;
+    typename Select<ENGINE_IS_MMA && !TAKES_MAXIMA, Guarded, Exact>::type softmax;
     Accumulator O_regs[Tile::ROWS][Tile::VALUE_COLUMNS];
 #pragma unroll
     for (int i = 0; i < Tile::ROWS; ++i)
@@ -121,10 +123,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll 1
         for (int step = 0; step < BLOCK_K; step += STEP_K) {
             Accumulator S_regs[Tile::ROWS][Tile::COLUMNS], rescale[Tile::ROWS];
-            tile.score(S_regs, K_smem + stage * K_TILE + step * Tile::PITCH);
-            modify_scores(S_regs, tile, p, head, q_begin, k_begin + step);
-            if (cut) mask_scores(S_regs, tile, p, head, q_begin, k_begin + step, bits, step);
-            if (softmax.update(S_regs, multiplier, rescale)) scale_rows(O_regs, rescale);
+            const auto score = [&] {
+                tile.score(S_regs, K_smem + stage * K_TILE + step * Tile::PITCH);
+                modify_scores(S_regs, tile, p, head, q_begin, k_begin + step);
+                if (cut) mask_scores(S_regs, tile, p, head, q_begin, k_begin + step, bits, step);
+            };
+            score();
+            if (softmax.update(S_regs, multiplier, rescale, score)) scale_rows(O_regs, rescale);
             // S_regs hold P from here on
             drop_probabilities(S_regs, tile, p, head, q_begin, k_begin + step);
             if constexpr (STAGES == 1) {

@@ -41,9 +41,9 @@ struct OnlineSoftmax {
     // 2^LAZINESS, which costs no accuracy, and the rescaling of O, rarely due after the first keys,
     // is skipped. A row that has seen no key keeps origin = -infinity and subtracts 0 instead, so
     // that its P are exp2(-infinity) = 0 and not NaN.
-    template <int COLUMNS>
-    __device__ __forceinline__ bool update(A (&S)[ROWS][COLUMNS], A multiplier,
-                                           A (&rescale)[ROWS]) {
+    template <int COLUMNS, typename... ScoreAgain>  // as GuardedSoftmax has it
+    __device__ __forceinline__ bool update(A (&S)[ROWS][COLUMNS], A multiplier, A (&rescale)[ROWS],
+                                           const ScoreAgain&...) {
         bool stale = false;
         A largest[ROWS];
 #pragma unroll
