@@ -57,12 +57,13 @@ def load(version: str, number: int, folder: Path):
 class Call:
     """One problem: operands, and what each version is to do with them."""
 
-    def __init__(self, shape, dtype: str, causal: bool, backward: bool, choice: dict):
+    def __init__(self, shape, dtype: str, causal: bool, gradients: dict | None, choice: dict):
+        backward = gradients is not None
         name = bench.DTYPES[dtype].name
         draw = functools.partial(bench.meters.draw, xp, shape, name)
         self.operands = [draw(seed) for seed in range(3)]
         self.dout = draw(3) if backward else None
-        self.saved = ()
+        self.saved, self.gradients = (), gradients
         self.options = {"causal": causal, **choice}
         batch, heads, length, width = shape
         self.label = ("backward " if backward else "") + f"{dtype} ({','.join(map(str, shape))})"
@@ -78,7 +79,8 @@ class Call:
         if not self.saved:
             self.saved = version.attention(*self.operands, return_lse=True, **self.options)
         arrays = (self.dout, *self.operands, *self.saved)
-        return functools.partial(version.attention_backward, *arrays, **self.options)
+        options = {**self.options, **self.gradients}
+        return functools.partial(version.attention_backward, *arrays, **options)
 
     def compile(self, version) -> None:
         """Have the kernel ready, or leave it to the call to say why not."""
@@ -131,12 +133,14 @@ def main(arguments=None) -> int:
     parser.add_argument("--dtype", choices=bench.DTYPES, default="bf16")
     parser.add_argument("--causal", choices=("no", "yes", "both"), default="no")
     parser.add_argument("--backward", action="store_true")
+    parser.add_argument("--any-order", action="store_true", help="gradients in any order")
     parser.add_argument("--algo")
     parser.add_argument("--engine")
     parser.add_argument("--scale", type=float, help="scores then vary by SCALE * sqrt(D), not by 1")
     parser.add_argument("--ms", type=float, default=40, help="for each version and problem")
     options = parser.parse_args(arguments)
     choice = {"algo": options.algo, "engine": options.engine, "scale": options.scale}
+    gradients = {"deterministic": not options.any_order} if options.backward else None
     masks = {"no": [False], "yes": [True], "both": [False, True]}[options.causal]
     shapes = [tuple(map(int, shape.split(","))) for shape in options.shapes]
     meter = bench.meters.HostMeter() if xp is np else bench.meter()
@@ -146,7 +150,7 @@ def main(arguments=None) -> int:
         versions = {name: load(name, i, Path(folder)) for i, name in enumerate(names)}
         for shape in shapes:
             for causal in masks:
-                call = Call(shape, options.dtype, causal, options.backward, choice)
+                call = Call(shape, options.dtype, causal, gradients, choice)
                 if xp is not np:
                     with ThreadPoolExecutor(os.cpu_count()) as pool:
                         list(pool.map(call.compile, versions.values()))
