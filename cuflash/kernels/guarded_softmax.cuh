@@ -1,17 +1,18 @@
-// Online softmax that does without the rows' maxima. P = exp2(multiplier * (score - origin)) needs an
-// origin near the largest score, not that score itself, and after the first keys of a row the one at
-// hand nearly always serves. Whether it did shows in a sum that is due anyway, since P <= sum. So
-// exponentials wait neither for maxima nor for exchanges between lanes. FlashDecoding++ (Hong et al.
-// 2023, section 3) does likewise with a constant as origin.
+// Online softmax that does without the rows' maxima. P = exp2(multiplier * (score - origin)) needs
+// an origin near the largest score, not that score itself, and after the first keys of a row the
+// one at hand nearly always serves. Whether it did shows in a sum that is due anyway, since P <=
+// sum. So exponentials wait neither for maxima nor for exchanges between lanes. FlashDecoding++
+// (Hong et al. 2023, section 3) does likewise with a constant as origin.
 //
 // Where a sum is too large the origin is raised by what it tells, and where it is beyond floats the
 // scores, overwritten by then, are worked out again.
 //
-// Measured on an H200 in hopper_forward.cu, against the version with maxima in each tile, D = 128 and
-// 4096 tokens: 1.06 to 1.10 times as fast for scores of a standard deviation of 1 to 10, 1.01 to 1.04
-// for one of 30 (asv_bench/versions.py --scale measures it again). In fa2_forward.cu on mma: 1.11 at
-// D = 32, 1.02 to 1.04 at 64, 1.02 at 256; at 128 1.01 in spite of spills, 1.00 and so not used. In
-// hopper_fa1_forward.cu: 1.02 at D = 64, 0.99 to 1.00 at 128, with spills in two rows and not used.
+// Measured on an H200 in hopper_forward.cu, against the version with maxima in each tile, D = 128
+// and 4096 tokens: 1.06 to 1.10 times as fast for scores of a standard deviation of 1 to 10, 1.01
+// to 1.04 for one of 30 (asv_bench/versions.py --scale measures it again). In fa2_forward.cu on
+// mma: 1.11 at D = 32, 1.02 to 1.04 at 64, 1.02 at 256; at 128 1.01 in spite of spills, 1.00 and so
+// not used. In hopper_fa1_forward.cu: 1.02 at D = 64, 0.99 to 1.00 at 128, with spills in two rows
+// and not used.
 #pragma once
 #include "softmax.cuh"
 
@@ -24,8 +25,8 @@ struct GuardedSoftmax : OnlineSoftmax<A, ROWS, ROW_THREADS> {
 
     bool settled = false;  // whether all rows of the warp have seen a key
 
-    // As Exact::update; `score_again` works out S anew. A row that has seen no key has no origin: its
-    // warp takes the maxima.
+    // As Exact::update; `score_again` works out S anew. A row that has seen no key has no origin:
+    // its warp takes the maxima.
     template <int COLUMNS, typename ScoreAgain>
     __device__ __forceinline__ bool update(A (&S)[ROWS][COLUMNS], A multiplier, A (&rescale)[ROWS],
                                            const ScoreAgain& score_again) {

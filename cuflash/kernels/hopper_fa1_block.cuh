@@ -106,8 +106,8 @@ struct State {
     static constexpr int GROUPS = Tile::VALUE_COLUMNS / 2;
     static constexpr int SLAB_GROUPS = GROUPS * WARPGROUP + SLAB / 2;
     static constexpr int SLAB_BYTES = SLAB_GROUPS * sizeof(Group);
-    // Whether it pays to bring a pair's slabs into the L2 cache a pair ahead: on an H200 it saves 3%
-    // of the time at DV = 64 and 7% at 128, but costs 5% at 192 and 17% at 256, where slabs are
+    // Whether it pays to bring a pair's slabs into the L2 cache a pair ahead: on an H200 it saves
+    // 3% of the time at DV = 64 and 7% at 128, but costs 5% at 192 and 17% at 256, where slabs are
     // larger and presumably gone again when they are needed.
     static constexpr bool PREFETCHED = HEAD_DIM_V <= 128;
     Group* const slabs;

@@ -68,9 +68,9 @@ __device__ __forceinline__ void store_dscore(const Params&, const Head&, int q, 
                                              Accumulator dscore) {}
 
 // O += the infinities and NaN among the values of the keys from k_begin on that each row sees, of
-// one tile of KEYS, read from global memory. The products have run on tiles where they are zero, since a product would
-// bring 0 * NaN into rows that do not see the key. Values that a product did see come twice, which
-// changes no infinity and no NaN. Rare, hence slow and small.
+// one tile of KEYS, read from global memory. The products have run on tiles where they are zero,
+// since a product would bring 0 * NaN into rows that do not see the key. Values that a product did
+// see come twice, which changes no infinity and no NaN. Rare, hence slow and small.
 template <int KEYS, typename Tile, int ROWS, int COLUMNS>
 __device__ __forceinline__ void add_nonfinite_values(Accumulator (&O)[ROWS][COLUMNS],
                                                      const Tile& tile, const Params& p,

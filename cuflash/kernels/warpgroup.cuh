@@ -41,8 +41,8 @@ struct Panels {
     }
 };
 
-// Sets infinities and NaN of 16-byte units to zero; returns, to the whole warp that does it, whether
-// there were any. Looks at several units at a time, since reading one takes long.
+// Sets infinities and NaN of 16-byte units to zero; returns, to the whole warp that does it,
+// whether there were any. Looks at several units at a time, since reading one takes long.
 template <int UNITS, typename T>
 __device__ __forceinline__ bool clear_nonfinite_units(T* units, int lane) {
     constexpr int AT_A_TIME = 4;
@@ -134,8 +134,8 @@ struct WarpgroupTile {
         commit_products();
     }
 
-    // Columns [32 * group, 32 * group + 32) of a row of O times `factor`, packed to halves: after two
-    // exchanges between the four lanes of the row, a lane has the 8 from 8 * (lane % 4) on.
+    // Columns [32 * group, 32 * group + 32) of a row of O times `factor`, packed to halves: after
+    // two exchanges between the four lanes of the row, a lane has the 8 from 8 * (lane % 4) on.
     __device__ __forceinline__ Vector<u32, 4> eight_columns(const float (&O)[VALUE_COLUMNS],
                                                             int group, float factor) const {
         Vector<u32, 4> words;
