@@ -723,9 +723,7 @@ TILES = (
             _backward(
                 algo, "mma", HALF, 64, 64, 4, 2, step_q=32, stages=2, load_unroll=8, min_blocks=2
             ),
-            _backward(
-                algo, "mma", HALF, 128, 64, 8, 2, split=2, step_q=32, stages=2, load_unroll=4
-            ),
+            _backward(algo, "mma", HALF, 128, 64, 8, 2, split=2, step_q=32, stages=2),
             _backward(algo, "mma", HALF, 256, 64, 8, 2, split=4, step_q=16, stages=2),
             _backward(algo, "mma", HALF, 256, 64, 8, 2, split=4, step_q=16, stages=1),
             _backward(algo, "simt", SINGLE, 32, 64, 4, (8, 8), stages=1),

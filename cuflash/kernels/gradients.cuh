@@ -32,11 +32,13 @@
 // Eight warps per multiprocessor and two barriers a tile do not hide every latency.
 //
 // What counted: sharing keys between warps at D = 128 (1.11 times); adding units of 16 bytes in
-// this kernel's own layout; starting blocks at different tiles of dQ (1.02 at D = 128, 1.006
-// more where neighbours start 5 tiles apart and not 1); equal
-// sections of heads, so that no small one comes last (1.04 for causal masks). The order of a
-// deterministic result costs 10 to 22 %; passing the turn on one tile later, when what was added
-// has long arrived, won 4 % back.
+// this kernel's own layout; starting blocks at different tiles of dQ (1.02 at D = 128, and 1.006
+// more where neighbours start 5 tiles apart and not 1); equal sections of heads, so that no small
+// one comes last (1.04 for causal masks). The order of a deterministic result costs 10 to 22 %;
+// passing the turn on one tile later, when what was added has long arrived, won 4 % back. What did
+// not: adding to dQ behind the barrier, among the next tile's scores (0.98 in any order, 0.93 to
+// 0.95 in one); rows loaded four at a time at D = 128 (1.02 to 1.03 in order, but 0.99 in any
+// order together with the starts 5 tiles apart: what the compiler spills decides).
 #pragma once
 #include "dual.cuh"
 #include "engine.cuh"
@@ -194,7 +196,8 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
     const int first_step = threadIdx.x / 32 % WARP_SPLIT * STEP_Q;
     const int k_block = key_tile * BLOCK_K, k_begin = k_block + warp_row;
     // Blocks that may add in any order start at different tiles of dQ and seldom meet.
-    const QueryTiles<BLOCK_Q> tiles(p, head, key_tile, BLOCK_K, ORDERED ? 0 : 5 * key_tile);
+    const int rotation = ORDERED ? 0 : 5 * key_tile + head.index;
+    const QueryTiles<BLOCK_Q> tiles(p, head, key_tile, BLOCK_K, rotation);
     const Element* const dout = p.dout + locate(p, head.index, p.dout_axis_stride);
     const i64 first_tile = i64(head.index) * p.query_tiles;
     Shared* const dS_slab = dS_smem + warp_row * S_PITCH;
