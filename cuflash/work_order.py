@@ -23,12 +23,12 @@ def work_order(plan: Plan) -> np.ndarray | None:
     go one by one to the block that is the first to have done the earlier ones, as hardware hands
     out blocks. The last round has the list's length everywhere: no item.
 
-    None where items are alike, or too many for their order to matter: every so many-th is a
-    block's.
+    None where items are alike, where but a mask on the device knows their lengths, or where they
+    are too many for their order to matter: every so many-th is a block's.
     """
     p, blocks = plan.problem, plan.grid
     count = p.head_count * plan.query_tiles
-    if plan.algo != "fa3" or count > MOST_ITEMS:
+    if plan.algo != "fa3" or count > MOST_ITEMS or (p.mask and p.band.is_open):
         return None
     lengths = [_length(plan, tile) for tile in reversed(range(plan.query_tiles))]
     if len(set(lengths)) == 1:

@@ -79,5 +79,6 @@ def test_no_order_where_none_is_needed():
     assert work_order(plan_of(band=Band(), query_length=192 * 20)) is None
     assert work_order(plan_of(band=Band(), query_length=192 * 20 - 63)) is None
     assert work_order(plan_of(band=Band(), query_length=192 * 20 - 64)) is not None
+    assert work_order(plan_of(band=Band(), query_length=4000, mask="blocks")) is None
     assert work_order(plan_of(algo="fa2")) is None
     assert work_order(plan_of(leading=(MOST_ITEMS,))) is None
