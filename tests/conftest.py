@@ -10,8 +10,14 @@ import emulator
 import hypothesis
 import pytest
 
-# The same examples in every run; `--hypothesis-profile default` looks for new ones.
-hypothesis.settings.register_profile("steady", derandomize=True)
+# The same examples in every run, however long a busy machine takes for them;
+# `--hypothesis-profile default` looks for new ones.
+hypothesis.settings.register_profile(
+    "steady",
+    derandomize=True,
+    deadline=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
 hypothesis.settings.load_profile("steady")
 
 
