@@ -38,10 +38,13 @@ def test_every_item_is_some_blocks_once(changes):
         assert (own[(own < count).sum() :] == count).all()
 
 
-@pytest.mark.parametrize(("band", "most"), [(CAUSAL.band, 4), (Band(), 10.5)])
-def test_blocks_get_about_as_much(band, most):
+@pytest.mark.parametrize(
+    ("band", "batch", "length", "most"),
+    [(CAUSAL.band, 4, 4096, 6), (CAUSAL.band, 16, 1024, 4), (Band(), 16, 1024, 10.5)],
+)
+def test_blocks_get_about_as_much(band, batch, length, most):
     """Up to one of the shortest items, where these are long: without a mask."""
-    plan = plan_of(band=band, query_length=1024, key_length=1024, leading=(16, 16))
+    plan = plan_of(band=band, query_length=length, key_length=length, leading=(batch, 16))
     order, tiles = work_order(plan), plan.query_tiles
     count, section = plan.problem.head_count * tiles, plan.section
     cost = np.zeros(count + 1)
@@ -50,7 +53,7 @@ def test_blocks_get_about_as_much(band, most):
         cost[index] = _length(plan, tiles - 1 - rest)
     assert plan.problem.head_count % section == 0
     loads = cost[order].sum(axis=0)
-    assert loads.max() - loads.min() <= most  # key tiles, of some 100 and 165
+    assert loads.max() - loads.min() <= most  # key tiles, of some 300, 100 and 165
 
 
 def test_key_tiles_of_queries():
