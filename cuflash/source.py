@@ -61,40 +61,65 @@ def _constants(plan: Plan) -> dict[str, int | bool]:
     }
 
 
-def _product(name: str, plan: Plan, columns: int, a_in_registers: bool) -> str:
-    """A function of one wgmma instruction: C = A B + accumulate * C, 64 rows, a depth of 16.
+def _product(name: str, plan: Plan, columns: int, depth: int, a_in_registers: bool) -> str:
+    """A function of one product of 64 rows: C = A B^T from shared memory or C += A B.
 
-    C[i][j] is register 4 * (j / 2) + 2 * i + j % 2, as the instruction numbers them.
+    It takes a wgmma instruction for every 16 of `depth`, all of them in one statement: for each of
+    its many operands NVRTC needs long. C[i][j] is register 4 * (j / 2) + 2 * i + j % 2, as the
+    instruction numbers them; Left and Right say how far to move the descriptors of A and B.
     """
     count, kind = columns // 2, {"float16": "f16", "bfloat16": "bf16"}[plan.problem.dtype]
+    steps = range(-(-depth // 16))
     cells = [f'"+f"(C[{r // 2 % 2}][{r // 4 * 2 + r % 2}])' for r in range(count)]
     sums = ",\n          ".join(", ".join(cells[i : i + 4]) for i in range(0, count, 4))
     registers = ", ".join(f"%{i}" for i in range(count))
     if a_in_registers:
-        parameter, inputs = "const unsigned int (&a)[4]", [f'"r"(a[{i}])' for i in range(4)]
-        a, majors = "{{%{}, %{}, %{}, %{}}}".format(*range(count, count + 4)), "1"
+        layouts, parameter = "typename Right", f"const unsigned int (&a)[{len(steps)}][4]"
+        inputs = [f'"r"(a[{i}][{r}])' for i in steps for r in range(4)]
+        moves, move_b = [], "rows"
+        operands = ["{{%{}, %{}, %{}, %{}}}".format(*range(at, at + 4))
+                    for at in range(count, count + len(inputs), 4)]  # fmt: skip
+        majors = "1"
     else:
-        parameter, inputs, a, majors = "unsigned long long a", ['"l"(a)'], f"%{count}", "0, 0"
+        layouts, parameter = "typename Left, typename Right", "unsigned long long a"
+        inputs = ['"l"(a)']
+        moves, move_b = [f'"n"(Left::columns({i}))' for i in steps], "columns"
+        operands, majors = ["a"] * len(steps), "0, 0"
     b = count + len(inputs)
+    inputs += ['"l"(b)', *(f'"n"(Right::{move_b}({i}))' for i in steps), *moves]
+    instructions = [
+        line
+        for i in steps
+        for line in (
+            f"setp.ne.b32 sum, {int(a_in_registers or i > 0)}, 0;",
+            *([] if a_in_registers else [f"add.s64 a, %{count}, %{b + 1 + len(steps) + i};"]),
+            f"add.s64 b, %{b}, %{b + 1 + i};",
+            f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} "
+            f"{{{registers}}}, {operands[i]}, b, sum, 1, 1, {majors};",
+        )
+    ]
+    text = "\n        ".join(
+        f'"{line}\\n"' for line in ["{", ".reg .pred sum;", ".reg .b64 a, b;", *instructions, "}"]
+    )
     return f"""\
+template <{layouts}>
 __device__ __forceinline__ void {name}(float (&C)[2][{columns // 4}], {parameter},
-                                       unsigned long long b, int accumulate) {{
+                                       unsigned long long b) {{
     asm volatile(
-        "{{\\n.reg .pred sum;\\nsetp.ne.b32 sum, %{b + 1}, 0;\\n"
-        "wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} "
-        "{{{registers}}}, {a}, %{b}, sum, 1, 1, {majors};\\n}}"
+        {text}
         : {sums}
-        : {", ".join(inputs)}, "l"(b), "r"(accumulate) : "memory");
+        : {", ".join(inputs)} : "memory");
 }}"""
 
 
 def _products(plan: Plan) -> str:
     """S = Q K^T, both rows by rows in shared memory; O += P V, P in registers, V by columns."""
-    _, value_width = plan.tile.widths(plan.problem)
+    tile = plan.tile
+    _, value_width = tile.widths(plan.problem)
     return "\n".join(
         [
-            _product("multiply_shared", plan, plan.tile.step_k, a_in_registers=False),
-            _product("multiply_registers", plan, value_width, a_in_registers=True),
+            _product("multiply_shared", plan, tile.step_k, plan.problem.head_dim, False),
+            _product("multiply_registers", plan, value_width, tile.step_k, True),
         ]
     )
 

@@ -13,7 +13,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const Head head = locate_head(p, blockIdx.x);
     for (int key_tile = 0; key_tile < p.key_tiles; ++key_tile) {
         Gradients gradients = {};
-        visit_queries(gradients, smem, p, head, key_tile);
+        visit_queries(gradients, smem, p, head, key_tile, 0);
         store_key_gradients(gradients, p, head, key_tile);
         __syncthreads();  // nobody reads this key tile any more
     }

@@ -25,6 +25,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const Head head = locate_head(p, work.head);
     const int key_tile = row_at(p, head, work.tile, work.tile);
     Gradients gradients = {};
-    visit_queries(gradients, smem, p, head, key_tile);
+    // Blocks that may add in any order start at different tiles of dQ and seldom meet.
+    visit_queries(gradients, smem, p, head, key_tile, ORDERED ? 0 : 5 * key_tile + head.index);
     store_key_gradients(gradients, p, head, key_tile);
 }

@@ -172,9 +172,11 @@ __device__ __forceinline__ void add_nonfinite_gradients(
     }
 }
 
-// Adds to the gradients of the keys of `key_tile` and to dQ, for all queries that see some.
+// Adds to the gradients of the keys of `key_tile` and to dQ, for all queries that see some; their
+// walk begins `rotation` tiles further on.
 __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned char* smem,
-                                              const Params& p, const Head& head, int key_tile) {
+                                              const Params& p, const Head& head, int key_tile,
+                                              int rotation) {
     constexpr int K_TILE = BLOCK_K * KeyTile::PITCH, V_TILE = BLOCK_K * ValueTile::PITCH;
     constexpr int Q_TILE = BLOCK_Q * KeyTile::PITCH, O_TILE = BLOCK_Q * ValueTile::PITCH;
     constexpr int S_PITCH = pitch<Shared>(BLOCK_Q), S_TILE = BLOCK_K * S_PITCH;
@@ -195,8 +197,6 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
     const int warp_row = first_row_of_warp();
     const int first_step = threadIdx.x / 32 % WARP_SPLIT * STEP_Q;
     const int k_block = key_tile * BLOCK_K, k_begin = k_block + warp_row;
-    // Blocks that may add in any order start at different tiles of dQ and seldom meet.
-    const int rotation = ORDERED ? 0 : 5 * key_tile + head.index;
     const QueryTiles<BLOCK_Q> tiles(p, head, key_tile, BLOCK_K, rotation);
     const Element* const dout = p.dout + locate(p, head.index, p.dout_axis_stride);
     const i64 first_tile = i64(head.index) * p.query_tiles;

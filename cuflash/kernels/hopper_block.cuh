@@ -63,7 +63,7 @@ __device__ __forceinline__ void schedule(const Params& p, const int* order, unsi
         wait_barrier(barriers.item_empty(ring.stage), ring.parity ^ 1);
         Item& item = items[ring.stage];
         item.exists = more = list.more();
-        if (more) item.locate(p, list.index), list.advance();
+        if (more) item.work_out(p, list.index), list.advance();
         arrive(barriers.item_full(ring.stage));
         ring.advance();
     } while (more);

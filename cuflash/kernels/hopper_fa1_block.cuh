@@ -77,20 +77,6 @@ struct Barriers {
 constexpr int FLAGS = BARRIERS + 8 * Barriers::COUNT;
 constexpr int PAIRS = round_up(FLAGS + 4 * CLEARERS * STEPS, 16);
 
-// Where the block's head lies, found out once for all. It stays in shared memory, since the
-// producer has few registers.
-struct Place {
-    Head head;
-    HeadOutput output;
-    MapPlace q, k, v;
-    __device__ __forceinline__ void locate(const Params& p, int index) {
-        head = locate_head(p, index);
-        output = locate_output(p, index);
-        q.locate(p, index, p.q_axis_stride);
-        k.locate(p, index, p.k_axis_stride);
-        v.locate(p, index, p.v_axis_stride);
-    }
-};
 constexpr int PLACE = PAIRS + 2 * sizeof(Pair);
 static_assert(PLACE + sizeof(Place) <= SHARED_BYTES, "barriers, flags, pairs and the place");
 
@@ -199,7 +185,7 @@ __device__ __forceinline__ void schedule(const Params& p, const Tables& tables, 
                 wait_barrier(barriers.Q_empty(slot), queries.parity ^ 1);
                 load_panels<Tile::Queries>(shared_address(smem) + slot * Q_TILE, &tables.q,
                                            barriers.Q_full(slot), tile * BLOCK_Q + i * SLAB,
-                                           place.q);
+                                           place.q_place);
             }
             queries.advance();
         }
@@ -231,14 +217,14 @@ __device__ __forceinline__ void produce(const Params& p, const Tables& tables, u
                 for (int i = 0; i < steps; ++i) {
                     wait_barrier(barriers.K_full(i), parity ^ 1);
                     load_panels<Tile::Keys>(K_smem + i * K_STEP, &tables.k, barriers.K_full(i),
-                                            k_begin + i * STEP_K, place.k);
+                                            k_begin + i * STEP_K, place.k_place);
                 }
                 wait_barrier(barriers.V_empty(), parity ^ 1);
 #pragma unroll 1
                 for (int i = 0; i < steps; ++i) {
                     wait_barrier(barriers.V_full(i), parity ^ 1);
                     load_panels<Tile::Values>(V_smem + i * V_STEP, &tables.v, barriers.V_landed(i),
-                                              k_begin + i * STEP_K, place.v);
+                                              k_begin + i * STEP_K, place.v_place);
                 }
             } else {
 #pragma unroll 1

@@ -3,6 +3,7 @@
 // one to the others. Reads the prelude.
 #pragma once
 #include "hopper.cuh"
+#include "output.cuh"
 #include "sequence.cuh"
 #include "tile.cuh"
 #include "warpgroup.cuh"
@@ -50,13 +51,32 @@ struct Tables {
 // operand broadcasts.
 struct MapPlace {
     int at[3];
-    __device__ __forceinline__ void locate(const Params& p, int index, const long long* strides) {
-#pragma unroll
+};
+
+// Where a head's operands and results lie. Finding that out takes divisions, which are slow, so that
+// one thread does it for all; it stays in shared memory, since the producer has few registers.
+struct Place {
+    Head head;
+    HeadOutput output;
+    MapPlace q_place, k_place, v_place;
+
+    __device__ __forceinline__ void locate(const Params& p, int index) {
+        head = locate_head(p, index);
+        i64 out = 0, lse = 0;
+#pragma unroll 1
         for (int axis = 2; axis >= 0; --axis) {
-            const bool moves = axis < p.axes && strides[axis] != 0;
-            at[axis] = moves ? index % p.axis_size[axis] : 0;
-            if (axis < p.axes) index /= p.axis_size[axis];
+            int position = 0;
+            if (axis < p.axes) {
+                position = index % p.axis_size[axis];
+                index /= p.axis_size[axis];
+            }
+            out += position * p.out_axis_stride[axis];
+            lse += position * p.lse_axis_stride[axis];
+            q_place.at[axis] = p.q_axis_stride[axis] == 0 ? 0 : position;
+            k_place.at[axis] = p.k_axis_stride[axis] == 0 ? 0 : position;
+            v_place.at[axis] = p.v_axis_stride[axis] == 0 ? 0 : position;
         }
+        output = {p.out + out, p.lse == nullptr ? nullptr : p.lse + lse};
     }
 };
 

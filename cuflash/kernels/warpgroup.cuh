@@ -94,9 +94,7 @@ struct WarpgroupTile {
 
     // S = Q K^T as one group of products, by descriptors of Q and K.
     __device__ __forceinline__ void score(float (&S)[ROWS][COLUMNS], u64 Q, u64 K) const {
-#pragma unroll
-        for (int i = 0; i < round_up(D, 16) / 16; ++i)
-            multiply_shared(S, Q + Queries::columns(i), K + Keys::columns(i), i > 0);
+        multiply_shared<Queries, Keys>(S, Q, K);
         commit_products();
     }
 
@@ -129,8 +127,7 @@ struct WarpgroupTile {
     // O += P V as one group of products.
     __device__ __forceinline__ void accumulate(float (&O)[ROWS][VALUE_COLUMNS],
                                                const u32 (&P)[BLOCK_K / 16][4], u64 V) const {
-#pragma unroll
-        for (int i = 0; i < BLOCK_K / 16; ++i) multiply_registers(O, P[i], V + Values::rows(i), 1);
+        multiply_registers<Values>(O, P, V);
         commit_products();
     }
 

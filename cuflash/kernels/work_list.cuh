@@ -28,26 +28,23 @@ struct Part {
     int before, after;
 };
 
-// One item, in shared memory: finding one's way to it takes divisions, which are slow, so that one
-// thread does it ahead of time for all.
-struct Item {
+// One item, in shared memory, worked out ahead of time.
+struct Item : Place {
     int exists;   // 0 behind the last one
     int q_begin;  // of the first tile, maybe below 0
-    Head head;
     KeyTiles<BLOCK_K> keys;
     Part parts[CONSUMERS];
     int nonfinite[CLEARERS];  // whether one of those that clear values found infinities or NaN
-    HeadOutput output;
-    MapPlace q_place, k_place, v_place;
 
-    __device__ __forceinline__ void locate(const Params& p, int index) {
+    __device__ __forceinline__ void work_out(const Params& p, int index) {
         const Work work(p, index, p.query_tiles);
-        head = locate_head(p, work.head);
+        locate(p, work.head);
         const int query_tile = row_at(p, head, work.tile, p.query_tiles - 1 - work.tile);
         // Where the last tile of queries would be a partial one the first is: it sees fewer keys.
         const int lead = MASKED ? 0 : p.query_tiles * BLOCK_Q - p.query_length;
         q_begin = query_tile * BLOCK_Q - lead;
         keys = KeyTiles<BLOCK_K>(p, head, query_tile, q_begin, q_begin + BLOCK_Q);
+#pragma unroll 1
         for (int i = 0; i < CONSUMERS; ++i) {
             KeyTiles<BLOCK_K> seen = keys;
             seen.find(p, head, q_begin + i * SLAB, q_begin + (i + 1) * SLAB);
@@ -55,9 +52,5 @@ struct Item {
             parts[i] = {seen, keys.end - seen.end, seen.begin - keys.begin};
         }
         for (int i = 0; i < CLEARERS; ++i) nonfinite[i] = 0;
-        output = locate_output(p, work.head);
-        q_place.locate(p, work.head, p.q_axis_stride);
-        k_place.locate(p, work.head, p.k_axis_stride);
-        v_place.locate(p, work.head, p.v_axis_stride);
     }
 };

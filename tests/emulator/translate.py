@@ -404,6 +404,12 @@ def _(asm, m, ops):
     return f"{target} = {name.format('f' if m[2] == '32' else 'd')}({', '.join(x)});"
 
 
+@_ptx(r"add\.[su](32|64)")
+def _(asm, m, ops):
+    target, a, b = map(asm.value, ops)
+    return f"{target} = {a} + {b};"
+
+
 @_ptx(r"cvt\.rn(?:\.satfinite)?\.(bf16x2|f16x2)\.f32")
 def _(asm, m, ops):
     target, high, low = asm.value(ops[0], "r"), asm.value(ops[1], "f"), asm.value(ops[2], "f")
