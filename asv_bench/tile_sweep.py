@@ -135,8 +135,12 @@ CANDIDATES: dict[str, list[Tile]] = {
     ],
     "hopper32": [
         *_wgmma(32, 128, 3, stages=4),
-        *_wgmma(32, 192, 3, stages=4, ping_pong=True),
-        *_wgmma(32, 256, 2, stages=4, ping_pong=True),
+        *_wgmma(32, 144, 3, stages=4, ping_pong=True),
+        *_wgmma(32, 64, 4, stages=4, ping_pong=True),
+        *_wgmma(32, 80, 4, stages=4, ping_pong=True),
+        *_wgmma(32, 80, 4, stages=4),
+        *_wgmma(32, 192, 2, stages=4, ping_pong=True),
+        *_wgmma(32, 224, 2, stages=4, ping_pong=True),
     ],
     "hopper64": [
         *_wgmma(64, 128, 3, stages=4),

@@ -48,6 +48,21 @@ __device__ __forceinline__ void wait_barrier(u32 barrier, u32 parity) {
         : "memory");
 }
 
+// mbarrier.test_wait.parity: whether the phase of that parity has ended.
+__device__ __forceinline__ bool has_ended(u32 barrier, u32 parity) {
+    u32 ended;
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, done;\n"
+        "}"
+        : "=r"(ended)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return ended;
+}
+
 // A place in a ring of STAGES buffers, and the parity of the phase that their barriers are in.
 template <int STAGES>
 struct Ring {
@@ -55,6 +70,11 @@ struct Ring {
     u32 parity = 0;
     __device__ __forceinline__ void advance() {
         if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+    __device__ __forceinline__ Ring next() const {
+        Ring ring = *this;
+        ring.advance();
+        return ring;
     }
     __device__ __forceinline__ Ring previous() const {
         return stage == 0 ? Ring{STAGES - 1, parity ^ 1} : Ring{stage - 1, parity};

@@ -230,10 +230,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 turns.hand_over();
                 wait_products<1>(S_regs);
                 const int freed = now.previous().stage;
+                // The next keys: asked for ahead of the softmax, since the answer takes 40 clocks.
+                // That also keeps the compiler from waiting for O before the softmax.
+                const Ring<STAGES> next = now.next();
+                const bool ready = has_ended(barriers.K_full(next.stage), next.parity);
                 const bool stale = exponentiate(i, visit);
-                // The next keys. That also keeps the compiler from waiting for O before the
-                // softmax.
-                if (i + 1 < keys.count()) wait_barrier(barriers.K_full(now.stage), now.parity);
+                if (!ready && i + 1 < keys.count())
+                    wait_barrier(barriers.K_full(next.stage), next.parity);
                 wait_products<0>(O_regs);
                 if (speaks) arrive(barriers.V_empty(freed));
                 if (stale) scale_rows(O_regs, rescale);
