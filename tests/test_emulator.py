@@ -371,6 +371,23 @@ extern "C" __global__ void k(const float* in, float* out, const double* in64, do
     np.testing.assert_array_equal(whole[9], x.view(np.int64) >> 32)
 
 
+def test_sums_of_integers():
+    source = """
+extern "C" __global__ void k(const long long* in, long long* out) {
+    int t = threadIdx.x;
+    asm("{ .reg .b64 x; add.s64 x, %1, %2; add.s64 %0, x, 5; }"
+        : "=l"(out[t]) : "l"(in[t]), "n"(1 << 30));
+    unsigned low = (unsigned)in[t];
+    asm("add.u32 %0, %0, 0xffffffff;" : "+r"(low));
+    out[32 + t] = low;
+}"""
+    x = np.arange(32) + (1 << 32) - 16  # carries from one half to the other, and borrows
+    out = np.zeros((2, 32), np.int64)
+    launch(source, [x, out])
+    np.testing.assert_array_equal(out[0], x + (1 << 30) + 5)
+    np.testing.assert_array_equal(out[1], (x - 1) & 0xFFFFFFFF)
+
+
 # ------------------------------------------------------------------------------ atomics, loads
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("seed", [0, 1])

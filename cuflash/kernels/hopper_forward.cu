@@ -25,35 +25,14 @@
 // H200 does products at 780 to 800 TFLOP/s.
 //
 // Measured on an H200 (asv_bench/against_peers.py hopper), bf16, N = 4k to 16k, full and causal, in
-// TFLOP/s: D 64 582 to 610 and 518 to 620, D 128 745 to 795 and 700 to 808, D 256 776 to 827 and
-// 713 to 824: of FlashAttention-3's own kernel 0.99 to 1.11, of FlashAttention-4's 1.00 to 1.15, of
-// cuDNN 1.07 to 1.33.
+// TFLOP/s: D 64 596 to 639 and 545 to 626, D 128 751 to 799 and 725 to 819, D 256 788 to 838 and
+// 726 to 834: of FlashAttention-3's own kernel 1.005 to 1.13, of FlashAttention-4's 1.015 to 1.17,
+// of cuDNN 1.08 to 1.33.
 //
-// What counted (asv_bench/versions.py measures it): a softmax without maxima (1.08 at D 64, 1.11 at
-// 128, 1.01 at 256: one consumer's own chain from scores to probabilities had been as long as the
-// products of both); three consumers and 80 keys at D 128 (1.04 to 1.05); under a causal mask a
-// whole last tile of queries (1.05 at D 64 and N = 4k, 1.12 at 1k), and consumers that pass by key
-// tiles and mask scores by their own queries and not by all of the item's (1.04 at D 64 and 128 and
-// N = 4k, 1.07 at 1k; at D 256 1.01 and 1.04); without a mask, that consumers who have no query in
-// a head's first tile pass by its keys and such items come last (1.06 to 1.07 at N = 1k, 1.04 at 4k
-// and D 64); finishing an item before the next one's first product, for which the producer then has
-// the queries ready (1.01, at 1k 1.03); stores of 16 bytes; exp2 before the wait for O, which the
-// compiler otherwise puts first; items worked out ahead; nothing in the loop but what it needs,
-// since descriptors otherwise leave the uniform registers. What did not: results by way of shared
-// memory, in bulk copies of a row (0.95 to 0.99) or of 16 rows (0.99 to 1.00), by stmatrix in
-// stores of 16 bytes (0.99 to 1.00) or in tensor copies (0.98 to 1.00; one of a box that lies
-// wholly before the first row is an illegal instruction), all of them less at D 256, where results
-// have to lie in Q's place (0.95 to 0.98); stores of 8 bytes (0.99 to 1.00); exp2 by polynomial for
-// one exponential in 8 or 4 (0.98 and 0.95 at D 64, 0.95 and 0.87 at 128); at D 64 tiles of 128
-// queries or of other numbers of keys (0.83 to 0.98).
-//
-// What is missing, by clocks read in a copy of the kernel: at D = 128 an item of 8 key tiles in
-// tiles of 128 x 128 takes 21,100, of which 600 pass until the first scores, 1,500 in their softmax
-// (2,000 under a causal mask), 660 in the last product and 2,100 in writing O, which neither fewer
-// instructions nor copies that run on by themselves have shortened (above). FlashAttention-3 is
-// 1.04 (full) and 1.08 (causal) times as fast at N = 1k and D = 128, and 1.09 and 1.10 at D = 256.
-// Without a mask a block's last item often has no company: at D = 128 and N = 4k 11 rounds of items
-// do the work of 10.4.
+// What limits: at D = 128 and 256 the tensor cores, which are busy for 95 and 87 percent of the time;
+// at D = 64 nothing for itself, since tensor cores and exponentials are both at 59; at D = 32
+// exponentials, at 74. docs/hopper.md has what was counted, and what was tried, with and without
+// success.
 #include "numeric.cuh"
 #include "guarded_softmax.cuh"
 #include "key_tiles.cuh"
