@@ -62,7 +62,7 @@ def _constants(plan: Plan) -> dict[str, int | bool]:
 
 
 def _product(name: str, plan: Plan, columns: int, depth: int, a_in_registers: bool) -> str:
-    """A function of one product of 64 rows: C = A B^T from shared memory or C += A B.
+    """A function of one product of 64 rows: C += A B, or C = A B^T with A in shared memory, too.
 
     It takes a wgmma instruction for every 16 of `depth`, all of them in one statement: for each of
     its many operands NVRTC needs long. C[i][j] is register 4 * (j / 2) + 2 * i + j % 2, as the
@@ -70,44 +70,43 @@ def _product(name: str, plan: Plan, columns: int, depth: int, a_in_registers: bo
     """
     count, kind = columns // 2, {"float16": "f16", "bfloat16": "bf16"}[plan.problem.dtype]
     steps = range(-(-depth // 16))
-    cells = [f'"+f"(C[{r // 2 % 2}][{r // 4 * 2 + r % 2}])' for r in range(count)]
-    sums = ",\n          ".join(", ".join(cells[i : i + 4]) for i in range(0, count, 4))
-    registers = ", ".join(f"%{i}" for i in range(count))
+    inputs: list[str] = []
+
+    def operand(constraint: str, expression: str) -> str:
+        inputs.append(f'"{constraint}"({expression})')
+        return f"%{count + len(inputs) - 1}"
+
     if a_in_registers:
         layouts, parameter = "typename Right", f"const unsigned int (&a)[{len(steps)}][4]"
-        inputs = [f'"r"(a[{i}][{r}])' for i in steps for r in range(4)]
-        moves, move_b = [], "rows"
-        operands = ["{{%{}, %{}, %{}, %{}}}".format(*range(at, at + 4))
-                    for at in range(count, count + len(inputs), 4)]  # fmt: skip
-        majors = "1"
+        majors, move = "1", "rows"
     else:
         layouts, parameter = "typename Left, typename Right", "unsigned long long a"
-        inputs = ['"l"(a)']
-        moves, move_b = [f'"n"(Left::columns({i}))' for i in steps], "columns"
-        operands, majors = ["a"] * len(steps), "0, 0"
-    b = count + len(inputs)
-    inputs += ['"l"(b)', *(f'"n"(Right::{move_b}({i}))' for i in steps), *moves]
-    instructions = [
-        line
-        for i in steps
-        for line in (
+        majors, move = "0, 0", "columns"
+        a = operand("l", "a")
+    b = operand("l", "b")
+    sums = ", ".join(f"%{i}" for i in range(count))
+    lines = ["{", ".reg .pred sum;", ".reg .b64 left, right;"]
+    for i in steps:
+        if a_in_registers:
+            left = "{" + ", ".join(operand("r", f"a[{i}][{r}]") for r in range(4)) + "}"
+        else:
+            left = "left"
+            lines.append(f"add.s64 left, {a}, {operand('n', f'Left::columns({i})')};")
+        lines += [
+            f"add.s64 right, {b}, {operand('n', f'Right::{move}({i})')};",
             f"setp.ne.b32 sum, {int(a_in_registers or i > 0)}, 0;",
-            *([] if a_in_registers else [f"add.s64 a, %{count}, %{b + 1 + len(steps) + i};"]),
-            f"add.s64 b, %{b}, %{b + 1 + i};",
             f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} "
-            f"{{{registers}}}, {operands[i]}, b, sum, 1, 1, {majors};",
-        )
-    ]
-    text = "\n        ".join(
-        f'"{line}\\n"' for line in ["{", ".reg .pred sum;", ".reg .b64 a, b;", *instructions, "}"]
-    )
+            f"{{{sums}}}, {left}, right, sum, 1, 1, {majors};",
+        ]
+    text = "\n        ".join(f'"{line}\\n"' for line in [*lines, "}"])
+    cells = ", ".join(f'"+f"(C[{r // 2 % 2}][{r // 4 * 2 + r % 2}])' for r in range(count))
     return f"""\
 template <{layouts}>
 __device__ __forceinline__ void {name}(float (&C)[2][{columns // 4}], {parameter},
                                        unsigned long long b) {{
     asm volatile(
         {text}
-        : {sums}
+        : {cells}
         : {", ".join(inputs)} : "memory");
 }}"""
 
