@@ -77,6 +77,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     if (threadIdx.x == 0) {
         barriers.init();
         prefetch(&tables.q), prefetch(&tables.k), prefetch(&tables.v);
+    } else if (threadIdx.x == 64 && tables.order != nullptr) {
+        prefetch_bytes(tables.order + blockIdx.x / 4 * 4, 16);  // the first item waits for it
     }
     __syncthreads();  // the barriers exist for all
 

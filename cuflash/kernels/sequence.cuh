@@ -19,6 +19,23 @@ __device__ __forceinline__ int valid_length(const Length* length, i64 offset, in
     return length == nullptr ? extent : int(min(max(i64(length[offset]), i64(0)), i64(extent)));
 }
 
+// The head so far behind the first one in each operand.
+__device__ __forceinline__ Head head_at(const Params& p, int index, i64 q, i64 k, i64 v,
+                                        i64 q_length, i64 kv_length, int list) {
+    Head head;
+    head.q = p.q + q;
+    head.k = p.k + k;
+    head.v = p.v + v;
+    head.query_length = valid_length(p.q_lengths, q_length, p.query_length);
+    head.key_length = valid_length(p.kv_lengths, kv_length, p.key_length);
+    head.shift = p.bottom_right ? head.key_length - head.query_length : 0;
+    head.batch = index / p.heads;
+    head.head = index % p.heads;
+    head.index = index;
+    head.list = list;
+    return head;
+}
+
 __device__ __forceinline__ Head locate_head(const Params& p, int index) {
     i64 q = 0, k = 0, v = 0, q_length = 0, kv_length = 0;
     int list = 0;
@@ -33,18 +50,7 @@ __device__ __forceinline__ Head locate_head(const Params& p, int index) {
         kv_length += position * p.kv_lengths_stride[axis];
         list += position * p.mask_axis_stride[axis];
     }
-    Head head;
-    head.q = p.q + q;
-    head.k = p.k + k;
-    head.v = p.v + v;
-    head.query_length = valid_length(p.q_lengths, q_length, p.query_length);
-    head.key_length = valid_length(p.kv_lengths, kv_length, p.key_length);
-    head.shift = p.bottom_right ? head.key_length - head.query_length : 0;
-    head.batch = index / p.heads;
-    head.head = index % p.heads;
-    head.index = index;
-    head.list = list;
-    return head;
+    return head_at(p, index, q, k, v, q_length, kv_length, list);
 }
 
 // Where the rows of a head begin in an operand with those strides along the leading axes.
