@@ -25,9 +25,9 @@
 // H200 does products at 780 to 800 TFLOP/s.
 //
 // Measured on an H200 (asv_bench/against_peers.py hopper), bf16, N = 4k to 16k, full and causal, in
-// TFLOP/s: D 64 596 to 639 and 545 to 626, D 128 751 to 799 and 725 to 819, D 256 788 to 838 and
-// 726 to 834: of FlashAttention-3's own kernel 1.005 to 1.13, of FlashAttention-4's 1.015 to 1.17,
-// of cuDNN 1.08 to 1.33.
+// TFLOP/s: D 64 584 to 602 and 540 to 616, D 128 736 to 788 and 711 to 804, D 256 763 to 830 and
+// 712 to 811: of FlashAttention-3's own kernel 0.99 to 1.12, of FlashAttention-4's 1.00 to 1.16, of
+// cuDNN 1.07 to 1.30.
 //
 // What limits: at D = 128 and 256 the tensor cores, which are busy for 95 and 87 percent of the time;
 // at D = 64 nothing for itself, since tensor cores and exponentials are both at 59; at D = 32
