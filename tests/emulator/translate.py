@@ -153,7 +153,7 @@ class _Statement:
         sections = [*_split(body, ":"), "", "", ""]
         self.text, self.where, self.number = _literal(sections[0]), where, number
         self.volatile, self.clobbers = volatile, _literal(sections[3])
-        self.letters, self.locals, self.setup = [], {}, []
+        self.letters, self.locals, self.arrays, self.setup = [], {}, {}, []
         for output, section in ((True, sections[1]), (False, sections[2])):
             for part in _split(section, ","):
                 if part.strip():
@@ -256,6 +256,14 @@ class _Statement:
         """Expressions of a ``{a, b}`` list, or of a single register."""
         inner = operand[1:-1] if operand.startswith("{") else operand
         return [self.value(part.strip(), letters) for part in inner.split(",")]
+
+    def pointers(self, registers):
+        """An array of pointers to float registers, one for all instructions that name the same."""
+        addresses = ", ".join("&" + register for register in registers)
+        if addresses not in self.arrays:
+            self.arrays[addresses] = f"emu_pointers{len(self.arrays)}"
+            self.setup.append(f"float* {self.arrays[addresses]}[] = {{{addresses}}};")
+        return self.arrays[addresses]
 
     def immediate(self, operand):
         match = re.fullmatch(r"%(\d+)", operand)
@@ -622,9 +630,9 @@ def _(asm, m, ops):
     else:
         a_descriptor = asm.value(ops[1], "l")
     return (
-        f"{setup} float* d[] = {{{', '.join('&' + x for x in d)}}};"
-        f" emu_wgmma(d, {a}, {a_descriptor}, {asm.value(ops[2], 'l')}, {n}, {int(m[2] == 'f16')},"
-        f" {asm.value(accumulate)}, {a_transposed}, {b_transposed}, EMU_HERE);"
+        f"{setup} emu_wgmma({asm.pointers(d)}, {a}, {a_descriptor}, {asm.value(ops[2], 'l')}, {n},"
+        f" {int(m[2] == 'f16')}, {asm.value(accumulate)}, {a_transposed}, {b_transposed},"
+        " EMU_HERE);"
     )
 
 
