@@ -30,8 +30,8 @@
 // cuDNN 1.07 to 1.30.
 //
 // What limits: at D = 128 and 256 the tensor cores, which are busy for 95 and 87 percent of the time;
-// at D = 64 nothing for itself, since tensor cores and exponentials are both at 59; at D = 32
-// exponentials, at 74. docs/hopper.md has what was counted, and what was tried, with and without
+// at D = 64 nothing for itself, since tensor cores and exponentials are both at 60; at D = 32
+// exponentials, at 75. docs/hopper.md has what was counted, and what was tried, with and without
 // success.
 #include "numeric.cuh"
 #include "guarded_softmax.cuh"
