@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import numbers
 from functools import cache
 
 import numpy as np
@@ -25,6 +24,7 @@ from .operands import (
     result_dtype,
 )
 from .plan import CHUNK_BYTES, CPU, Device, make_plan
+from .scores import UNSCALED, checked_scale
 from .scores import softcap as softcap_score
 
 _MAX_CALLS = 1024  # kinds of call that are remembered
@@ -57,8 +57,13 @@ class _Call:
         self.out_dtype = result_dtype(q.dtype, k.dtype, v.dtype)
         self.lse_dtype = np.dtype("float64" if self.out_dtype == np.float64 else "float32")
         band = Band.from_options(causal, window)
-        self.score = None if cap is None else softcap_score(cap)
-        self.scale = _checked_scale(scale, q.shape[-1])
+        accumulator = self.lse_dtype.name
+        default = 1.0 / math.sqrt(q.shape[-1])
+        self.scale = default if scale is None else checked_scale(scale, accumulator)
+        # Kernels tell hidden keys by -infinity times the scale, unless a score is changed.
+        self.score = UNSCALED if self.scale == 0 else None
+        if cap is not None:
+            self.score = softcap_score(cap, accumulator)
         lengths = {name: given.get(name) for name in _LENGTHS}
         mask = given.get("mask")
         broadcast = {**lengths, "mask": mask, "enable_gqa": gqa}
@@ -225,16 +230,6 @@ def launch_module():
 
 def _device_facts(device_id: int | None) -> Device:
     return CPU if device_id is None else launch_module().device_facts(device_id)
-
-
-def _checked_scale(scale, head_dim: int) -> float:
-    if scale is None:
-        return 1.0 / math.sqrt(head_dim)
-    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
-        raise TypeError(f"scale={scale!r}: give a number")
-    if not (math.isfinite(scale) and scale >= 0):
-        raise ValueError(f"scale={scale!r}: give a finite number that is not negative")
-    return float(scale)
 
 
 def find_call(kind: type[_Call], arrays, options, device=None, mask=None):

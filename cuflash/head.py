@@ -248,7 +248,9 @@ class HeadBackward:
         if hidden is not None:
             np.copyto(dscores, 0, where=hidden)
         unseeing = None if hidden is None else hidden.T
-        dq = visible_product(dscores, head.keys[rows_of(keys)], hidden)
+        # A key adds nothing where its dS is 0, be it infinite.
+        whole = np.isfinite(head.keys[rows_of(keys)]).all()
+        dq = visible_product(dscores, head.keys[rows_of(keys)], None if whole else dscores == 0)
         dq *= self.scale
         dk = visible_product(dscores.T, head.queries[rows_of(queries)], unseeing)
         return dq, dk, visible_product(weights.T, dout, unseeing)

@@ -191,7 +191,7 @@ def _walk_fa1(head: Head, out, lse) -> None:
             output[tile] *= sums_before
             output[tile] += head.weighted_values(scores, hidden, keys)
             output[tile] /= _divisor(sums[tile])
-    out[...] = output
+    out[...] = _weighed(output, sums)
     if lse is not None:
         lse[...] = (maxima + np.log(sums))[:, 0]
 
@@ -211,7 +211,7 @@ def _walk_fa2(head: Head, out, lse) -> None:
             sums[tile] = sums[tile] * rescale + row_sums
             output[tile] *= rescale
             output[tile] += head.weighted_values(scores, hidden, keys)
-        out[rows_of(query_tile)] = output / _divisor(sums)
+        out[rows_of(query_tile)] = _weighed(output / _divisor(sums), sums)
         if lse is not None:
             lse[rows_of(query_tile)] = (maxima + np.log(sums))[:, 0]
 
@@ -254,5 +254,10 @@ def _walk_back_fa2(tiles: HeadBackward, dq, dk, dv) -> None:
 
 
 def _divisor(sums):
-    """`l`, but 1 for a row without a visible key, whose O is 0."""
+    """`l`, but 1 for a row without any weight."""
     return np.where(sums == 0, 1, sums)
+
+
+def _weighed(output, sums):
+    """O, but 0 for a row without any weight: 0 times a visible value may be NaN."""
+    return np.where(sums == 0, 0, output)

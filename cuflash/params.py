@@ -104,11 +104,7 @@ def params_dtype(plan: Plan) -> np.dtype:
 
 
 def pack(plan: Plan, layout: Layout, scale: float, captured: tuple[float, ...]) -> np.ndarray:
-    """The argument with everything but its pointers, as an array of one structure.
-
-    Forward, a scale of 0 becomes the smallest that keeps `-infinity * scale` infinite: its kernels
-    tell hidden keys by it.
-    """
+    """The argument with everything but its pointers, as an array of one structure."""
     problem, dtype = plan.problem, params_dtype(plan)
     params = np.zeros(1, dtype)
     for name in _OPERANDS[problem.backward]:
@@ -133,8 +129,7 @@ def pack(plan: Plan, layout: Layout, scale: float, captured: tuple[float, ...]) 
     if problem.mask == "elements":
         _pack_elements(params, problem, layout.mask)
     params["section"] = plan.section
-    smallest = 0.0 if problem.backward else 16 * float(np.finfo(problem.accumulator).tiny)
-    params["scale"] = max(scale, smallest)
+    params["scale"] = scale
     for name, value in zip(problem.captures, captured):
         params[name] = value
     return params

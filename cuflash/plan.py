@@ -277,7 +277,7 @@ class Tile:
         if self.backward:
             rows = self.block_k + self.stages * self.block_q
             exchange = self.block_k * pitch(self.block_q) * (2 if self.split > 1 else 1)
-            statistics = self.stages * 2 * self.block_q * ITEM_BYTES[problem.accumulator]
+            statistics = self.stages * self.row_statistics(problem)
             return (rows * (head + value) + exchange) * itemsize + statistics
         keys = self.block_k * (head + value)
         queries = self.block_q * head
@@ -285,6 +285,10 @@ class Tile:
         if self.algo == "fa1":
             return (keys + self.stages * queries + exchange) * itemsize
         return (queries + self.stages * keys + exchange) * itemsize
+
+    def row_statistics(self, problem: Problem) -> int:
+        """Bytes that backward keeps of a tile of queries: two numbers each, and a flag."""
+        return 2 * self.block_q * ITEM_BYTES[problem.accumulator] + CHUNK_BYTES
 
     @property
     def scored(self) -> tuple[int, int]:
@@ -518,10 +522,10 @@ class Plan:
     def workspace(self) -> tuple[tuple[str, int], ...]:
         """Names and bytes of what the kernels keep in device memory beside their results.
 
-        fa1's O, l and m (state). Backward: two numbers per query (rows), dQ in the type of sums
-        (dq_sum), dK and dV of heads that share a key (dk_sum, dv_sum), and whose turn it is to
-        add to which tile of dQ (turns). The tiles of a mask of elements: lists (mask_ranges,
-        mask_entries), what each tile shows (mask_bits, mask_states).
+        fa1's O, l and m (state). Backward: two numbers per query and a flag per tile of them
+        (rows), dQ in the type of sums (dq_sum), dK and dV of heads that share a key (dk_sum,
+        dv_sum), and whose turn it is to add to which tile of dQ (turns). The tiles of a mask of
+        elements: lists (mask_ranges, mask_entries), what each tile shows (mask_bits, mask_states).
         """
         p, item = self.problem, ITEM_BYTES[self.problem.accumulator]
         if self.engine == "numpy":
@@ -545,7 +549,7 @@ class Plan:
             return tuple(parts)
         q_tiles, k_tiles = p.head_count * self.query_tiles, p.head_count * self.key_tiles
         parts += [
-            ("rows", q_tiles * 2 * self.block_q * item),
+            ("rows", q_tiles * self.tile.row_statistics(p)),
             ("dq_sum", q_tiles * self.threads * self.tile.dq_per_thread(p) * item),
         ]
         for name, width, heads in zip(("dk_sum", "dv_sum"), self.tile.widths(p), p.summed[1:]):
@@ -719,7 +723,9 @@ TILES = (
         row
         for algo in ("fa2", "fa1")
         for row in (
-            _backward(algo, "mma", HALF, 32, 128, 4, 2, step_q=64, stages=2, min_blocks=2),
+            _backward(
+                algo, "mma", HALF, 32, 128, 4, 2, step_q=64, stages=2, load_unroll=4, min_blocks=2
+            ),
             _backward(
                 algo, "mma", HALF, 64, 64, 4, 2, step_q=32, stages=2, load_unroll=8, min_blocks=2
             ),

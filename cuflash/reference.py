@@ -122,6 +122,8 @@ def attention_backward(
 
     P and dS are 0 where a query does not see a key, and in rows without any weight (lse is
     -inf). What such queries and keys hold has no influence, nor have their `dout` and `dlse`.
+    A key adds nothing to dQ where its dS is 0, be it infinite: so one whose score is -inf, which
+    has weight zero.
 
     Examples
     --------
@@ -146,7 +148,7 @@ def attention_backward(
     with np.errstate(all="ignore"):
         dS = _score_gradient(dense, dout, _row_sums(dense, dout, dlse))
         dv = _visible_sum(dense.weights.mT, dout, dense.visible.mT)
-        dq = dense.scale * _visible_sum(dS, dense.k, dense.visible)
+        dq = dense.scale * _visible_sum(dS, dense.k, dS != 0)
         dk = dense.scale * _visible_sum(dS.mT, dense.q, dense.visible.mT)
         return tuple(_own_sum(x, shape) for x, shape in zip((dq, dk, dv), shapes, strict=True))
 
@@ -458,15 +460,17 @@ def backward_bound(dout, q, k, v, dtype, *, dlse=None, softcap=None, **options) 
     dout = np.asarray(dout).astype(exact)
     with np.errstate(all="ignore"):
         dS, dS_error, P_error = _pair_errors(dense, dout, dlse, softcap, dtype)
-        products = (
-            (dense.scale, dS, dS_error, dense.k, dense.visible),
-            (dense.scale, dS.mT, dS_error.mT, dense.q, dense.visible.mT),
-            (1, dense.weights.mT, P_error.mT, dout, dense.visible.mT),
+        visible = dense.visible
+        products = (  # the last two: which pairs are visible, and which of these add anything
+            (dense.scale, dS, dS_error, dense.k, visible, dS != 0),
+            (dense.scale, dS.mT, dS_error.mT, dense.q, visible.mT, visible.mT),
+            (1, dense.weights.mT, P_error.mT, dout, visible.mT, visible.mT),
         )
         gradients, bounds = [], []
-        for operand, (factor, pairs, error, rows, visible) in zip(operands, products, strict=True):
+        for operand, product in zip(operands, products, strict=True):
+            factor, pairs, error, rows, visible, adding = product
             gradient, magnitude, error = (
-                _own_sum(factor * _visible_sum(*product, visible), operand.shape)
+                _own_sum(factor * _visible_sum(*product, adding), operand.shape)
                 for product in ((pairs, rows), (abs(pairs), abs(rows)), (error, abs(rows)))
             )
             count = visible.sum(axis=-1, keepdims=True)

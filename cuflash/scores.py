@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import reprlib
 from dataclasses import dataclass
 
 import numpy as np
@@ -107,7 +108,36 @@ class _Dual(np.lib.mixins.NDArrayOperatorsMixin):
         return _Dual(result, sum(slopes[1:], slopes[0]))
 
 
-def softcap(value: float) -> ScoreMod:
+# What `scale` and `softcap` may be where sums are of that type. A scale beyond would make log2(e)
+# times it infinite or, where kernels flush subnormal numbers, 0. A softcap of 2^100 loses what
+# flushing takes from score / softcap: 2^100 2^-126, less than rounding to float32 does.
+_SCALES = {"float32": (2.0**-126, 2.0**127), "float64": (2.0**-1022, 2.0**1023)}
+_SOFTCAPS = {"float32": (2.0**-100, 2.0**100), "float64": (2.0**-1000, 2.0**1000)}
+
+UNSCALED = ScoreMod("score")
+
+
+def checked_scale(value, accumulator: str) -> float:
+    """`value` as a float, if it is 0 or a number that sums of type `accumulator` can be scaled by.
+
+    Raises
+    ------
+    TypeError
+        If `value` is not a real number.
+    ValueError
+        If it is not in range.
+    """
+    low, high = _SCALES[accumulator]
+    number = _real("scale", value, "a number")
+    if not (number == 0 or low <= number <= high):
+        raise ValueError(
+            f"scale={reprlib.repr(value)}: give 0 or a number from {low:.2g} to {high:.2g}, for "
+            f"sums in {accumulator}"
+        )
+    return number
+
+
+def softcap(value: float, accumulator: str = "float32") -> ScoreMod:
     """`value * tanh(score / value)`: bounds scores smoothly to +-value.
 
     Raises
@@ -115,10 +145,23 @@ def softcap(value: float) -> ScoreMod:
     TypeError
         If `value` is not a real number.
     ValueError
-        If `value` is not positive and finite.
+        If `value` is not in the range that scores of type `accumulator` allow.
     """
+    low, high = _SOFTCAPS[accumulator]
+    number = _real("softcap", value, "a positive number")
+    if not low <= number <= high:
+        raise ValueError(
+            f"softcap={reprlib.repr(value)}: give a positive number from {low:.2g} to {high:.2g}, "
+            f"for sums in {accumulator}, or None for no softcap"
+        )
+    return ScoreMod("softcap * tanh(score / softcap)", (("softcap", number),))
+
+
+def _real(name: str, value, wanted: str) -> float:
+    """A real number as a float, infinite where it is too large for one."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
-        raise TypeError(f"softcap={value!r}: give a positive number")
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"softcap={value!r}: give a positive, finite number")
-    return ScoreMod("softcap * tanh(score / softcap)", (("softcap", float(value)),))
+        raise TypeError(f"{name}={value!r}: give {wanted}")
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf

@@ -50,7 +50,10 @@ class Case:
         Where q, k, v and out are not contiguous: how they lie in memory, see :func:`place`.
     poison : str
         "hidden": NaN and infinity in all keys and values that no query sees, and in queries beyond
-        their length. "visible": in a few values and a key that some queries see.
+        their length. "visible": in a few values and a key that some queries see. "weightless
+        keys" and "weightless rows": keys, and queries, of which all scores are -infinity, with NaN
+        in values that they see. "weightless values": infinities among values, some of which have a
+        weight of 0.
     """
 
     name: str
@@ -93,7 +96,18 @@ class Case:
                 -np.inf,
                 np.nan,
             )
-        elif self.poison:
+        elif self.poison == "weightless keys":
+            q[..., 0] = abs(q[..., 0]) + 0.5
+            k[..., ::7, 0] = -np.inf
+            v[..., 7:8, 1] = np.nan
+        elif self.poison == "weightless rows":
+            k[..., 0] = abs(k[..., 0]) + 0.5
+            q[..., ::5, 0] = -np.inf
+            v[..., k.shape[-2] // 3, 0] = np.nan
+        elif self.poison == "weightless values":
+            q[..., 0], k[..., 0], k[..., ::9, 0] = 16, 1, -50000
+            v[..., 0, 1], v[..., 9:10, 2], v[..., 1:2, 3] = np.inf, -np.inf, np.inf
+        elif self.poison == "hidden":
             seen = self._seen()
             k[~seen.any(-2)], v[~seen.any(-2)], q[~seen.any(-1)] = np.nan, np.inf, np.nan
             v[~seen.any(-2), 0] = np.nan
@@ -146,7 +160,11 @@ class BackwardCase(Case):
         if self.poison == "visible":
             dout[..., dout.shape[-2] // 2, 0] = np.nan
             dout[..., dout.shape[-2] // 3, -1] = np.inf
-        elif self.poison:
+        elif self.poison == "weightless rows":
+            dout[..., ::5, :] = np.nan
+        elif self.poison == "weightless keys":
+            dout[..., 3, 1] = np.inf
+        elif self.poison == "hidden":
             blind = ~self._seen().any(-1)
             dout[blind], out[blind] = np.nan, np.inf
             dout[blind, 0] = -np.inf
@@ -195,6 +213,41 @@ def growing_scores(shape, dtype, growth, seed=0):
     q, k, v = rng.standard_normal((3, *shape))
     slope = np.linspace(growth * 40 / (2 / np.pi * math.sqrt(shape[-1])), 0, shape[-2])
     return tuple(x.astype(numpy_dtype(dtype)) for x in (abs(q), abs(k) * slope[:, None], v))
+
+
+HUGE = {
+    "float16": (2.0**14, 2.0**15), "bfloat16": (2.0**16, 2.0**55), "float32": (2.0**16, 2.0**55),
+    "float64": (2.0**29, 2.0**400),
+}  # fmt: skip
+
+
+def huge_scores(shape, dtype, size, sign):
+    """q, k, v with scores so large that all weight is that of every third key or, with a `sign` of
+    -1, of all others; and which keys have weight.
+
+    Scores that have weight are equal, and exact in any order of summation.
+    """
+    v = np.random.default_rng(1).standard_normal(shape)
+    q, k = np.full(shape, size), np.full(shape, sign * size / 2)
+    k[..., ::3, :] *= 2
+    weighs = np.arange(shape[-2]) % 3 == 0
+    weighs = weighs if sign > 0 else ~weighs
+    return *(x.astype(numpy_dtype(dtype)) for x in (q, k, v)), weighs
+
+
+def assert_huge_scores(attention, q, k, v, weighs):
+    """Fail unless equal weights of :func:`huge_scores` become what they are, or, with a scale of 0,
+    those of all keys.
+
+    `attention(scale=...)` returns out and lse.
+    """
+    for scale in (None, 0):
+        out, lse = (x.get() if hasattr(x, "get") else x for x in attention(scale=scale))
+        mask = weighs if scale is None else None
+        bound = reference.forward_bound(np.zeros_like(q), k, v, q.dtype, mask=mask)
+        assert (bound.ratios(out)[0] <= 1).all()
+        expected = reference.attention(q, k, v, scale=scale, return_lse=True)[1]
+        np.testing.assert_allclose(lse, expected, rtol=2e-14 if q.dtype == np.float64 else 1e-6)
 
 
 def place(values, layout):
@@ -563,6 +616,16 @@ class _Cases:
         for poison in ("hidden", "visible"):
             self.add(f"elements with {poison} nonfinite", dtype, q, k, poison=poison, mask=mask)
 
+    def extremes(self):
+        """Scores of -infinity, weights of 0, and what they meet among the values."""
+        for i, dtype in enumerate(self.dtypes):
+            n, m, dim = self.sizes(dtype)
+            for kind in ("keys", "rows", "values"):
+                for causal in (False, "top_left"):
+                    q, k = (2, n // (1 + i) + 6, dim), (2, m + 11, dim)
+                    name, more = f"extremes {kind} causal {causal}", {"causal": causal}
+                    self.add(name, dtype, q, k, poison=f"weightless {kind}", **more)
+
     def scales(self):
         for dtype in self.dtypes:
             n, m, dim = self.sizes(dtype)
@@ -738,7 +801,8 @@ def _all_cases(kind, kernels):
 
 
 FAMILIES = (
-    "edges windows softcaps lengths heads axes strides dims masked blocks elements scales orders"
+    "edges windows softcaps lengths heads axes strides dims masked extremes blocks elements "
+    "scales orders"
 ).split()
 CASES = _all_cases(_Cases, KERNELS)
 BACKWARD_CASES = _all_cases(_BackwardCases, BACKWARD_KERNELS)

@@ -12,10 +12,13 @@ from cases import (
     BACKWARD_KERNELS,
     DIMS,
     DTYPES,
+    HUGE,
     KERNELS,
+    assert_huge_scores,
     check_all,
     groups,
     growing_scores,
+    huge_scores,
     numpy_dtype,
     owner,
     place,
@@ -234,6 +237,19 @@ def test_scores_that_grow(cupy, engine, dim, growth):
         for band in ({}, {"causal": True}, {"causal": True, "window": (300, 0)}):
             out, lse = cuflash.attention(*on_device, engine=engine, return_lse=True, **band)
             assert_forward_close(out, lse, *arrays, **band)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@EACH_KERNEL
+def test_huge_scores(cupy, algo, engine, sign):
+    """The rounding of a row's origin is not the weights' exponent."""
+    kernel, _, dim = wants(algo, engine)
+    for dtype in DTYPES[engine]:
+        for size in HUGE[dtype]:
+            *arrays, weighs = huge_scores((2, 3, 1000, dim), dtype, size, sign)
+            on_device = [to_device(cupy, x) for x in arrays]
+            attention = functools.partial(cuflash.attention, *on_device, return_lse=True, **kernel)
+            assert_huge_scores(attention, *arrays, weighs)
 
 
 @EACH_KERNEL

@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import tolerance
+from cases import CASES, HUGE, assert_huge_scores, huge_scores
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -500,3 +501,24 @@ def problems(draw):
 def test_any_problem(algo, problem):
     arrays = inputs(*problem["shape"], *problem["dims"], problem["dtype"])
     check(algo, *arrays, blocks=problem["blocks"], **problem["options"])
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in CASES if c.family == "extremes" and c.engine == "simt"], ids=str
+)
+def test_extremes(case):
+    """What the kernels are tested on: scores of -infinity, weights of 0, infinite values."""
+    q, k, v = case.operands()
+    out, lse = cuflash.attention(q, k, v, algo=case.algo, return_lse=True, **case.options)
+    tolerance.assert_forward_close(out, lse, q, k, v, **case.options)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@dtypes
+@algos
+def test_huge_scores(algo, dtype, sign):
+    for size in HUGE[dtype]:
+        *arrays, weighs = huge_scores((2, 600, 5), dtype, size, sign)
+        assert_huge_scores(
+            lambda **x: cuflash.attention(*arrays, algo=algo, return_lse=True, **x), *arrays, weighs
+        )

@@ -6,6 +6,7 @@ import tracemalloc
 import numpy as np
 import pytest
 import tolerance
+from cases import BACKWARD_CASES
 from hypothesis import given, settings
 from numpy.lib.stride_tricks import as_strided
 from test_host import (
@@ -406,3 +407,14 @@ def test_blocks_of_any_size_agree(algo, dtype):
 def test_any_problem(algo, problem):
     arrays = inputs(*problem["shape"], *problem["dims"], problem["dtype"])
     check(algo, *arrays, blocks=problem["blocks"], **problem["options"])
+
+
+@pytest.mark.parametrize(
+    "case", [c for c in BACKWARD_CASES if c.family == "extremes" and c.engine == "simt"], ids=str
+)
+def test_extremes(case):
+    """What the kernels are tested on: scores of -infinity, weights of 0, infinite values."""
+    dout, q, k, v, out, lse, dlse = case.inputs()
+    options = dict(case.options, algo=case.algo, dlse=dlse)
+    grads = cuflash.attention_backward(dout, q, k, v, out, lse, **options)
+    tolerance.assert_backward_close(grads, dout, q, k, v, dlse=dlse, **case.options)

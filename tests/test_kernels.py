@@ -14,10 +14,13 @@ from cases import (
     DIMS,
     DTYPES,
     H200,
+    HUGE,
     KERNELS,
+    assert_huge_scores,
     check_all,
     groups,
     growing_scores,
+    huge_scores,
     numpy_dtype,
     owner,
     place,
@@ -129,7 +132,7 @@ def check_backward(case, **more):
 CHECKED = [
     case
     for i, case in enumerate(BACKWARD_CASES)
-    if case.family in ("masked", "orders") or i % 4 == 0
+    if case.family in ("masked", "extremes", "orders") or i % 4 == 0
 ]
 BACKWARD_GROUPS = dict(groups(most=24, cases=[c for c in BACKWARD_CASES if c not in CHECKED]))
 CHECKED_GROUPS = dict(groups(most=24, cases=CHECKED))
@@ -230,6 +233,17 @@ def test_scores_that_grow(algo, engine, dtype, dim, growth):
     q, k, v = growing_scores((2, 500, dim), dtype, growth)
     result = attention(q, k, v, algo=algo, engine=engine, device=SMALL_H200)
     assert_forward_close(*result[:2], q, k, v)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+@EACH_TYPE
+def test_huge_scores(algo, engine, dtype, sign):
+    """The rounding of a row's origin is not the weights' exponent."""
+    tile = tile_of(algo, engine, dtype)
+    for size in HUGE[dtype]:
+        *arrays, weighs = huge_scores((1, tile.block_k + 9, DIMS[engine]), dtype, size, sign)
+        kernel = {"algo": algo, "engine": engine, "mode": "fast"}
+        assert_huge_scores(lambda **x: attention(*arrays, **kernel, **x)[:2], *arrays, weighs)
 
 
 @pytest.mark.parametrize("group", [g for g in GROUPS if "masked" in g or "softcap" in g])

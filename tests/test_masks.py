@@ -136,8 +136,22 @@ def test_an_expression_has_no_builtins():
 @pytest.mark.parametrize(
     ("value", "kind"),
     [(0, ValueError), (-1, ValueError), (np.inf, ValueError), (np.nan, ValueError),
+     (1e39, ValueError), (1e-39, ValueError), (10**400, ValueError), (2**101, ValueError),
      ("1", TypeError), (True, TypeError), (None, TypeError), (1j, TypeError)],
 )  # fmt: skip
 def test_softcap_refuses(value, kind):
     with pytest.raises(kind, match="softcap=.*: give a positive"):
         softcap(value)
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [("float32", 2.0**100), ("float64", 2.0**1000)])
+def test_softcaps_as_far_as_they_go(dtype, largest):
+    """A large one changes nothing, a small one leaves it and the scores' signs."""
+    scores = np.array([-40, -1e-3, 0, 2, 1e4]).astype(dtype)
+    np.testing.assert_allclose(softcap(largest, dtype).evaluate(scores), scores, rtol=1e-6)
+    smallest = 1 / largest
+    capped = softcap(smallest, dtype).evaluate(scores)
+    np.testing.assert_allclose(capped, np.sign(scores) * smallest, rtol=1e-6)
+    for beyond in (np.nextafter(largest, np.inf), np.nextafter(smallest, 0)):
+        with pytest.raises(ValueError, match="for sums in " + dtype):
+            softcap(beyond, dtype)

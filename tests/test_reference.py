@@ -414,8 +414,8 @@ def test_a_visible_nan_spreads_to_what_its_queries_see():
 def test_rows_without_weight_have_no_gradient():
     q, k, v = np.ones((2, 1)), np.array([[-math.inf], [0.0]]), np.array([[5.0], [7.0]])
     dq, dk, dv = reference.attention_backward(np.ones((2, 1)), q, k, v, causal="top_left")
-    # Query 0 sees a score of -inf only, query 1 multiplies its dS of 0 with that key.
-    np.testing.assert_array_equal(dq, [[0], [math.nan]])
+    # Query 0 sees a score of -inf only; to dq of query 1 that key adds nothing, as if hidden.
+    np.testing.assert_array_equal(dq, [[0], [0]])
     np.testing.assert_array_equal(dk, [[0], [0]])
     np.testing.assert_array_equal(dv, [[0], [1]])
 

@@ -175,7 +175,7 @@ def test_packing():
         *[np.zeros((2, 3, 100, 64), np.float16)] * 3, causal="top_left", window=(2**60, 5),
         softcap=7.0, device=H200,
     )  # fmt: skip
-    params = pack(made, make_layout(spec, spec, spec), 0.0, (7.0,))[0]
+    params = pack(made, make_layout(spec, spec, spec), 0.5, (7.0,))[0]
     assert params["axes"] == 1
     assert params["axis_size"].tolist() == [6, 0, 0, 0, 0, 0]
     assert params["q_axis_stride"][0] == 6400
@@ -184,7 +184,7 @@ def test_packing():
     assert params["band_left"] == (1 << 30) - 2
     assert params["bottom_right"] == 0
     assert params["softcap"] == 7
-    assert params["scale"] > 0  # the smallest that keeps -infinity * scale infinite
+    assert params["scale"] == 0.5
     assert params["query_tiles"] == -(-100 // made.block_q)
     assert params["head_count"] == 6
     assert params["heads"] == 3

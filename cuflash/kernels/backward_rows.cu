@@ -3,8 +3,9 @@
 //     log2_sum = lse * log2 e, so that P = exp2(score * multiplier - log2_sum)
 //     delta    = rowsum(dO * O) - dlse
 //
-// and the zeros that dQ is added to. Grid: one block per (head, query tile). A row that sees no
-// key gets log2_sum = +infinity, which makes its P zero, and delta = 0, whatever dO and O hold.
+// and the zeros that dQ is added to. Grid: one block per (head, query tile). A row without weight,
+// because it sees no key or none with a score above -infinity, gets log2_sum = +infinity, which
+// makes its P zero, and delta = 0, whatever dO and O hold. Its tile is marked as WEIGHTLESS.
 //
 // Reads out and dout once, writes two numbers a row and the tile of dQ: about 3 % of backward's
 // time at 4096 tokens.
@@ -47,11 +48,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     Accumulator* const log2_sums = p.rows + i64(blockIdx.x) * ROWS_TILE;
     Accumulator* const deltas = log2_sums + BLOCK_Q;
 
+    bool weightless = false;
     for (int row = threadIdx.x / LANES; row < round_up(BLOCK_Q, AT_ONCE); row += AT_ONCE) {
         const i64 q = tile * BLOCK_Q + row;
         const bool valid = row < BLOCK_Q && q < head.query_length;
         const Accumulator log_sum = valid ? lse[q * p.lse_row_stride] : -infinity<Accumulator>();
         const bool empty = log_sum == -infinity<Accumulator>();
+        weightless |= valid && empty;
         Accumulator delta = Accumulator(0);
         if (!empty)
             delta = multiply_rows(out + q * p.out_row_stride, dout + q * p.dout_row_stride,
@@ -63,6 +66,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         log2_sums[row] = empty ? infinity<Accumulator>() : log_sum * Accumulator(LOG2_E);
         deltas[row] = delta;
     }
+
+    weightless = __syncthreads_or(weightless) != 0;
+    if (threadIdx.x < CHUNK<Accumulator>)
+        log2_sums[WEIGHTLESS + threadIdx.x] = Accumulator(weightless);
 
     const Accumulator zeros[QuerySums::ROWS][QuerySums::COLUMNS] = {};
     store_units<THREADS>(p.dq_sum + i64(blockIdx.x) * QUERY_SUMS, zeros);

@@ -198,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll 1
                 for (int place = slab.begin; place < slab.end; ++place) {
                     const Visit visit = slab.steps.list[place];
-                    add_nonfinite_values<STEP_K>(O_regs, tile, p, head, slab.q_begin,
+                    add_nonfinite_values<STEP_K>(O_regs, softmax, tile, p, head, slab.q_begin,
                                                  visit.tile * STEP_K, TileBits(p, visit, 0));
                 }
             }

@@ -149,8 +149,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll 1
         for (int i = 0; i < tiles.count(); ++i) {
             const Visit visit = tiles[i];
-            add_nonfinite_values<BLOCK_K>(O_regs, tile, p, head, q_begin, visit.tile * BLOCK_K,
-                                          TileBits(p, visit, first_row));
+            add_nonfinite_values<BLOCK_K>(O_regs, softmax, tile, p, head, q_begin,
+                                          visit.tile * BLOCK_K, TileBits(p, visit, first_row));
         }
     }
     store_rows(O_regs, softmax, tile, p, head, q_begin);

@@ -20,7 +20,7 @@
 // Shared memory:  K_smem, V_smem [BLOCK_K]            loaded once
 //                 Q_smem, dO_smem [STAGES][BLOCK_Q]   a ring
 //                 dS_smem, P_smem [BLOCK_K][BLOCK_Q]  P_smem where warps share keys
-//                 rows_smem [STAGES][2][BLOCK_Q]      lse and delta
+//                 rows_smem [STAGES][ROWS_TILE]       lse and delta of each query, and a flag
 //
 // Floor, for halves, per tile of 64 queries and 128 keys at D = 64 (4 warps): five products, 1280
 // mma.sync at 1.5 clocks of a multiprocessor, 1920; 450 ldmatrix and as much again for tiles that
@@ -62,7 +62,8 @@ static_assert(STEP_Q * WARP_SPLIT <= BLOCK_Q, "every warp scores some queries");
 static_assert(STEP_Q == BLOCK_Q || ENGINE_IS_MMA, "simt leaves dS where accumulate() has put it");
 constexpr int ROWS = KeyTile::ROWS, COLUMNS = KeyTile::COLUMNS;
 constexpr int STEPS = STEP_Q * WARP_SPLIT;  // queries that all warps score at a time
-constexpr int ROWS_TILE = 2 * BLOCK_Q;      // lse and delta of a tile
+// Of a tile: lse, delta, and whether some query has no weight anywhere (its lse is -infinity).
+constexpr int WEIGHTLESS = 2 * BLOCK_Q, ROWS_TILE = WEIGHTLESS + CHUNK<Accumulator>;
 constexpr int QUERY_SUMS = THREADS * QuerySums::ROWS * QuerySums::COLUMNS;
 constexpr int KEY_SUMS = THREADS * ROWS * KeyTile::VALUE_COLUMNS;
 constexpr int VALUE_SUMS = THREADS * ROWS * ValueTile::VALUE_COLUMNS;
@@ -98,7 +99,8 @@ __device__ __forceinline__ void load_rows(Shared* tile, const Element* rows, i64
 }
 
 // P^T from S^T, and the derivative of the score's modification where there is one. In a cut tile
-// what is hidden becomes 0, whatever score, lse or delta hold.
+// what is hidden, or belongs to a query without weight, becomes -0, whatever score and lse hold: the
+// sign tells it from a weight that is too small for a number.
 template <bool CUT>
 __device__ __forceinline__ void to_probabilities(Accumulator (&S)[ROWS][COLUMNS],
                                                  Accumulator (&slope)[ROWS][COLUMNS],
@@ -124,13 +126,15 @@ __device__ __forceinline__ void to_probabilities(Accumulator (&S)[ROWS][COLUMNS]
                 slope[i][j] = modified.slope;
             }
             S[i][j] = exp2_of(multiply_add(S[i][j], multiplier, -log2_sums[column]));
-            if (CUT && (column < first || column > last)) S[i][j] = Accumulator(0);
+            if (CUT &&
+                (column < first || column > last || log2_sums[column] == infinity<Accumulator>()))
+                S[i][j] = Accumulator(-0.0);
         }
     }
-    if (CUT) bits.hide(S, Accumulator(0), tile, step);
+    if (CUT) bits.hide(S, Accumulator(-0.0), tile, step);
 }
 
-// dS^T from P^T and dP^T, into dP.
+// dS^T from P^T and dP^T, into dP; 0 where P is hidden, whatever dP and delta hold.
 template <bool CUT>
 __device__ __forceinline__ void to_score_gradients(Accumulator (&dP)[ROWS][COLUMNS],
                                                    const Accumulator (&P)[ROWS][COLUMNS],
@@ -145,29 +149,58 @@ __device__ __forceinline__ void to_score_gradients(Accumulator (&dP)[ROWS][COLUM
             const int column = tile.column(j);
             Accumulator dS = P[i][j] * (dP[i][j] - deltas[column]);
             if constexpr (SCORE_IS_MODIFIED) dS *= slope[i][j];
-            dP[i][j] = CUT && P[i][j] == Accumulator(0) ? Accumulator(0) : dS;
+            dP[i][j] = CUT && is_negative_zero(P[i][j]) ? Accumulator(0) : dS;
             store_dscore(p, head, q_begin + column, k_begin + tile.row(i), dP[i][j]);
         }
 }
 
-// dV += the infinities and NaN of dO that each key sees: see add_nonfinite_values in score.cuh.
+// Gives a tile of rows back the infinities and NaN that clear_nonfinite() has taken from it.
+template <int TILE_ROWS, typename Tile, int D>
+__device__ __forceinline__ void restore_nonfinite(Shared* tile, const Element* rows, i64 row_stride,
+                                                  int first, int length) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < min(TILE_ROWS, length - first) * D; i += THREADS) {
+        const int row = i / D, column = i % D;
+        const Accumulator value = widen(rows[(first + row) * row_stride + column]);
+        if (!is_finite(value)) tile[row * Tile::PITCH + column] = narrow<Shared>(value);
+    }
+}
+
+// dV += P dO for the infinities and NaN of dO that each key sees, of one tile of queries: see
+// add_nonfinite_values in score.cuh.
 __device__ __forceinline__ void add_nonfinite_gradients(
     Accumulator (&dV)[ROWS][ValueTile::VALUE_COLUMNS], const ValueTile& tile, const Params& p,
-    const Head& head, const Element* dout, int q_begin, int k_begin, const TileBits& bits,
-    int step) {
+    const Head& head, const Element* dout, const Accumulator* log2_sums, int q_begin, int k_begin,
+    const TileBits& bits) {
 #pragma unroll 1
-    for (int q = q_begin; q < min(q_begin + STEPS, head.query_length); ++q) {
+    for (int q = q_begin; q < min(q_begin + BLOCK_Q, head.query_length); ++q) {
+        const Element* const dO = dout + q * p.dout_row_stride;
+        const Accumulator log2_sum = log2_sums[q - q_begin];
+        bool finite = true;
+#pragma unroll 1
+        for (int j = 0; j < ValueTile::VALUE_COLUMNS; ++j) {
+            const int column = tile.value_column(j);
+            finite &= column >= HEAD_DIM_V || is_finite(Accumulator(widen(dO[column])));
+        }
+        if (finite || log2_sum == infinity<Accumulator>()) continue;
+        bool seen[ROWS];
+        Accumulator P[ROWS];
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            const int k = k_begin + tile.row(i);
+            seen[i] = VisibleQueries(p, head, k).has(q) && bits.has(tile.row(i), q - q_begin);
+            if (seen[i])
+                P[i] = exp2_of(score_alone(p, head, q, k) * score_multiplier(p) - log2_sum);
+        }
 #pragma unroll
         for (int j = 0; j < ValueTile::VALUE_COLUMNS; ++j) {
             const int column = tile.value_column(j);
             if (column >= HEAD_DIM_V) continue;
-            const Accumulator value = widen(dout[q * p.dout_row_stride + column]);
+            const Accumulator value = widen(dO[column]);
             if (is_finite(value)) continue;
 #pragma unroll
             for (int i = 0; i < ROWS; ++i)
-                if (VisibleQueries(p, head, k_begin + tile.row(i)).has(q) &&
-                    bits.has(tile.row(i), q - q_begin + step))
-                    dV[i][j] += value;
+                if (seen[i]) dV[i][j] += P[i] * value;
         }
     }
 }
@@ -222,23 +255,33 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
     commit_copies();
     wait_copies<0>();
     __syncthreads();  // the keys and the first query tile have arrived for all
-    // Sums over keys must not meet what hidden ones hold. A key that is seen and not finite makes
-    // lse NaN, which spreads by itself.
-    clear_nonfinite<BLOCK_K, KeyTile::PADDED_D, THREADS>(K_smem);
+    // Sums over keys must not meet what hidden ones hold. Keys that are seen add nothing either
+    // where they are not finite: their dS is 0, or NaN that the row's other keys bring to dQ. Scores
+    // need them as they are.
+    const bool nonfinite_keys = clear_nonfinite<BLOCK_K, KeyTile::PADDED_D, THREADS>(K_smem);
     keys.take_queries(K_smem + warp_row * KeyTile::PITCH);
     values.take_queries(V_smem + warp_row * ValueTile::PITCH);
 
+    bool nonfinite = false;  // rows of dO in cut tiles that the products must not see
     for (int i = 0; i < tiles.count; ++i) {
         const Visit visit = tiles[i];
         const int q_begin = visit.tile * BLOCK_Q, stage = i % STAGES;
-        const bool cut = tiles.is_cut(visit), more = i + 1 < tiles.count;
+        const bool more = i + 1 < tiles.count;
         const TileBits bits(p, visit, warp_row);
         Shared* const Q = Q_smem + stage * Q_TILE;
         Shared* const dO = dO_smem + stage * O_TILE;
         const Accumulator* const log2_sums = rows_smem + stage * ROWS_TILE;
         const Accumulator* const deltas = log2_sums + BLOCK_Q;
+        // Infinite keys have scores with the zeros in place of queries beyond the length, too: NaN.
+        const bool cut =
+            tiles.is_cut(visit) || nonfinite_keys || log2_sums[WEIGHTLESS] != Accumulator(0);
         if (STAGES > 1 && more) load_queries((i + 1) % STAGES, tiles[i + 1].tile);
         commit_copies();
+        if (nonfinite_keys) {
+            restore_nonfinite<BLOCK_K, KeyTile, HEAD_DIM>(K_smem, head.k, p.k_row_stride, k_block,
+                                                          head.key_length);
+            __syncthreads();  // the keys are whole again for all
+        }
 
 #pragma unroll 1
         for (int steps = 0; steps < BLOCK_Q; steps += STEPS) {
@@ -263,10 +306,8 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
             if (cut) {
                 __syncthreads();  // all have scored these queries
                 clear_nonfinite<STEPS, KeyTile::PADDED_D, THREADS>(Q + steps * KeyTile::PITCH);
-                if (clear_nonfinite<STEPS, ValueTile::PADDED_D, THREADS>(dO +
-                                                                         steps * ValueTile::PITCH))
-                    add_nonfinite_gradients(gradients.dV_regs, values, p, head, dout,
-                                            q_begin + steps, k_begin, bits, steps);
+                nonfinite |= clear_nonfinite<STEPS, ValueTile::PADDED_D, THREADS>(
+                    dO + steps * ValueTile::PITCH);
             }
             if constexpr (SHARE_P) {
                 values.publish(P_smem + warp_row * S_PITCH + step, S_PITCH, P_regs);
@@ -295,6 +336,7 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
                                                           P_smem + warp_row * S_PITCH, dO);
             keys.template accumulate_published<BLOCK_Q>(gradients.dK_regs, dS_slab, Q);
         }
+        if (nonfinite_keys) clear_nonfinite<BLOCK_K, KeyTile::PADDED_D, THREADS>(K_smem);
         QuerySums sums;
         Accumulator dQ_regs[QuerySums::ROWS][QuerySums::COLUMNS] = {};
         sums.multiply_tiles(dQ_regs, dS_smem, K_smem);
@@ -313,6 +355,15 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
         __syncthreads();  // all have added
         if (threadIdx.x == 0)
             pass_turn(p.turns + first_tile + tiles[tiles.count - 1].tile, key_tile + 1);
+    }
+    if (nonfinite) {
+#pragma unroll 1
+        for (int i = 0; i < tiles.count; ++i) {
+            const Visit visit = tiles[i];
+            add_nonfinite_gradients(gradients.dV_regs, values, p, head, dout,
+                                    p.rows + (first_tile + visit.tile) * ROWS_TILE,
+                                    visit.tile * BLOCK_Q, k_begin, TileBits(p, visit, warp_row));
+        }
     }
 }
 

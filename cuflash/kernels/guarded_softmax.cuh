@@ -23,10 +23,10 @@ struct GuardedSoftmax : OnlineSoftmax<A, ROWS, ROW_THREADS> {
     static constexpr A GUARD = 32768;  // for a lane's sum: P becomes halves, which end at 65504
     static constexpr A LOST = 1e30;    // sums from which P cannot be scaled back
 
-    bool settled = false;  // whether all rows of the warp have seen a key
+    bool settled = false;  // whether all rows of the warp have an origin, none of them a far one
 
-    // As Exact::update; `score_again` works out S anew. A row that has seen no key has no origin:
-    // its warp takes the maxima.
+    // As Exact::update; `score_again` works out S anew. A row that has seen no key has no origin,
+    // and one with a far origin needs Exact's care: their warp takes the maxima.
     template <int COLUMNS, typename ScoreAgain>
     __device__ __forceinline__ bool update(A (&S)[ROWS][COLUMNS], A multiplier, A (&rescale)[ROWS],
                                            const ScoreAgain& score_again) {
@@ -55,7 +55,8 @@ struct GuardedSoftmax : OnlineSoftmax<A, ROWS, ROW_THREADS> {
         const bool stale = Exact::update(S, multiplier, rescale);
         settled = true;
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i) settled &= origin[i] != -infinity<A>();
+        for (int i = 0; i < ROWS; ++i)
+            settled &= origin[i] != -infinity<A>() && !Exact::is_far(origin[i] * multiplier);
         settled = __all_sync(FULL_WARP, settled);
         return stale;
     }

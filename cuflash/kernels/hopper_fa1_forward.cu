@@ -48,11 +48,12 @@
 #include "roles.cuh"
 #include "hopper_fa1_block.cuh"
 
-// O += the infinities and NaN among the values that a row sees of a pair's steps, of which the
-// products saw zeros; O is a slab of the state. Rare, hence slow and small.
+// O += weight * value for the infinities and NaN among the values that a row sees of a pair's
+// steps, of which the products saw zeros; O is a slab of the state. Rare, hence slow and small.
 __device__ __forceinline__ void add_nonfinite_values(const Params& p, const Head& head,
-                                                     const Pair& pair, State::Group* slab,
-                                                     const Tile& tile, int q_begin, int first_row) {
+                                                     const Pair& pair, const Softmax& softmax,
+                                                     State::Group* slab, const Tile& tile,
+                                                     int q_begin, int first_row) {
 #pragma unroll 1
     for (int i = 0; i < State::GROUPS; ++i) {
         const int column = tile.value_column(2 * i);
@@ -69,9 +70,11 @@ __device__ __forceinline__ void add_nonfinite_values(const Params& p, const Head
                 for (int c = 0; c < 4; ++c) {
                     const Accumulator value = widen(head.v[k * p.v_row_stride + column + c % 2]);
                     if (is_finite(value)) continue;
-                    const int row = tile.row(c / 2);
-                    if (VisibleKeys(p, head, q_begin + row).has(k) && bits.has(row, k - k_begin))
-                        group.at[c] += value;
+                    const int row = tile.row(c / 2), q = q_begin + row;
+                    if (q >= head.query_length || !VisibleKeys(p, head, q).has(k)) continue;
+                    if (!bits.has(row, k - k_begin)) continue;
+                    const Accumulator origin = c < 2 ? softmax.origin[0] : softmax.origin[1];
+                    group.at[c] += weight_alone(p, head, q, k, origin) * value;
                 }
             }
         }
@@ -163,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         State::Group* const slab = state.slab(pair.query_tile, consumer);
         if (__any_sync(FULL_WARP, nonfinite)) {
             State::store(O_regs, slab);
-            add_nonfinite_values(p, head, pair, slab, tile, q_begin, consumer * SLAB);
+            add_nonfinite_values(p, head, pair, softmax, slab, tile, q_begin, consumer * SLAB);
             State::load(O_regs, slab);
         }
         if (pair.is_last())

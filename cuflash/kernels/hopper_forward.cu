@@ -42,28 +42,44 @@
 #include "warpgroup.cuh"
 #include "hopper_block.cuh"
 
-// O += the infinities and NaN among the values that a row sees, of which the products saw some as
-// zeros; O is a warpgroup's, in global memory. Rare, hence slow and small.
+// O += weight * value for the infinities and NaN among the values that a row sees, of which the
+// products saw some as zeros; O is a warp's rows of the result. Rare, hence slow and small.
+template <typename Softmax>
 __device__ __forceinline__ void add_nonfinite_values(const Params& p, const Item& item,
-                                                     int q_begin) {
+                                                     const Softmax& softmax, int q_begin,
+                                                     int first_row) {
     const Head head = item.head;
     const KeyTiles<BLOCK_K>& keys = item.keys;
+    const int lane = threadIdx.x % 32;
+    const Accumulator totals[] = {softmax.total(0), softmax.total(1)};
 #pragma unroll 1
-    for (int column = threadIdx.x % WARPGROUP; column < HEAD_DIM_V; column += WARPGROUP) {
+    for (int i = 0; i < keys.count() * BLOCK_K; ++i) {
+        const Visit visit = keys[i / BLOCK_K];
+        const int k = visit.tile * BLOCK_K + i % BLOCK_K;
+        if (k >= head.key_length) continue;
+        const Element* const values = head.v + k * p.v_row_stride;
+        bool finite = true;
 #pragma unroll 1
-        for (int i = 0; i < keys.count() * BLOCK_K; ++i) {
-            const Visit visit = keys[i / BLOCK_K];
-            const TileBits bits(p, visit, 0);
-            const int k = visit.tile * BLOCK_K + i % BLOCK_K;
-            if (k >= head.key_length) continue;
-            const Accumulator value = widen(head.v[k * p.v_row_stride + column]);
-            if (is_finite(value)) continue;
+        for (int column = lane; column < HEAD_DIM_V; column += 32)
+            finite &= is_finite(widen(values[column]));
+        if (__all_sync(FULL_WARP, finite)) continue;
+        const TileBits bits(p, visit, first_row);
 #pragma unroll 1
-            for (int q = max(0, q_begin); q < min(q_begin + SLAB, head.query_length); ++q) {
-                if (!VisibleKeys(p, head, q).has(k)) continue;
-                if (!bits.has(q - item.q_begin, i % BLOCK_K)) continue;
+        for (int row = 0; row < 16; ++row) {
+            const int q = q_begin + row, owner = row % 8 * Tile::ROW_THREADS;
+            const Accumulator origin =
+                __shfl_sync(FULL_WARP, row < 8 ? softmax.origin[0] : softmax.origin[1], owner);
+            const Accumulator total =
+                __shfl_sync(FULL_WARP, row < 8 ? totals[0] : totals[1], owner);
+            if (q < 0 || q >= head.query_length || total == Accumulator(0)) continue;
+            if (!VisibleKeys(p, head, q).has(k) || !bits.has(row, i % BLOCK_K)) continue;
+            const Accumulator weight = weight_alone(p, head, q, k, origin);
+#pragma unroll 1
+            for (int column = lane; column < HEAD_DIM_V; column += 32) {
+                const Accumulator value = widen(values[column]);
+                if (is_finite(value)) continue;
                 Element& x = item.output.out[q * p.out_row_stride + column];
-                x = narrow<Element>(widen(x) + value);
+                x = narrow<Element>(widen(x) + weight * value);
             }
         }
     }
@@ -169,8 +185,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const bool nonfinite = item->nonfinite[0] | item->nonfinite[1];
         store_rows(O_regs, softmax, tile, p, item->head, q_begin, &item->output);
         if (nonfinite) {
-            meet(OUTPUT_BARRIER + consumer, WARPGROUP);  // all rows are written
-            add_nonfinite_values(p, *item, q_begin);
+            const int row = threadIdx.x % WARPGROUP / 32 * 16;
+            __syncwarp();  // all rows of the warp are written
+            add_nonfinite_values(p, *item, softmax, q_begin + row, consumer * SLAB + row);
         }
         __syncwarp();  // all lanes have read the item
         if (speaks) reader.release(*item);

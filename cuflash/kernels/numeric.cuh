@@ -49,6 +49,13 @@ __device__ __forceinline__ bool is_finite(A x) {
     return x - x == A(0);
 }
 
+__device__ __forceinline__ bool is_negative_zero(float x) {
+    return __float_as_uint(x) == 0x80000000u;
+}
+__device__ __forceinline__ bool is_negative_zero(double x) {
+    return __double_as_longlong(x) == __double_as_longlong(-0.0);
+}
+
 // ex2.approx.ftz.f32: at most 2 ulp, and 0 for -infinity.
 __device__ __forceinline__ float exp2_of(float x) {
     float y;

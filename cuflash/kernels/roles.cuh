@@ -19,8 +19,8 @@ constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
 constexpr int CONSUMER_REGISTERS =
     (LAUNCH_REGISTERS * (CONSUMERS + 1) - PRODUCER_REGISTERS) / CONSUMERS / 8 * 8;
 
-// Named barriers, from 1 on: 0 is __syncthreads.
-constexpr int TURN_BARRIER = 1, OUTPUT_BARRIER = TURN_BARRIER + CONSUMERS;
+// Named barriers, one per consumer, from 1 on: 0 is __syncthreads.
+constexpr int TURN_BARRIER = 1;
 
 // Consumers issue their products one after the other, round and round.
 struct Turns {

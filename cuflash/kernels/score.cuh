@@ -67,28 +67,63 @@ __device__ __forceinline__ Accumulator initial_sum(const Params&, const Head&, A
 __device__ __forceinline__ void store_dscore(const Params&, const Head&, int q, int k,
                                              Accumulator dscore) {}
 
-// O += the infinities and NaN among the values of the keys from k_begin on that each row sees, of
-// one tile of KEYS, read from global memory. The products have run on tiles where they are zero,
-// since a product would bring 0 * NaN into rows that do not see the key. Values that a product did
-// see come twice, which changes no infinity and no NaN. Rare, hence slow and small.
-template <int KEYS, typename Tile, int ROWS, int COLUMNS>
+// What follows is rare, hence slow and small: it reads global memory.
+
+// The score of one query and one key, of which a product has been part of a tile.
+__device__ __forceinline__ Accumulator score_alone(const Params& p, const Head& head, int q,
+                                                   int k) {
+    const Element* const Q = head.q + q * p.q_row_stride;
+    const Element* const K = head.k + k * p.k_row_stride;
+    Accumulator score = Accumulator(0);
+#pragma unroll 1
+    for (int d = 0; d < HEAD_DIM; ++d)
+        score = multiply_add(Accumulator(widen(Q[d])), Accumulator(widen(K[d])), score);
+    if constexpr (SCORE_IS_MODIFIED)
+        score = modify(score * p.scale, head.batch, head.head, q, k, p);
+    return score;
+}
+
+// The weight of one key in a row whose exponents have that origin: 0 of a score of -infinity, even
+// in a row of nothing else.
+__device__ __forceinline__ Accumulator weight_alone(const Params& p, const Head& head, int q, int k,
+                                                    Accumulator origin) {
+    const Accumulator score = score_alone(p, head, q, k);
+    return score == -infinity<Accumulator>() ? Accumulator(0)
+                                             : exp2_of((score - origin) * score_multiplier(p));
+}
+
+// O += weight * value for the infinities and NaN among the values of the keys from k_begin on that
+// each row sees, of one tile of KEYS. The products have run on tiles where they are zero, since a
+// product would bring 0 * NaN into rows that do not see the key. Values that a product did see come
+// twice, which changes no infinity and no NaN.
+template <int KEYS, typename Softmax, typename Tile, int ROWS, int COLUMNS>
 __device__ __forceinline__ void add_nonfinite_values(Accumulator (&O)[ROWS][COLUMNS],
-                                                     const Tile& tile, const Params& p,
-                                                     const Head& head, int q_begin, int k_begin,
-                                                     const TileBits& bits) {
+                                                     const Softmax& softmax, const Tile& tile,
+                                                     const Params& p, const Head& head, int q_begin,
+                                                     int k_begin, const TileBits& bits) {
 #pragma unroll 1
     for (int k = k_begin; k < min(k_begin + KEYS, head.key_length); ++k) {
-#pragma unroll
+        const Element* const values = head.v + k * p.v_row_stride;
+        bool finite = true;
+#pragma unroll 1
         for (int j = 0; j < COLUMNS; ++j) {
             const int column = tile.value_column(j);
-            if (column >= HEAD_DIM_V) continue;
-            const Accumulator value = widen(head.v[k * p.v_row_stride + column]);
-            if (is_finite(value)) continue;
+            finite &= column >= HEAD_DIM_V || is_finite(Accumulator(widen(values[column])));
+        }
+        if (finite) continue;
 #pragma unroll
-            for (int i = 0; i < ROWS; ++i)
-                if (VisibleKeys(p, head, q_begin + tile.row(i)).has(k) &&
-                    bits.has(tile.row(i), k - k_begin))
-                    O[i][j] += value;
+        for (int i = 0; i < ROWS; ++i) {
+            const int q = q_begin + tile.row(i);
+            if (q >= head.query_length || !VisibleKeys(p, head, q).has(k)) continue;
+            if (!bits.has(tile.row(i), k - k_begin)) continue;
+            const Accumulator P = weight_alone(p, head, q, k, softmax.origin[i]);
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j) {
+                const int column = tile.value_column(j);
+                if (column >= HEAD_DIM_V) continue;
+                const Accumulator value = widen(values[column]);
+                if (!is_finite(value)) O[i][j] += P * value;
+            }
         }
     }
 }

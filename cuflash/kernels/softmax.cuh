@@ -41,11 +41,15 @@ struct OnlineSoftmax {
     // 2^LAZINESS, which costs no accuracy, and the rescaling of O, rarely due after the first keys,
     // is skipped. A row that has seen no key keeps origin = -infinity and subtracts 0 instead, so
     // that its P are exp2(-infinity) = 0 and not NaN.
+    //
+    // The exponent is one fused multiply-add, of which only multiplier * origin is rounded before.
+    // Far from 0 that rounding alone would be a large exponent: scores of such rows lose their
+    // origin first, which is exact where it matters, and then nothing is subtracted.
     template <int COLUMNS, typename... ScoreAgain>  // as GuardedSoftmax has it
     __device__ __forceinline__ bool update(A (&S)[ROWS][COLUMNS], A multiplier, A (&rescale)[ROWS],
                                            const ScoreAgain&...) {
-        bool stale = false;
-        A largest[ROWS];
+        bool stale = false, far = false;
+        A largest[ROWS], subtracted[ROWS];
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             largest[i] = S[i][0];
@@ -53,28 +57,40 @@ struct OnlineSoftmax {
             for (int j = 1; j < COLUMNS; ++j) largest[i] = larger(largest[i], S[i][j]);
             largest[i] = row_maximum<ROW_THREADS>(largest[i]);
             stale |= (largest[i] - origin[i]) * multiplier > A(LAZINESS);
+            subtracted[i] = origin[i] == -infinity<A>() ? A(0) : origin[i] * multiplier;
+            far |= is_far(subtracted[i]);
         }
-        stale = __any_sync(FULL_WARP, stale);
-        if (stale) {
+        if (__any_sync(FULL_WARP, stale || far)) {
+            stale = __any_sync(FULL_WARP, stale);
 #pragma unroll
             for (int i = 0; i < ROWS; ++i) {
-                const A raised = larger(origin[i], largest[i]);
+                const A raised = stale ? larger(origin[i], largest[i]) : origin[i];
                 rescale[i] =
                     raised == -infinity<A>() ? A(1) : exp2_of((origin[i] - raised) * multiplier);
                 origin[i] = raised;
                 sum[i] *= rescale[i];
+                subtracted[i] = raised == -infinity<A>() ? A(0) : raised * multiplier;
+                if (is_far(subtracted[i])) {
+                    subtracted[i] = A(0);
+#pragma unroll
+                    for (int j = 0; j < COLUMNS; ++j) S[i][j] -= raised;
+                }
             }
         }
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
-            const A subtracted = origin[i] == -infinity<A>() ? A(0) : origin[i] * multiplier;
 #pragma unroll
             for (int j = 0; j < COLUMNS; ++j) {
-                S[i][j] = exp2_of(multiply_add(S[i][j], multiplier, -subtracted));
+                S[i][j] = exp2_of(multiply_add(S[i][j], multiplier, -subtracted[i]));
                 sum[i] += S[i][j];
             }
         }
         return stale;
+    }
+
+    // Whether the rounding of a product of that size may be more than half a unit.
+    static __device__ __forceinline__ bool is_far(A product) {
+        return fabs(product) > A(sizeof(A) == 4 ? 1ll << 23 : 1ll << 52);
     }
 
     __device__ __forceinline__ A total(int i) const { return row_sum<ROW_THREADS>(sum[i]); }
