@@ -57,7 +57,7 @@ def attention(
         Also return the natural logarithm of each row's sum of exponentials.
     out : array or (array, array), optional
         Where to write the result; with `return_lse` a pair. Exactly the result's shape and type,
-        not overlapping an input.
+        sharing no element with an input: views that interleave are fine.
     workspace : array, optional
         Device memory for the kernel's use, at least `plan(...).workspace_bytes`; taken from
         CuPy's pool by default.
@@ -160,7 +160,8 @@ def attention_backward(
         The same bits each time. False allows sums over blocks in any order where that is faster.
     grads_out : (array, array, array), optional
         Where to write dq, dk and dv; None for one that is to be new. Exactly the gradients'
-        shapes and types, overlapping neither an input nor each other.
+        shapes and types, sharing no element with an input or each other: they may be views of one
+        buffer.
     workspace : array, optional
         Device memory for the kernels' use, at least `plan(..., backward=True).workspace_bytes`;
         taken from CuPy's pool by default.

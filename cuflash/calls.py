@@ -15,6 +15,7 @@ from .head import head_masks
 from .masks import Band
 from .operands import (
     Spec,
+    check_apart,
     check_out,
     check_read,
     check_shapes,
@@ -112,9 +113,10 @@ class _Call:
             for number, name in enumerate(self.written)
             if name in changed
         )
+        others = [*expected, *_LENGTHS, *(["mask"] if mask_kind == "elements" else [])]
         self.apart = tuple(
-            (a, place[a], b, place[b], *clearance(given[a], given[b]))
-            for a, b in self._pairs(expected if mask_kind == "blocks" else [*expected, "mask"])
+            (place[a], place[b], *clearance(given[a], given[b]), (a, b, given[a], given[b]))
+            for a, b in self._pairs(others)
             if a in given and b in given
         )
         return specs
@@ -318,9 +320,9 @@ def _add_mask(mask, specs, places, addresses) -> str:
 def run_call(kind: type[_Call], arrays, options, count: int, mask=None, workspace=None):
     """Find the call for these arguments and run it; returns its first `count` results."""
     call, device_id, addresses = find_call(kind, arrays, options, mask=mask)
-    for name, i, other, j, low, high in call.apart:
+    for i, j, low, high, pair in call.apart:
         if low < addresses[j] - addresses[i] < high:
-            raise ValueError(f"{name} overlaps {other} in memory: give it memory of its own")
+            check_apart(*pair, addresses[j] - addresses[i])
     if device_id is None:
         return _run_host(call, list(arrays), mask, count)
     return launch_module().run(call, device_id, arrays, addresses, count, workspace, mask)

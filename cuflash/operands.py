@@ -6,6 +6,7 @@ and options can be kept and used again, and is tested without a GPU.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from .scores import ScoreMod
 
 MAX_AXES = 6
 MAX_LENGTH = 1 << 29  # positions and the sums of two of them stay within an int
+_SEARCH_STEPS = 100_000  # for an element that two arrays share: a few milliseconds
 
 
 class Spec(NamedTuple):
@@ -362,8 +364,11 @@ def check_out(name: str, given: Spec, shape: tuple[int, ...], dtype) -> None:
         raise TypeError(f"{name} has dtype {given.dtype}: it must be {np.dtype(dtype)}")
     if 0 in given.shape:
         return  # NumPy gives such arrays strides of 0
-    if any(n > 1 and s == 0 for n, s in zip(given.shape, given.strides)):
-        raise ValueError(f"{name} has strides {given.strides}: its elements share memory")
+    if (shared := _overlaps_itself(given)) is not False:
+        share = "share" if shared else "may share"
+        raise ValueError(
+            f"{name} has strides {given.strides}: its elements {share} memory, give each its own"
+        )
     if not given.strides_are_whole():
         raise ValueError(
             f"{name} has strides {given.strides}: they must be multiples of its item's "
@@ -389,8 +394,66 @@ def check_read(name: str, given: Spec, shape: tuple[int, ...], dtype, exact: boo
 
 
 def clearance(a: Spec, b: Spec) -> tuple[int, int]:
-    """Arrays overlap iff `low < address of b - address of a < high`, by the bytes they span."""
+    """The bytes that two arrays span meet iff `low < address of b - address of a < high`."""
     if 0 in a.shape or 0 in b.shape:
         return 0, 0
     (a_low, a_high), (b_low, b_high) = a.extent(), b.extent()
     return a_low - b_high, a_high - b_low
+
+
+class _Place:
+    """Where an array would lie, for NumPy to compare: nothing is read or written there."""
+
+    def __init__(self, spec: Spec, address: int):
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": spec.shape,
+            "strides": spec.strides,
+            "typestr": f"|V{spec.dtype.itemsize}",
+            "data": (address, True),
+        }
+
+
+@functools.lru_cache(maxsize=1024)
+def shares_memory(a: Spec, b: Spec, distance: int) -> bool | None:
+    """Whether arrays have a byte in common; None where that would take too long to find out.
+
+    Arrays that interleave have none. `distance` is the address of `b` less that of `a`.
+    """
+    base = 1 << 62  # far from 0, whatever the distance
+    places = np.asarray(_Place(a, base)), np.asarray(_Place(b, base + distance))
+    try:
+        return np.shares_memory(*places, max_work=_SEARCH_STEPS)
+    except np.exceptions.TooHardError:
+        return None
+
+
+def _overlaps_itself(x: Spec) -> bool | None:
+    """Whether elements of one array share a byte; None where that takes too long to find out.
+
+    If two do, their indices differ along some axis. Moved down along it, one has index 0 there and
+    the other does not.
+    """
+    unsure = False
+    for axis, (size, stride) in enumerate(zip(x.shape, x.strides)):
+        if size > 1:
+            first, others = (
+                x._replace(shape=(*x.shape[:axis], n, *x.shape[axis + 1 :])) for n in (1, size - 1)
+            )
+            shared = shares_memory(first, others, stride)
+            if shared:
+                return True
+            unsure = unsure or shared is None
+    return None if unsure else False
+
+
+def check_apart(name: str, other: str, a: Spec, b: Spec, distance: int) -> None:
+    """Raise a ValueError if `name` shares memory with `other`, whose address is `distance` on."""
+    shared = shares_memory(a, b, distance)
+    if shared is None:
+        raise ValueError(
+            f"{name} may overlap {other} in memory, which strides {a.strides} and {b.strides} "
+            "leave too hard to decide: give it memory of its own"
+        )
+    if shared:
+        raise ValueError(f"{name} overlaps {other} in memory: give it memory of its own")

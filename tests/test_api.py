@@ -485,6 +485,52 @@ def test_out_that_overlaps_an_input_that_is_copied():
         cuflash.attention(q, *inputs((2,), 8, 8, 4, 4)[1:], out=memory.reshape(2, 8, 4))
 
 
+def test_out_beside_an_input_in_one_buffer():
+    """Views that interleave share no element."""
+    q, k, v = inputs((2,), 8, 8, 4, 4)
+    expected, expected_lse = cuflash.attention(q, k, v, return_lse=True)
+    for memory in (np.zeros((2, 8, 2, 4), np.float32), np.zeros((2, 8, 8), np.float32)):
+        rows = memory.ndim == 4
+        given, out = (memory[:, :, i] if rows else memory[..., i::2] for i in (0, 1))
+        given[...] = q
+        assert cuflash.attention(given, k, v, out=out) is out
+        np.testing.assert_array_equal(out, expected)
+        np.testing.assert_array_equal(given, q)
+    memory = np.zeros((2, 8, 5), np.float32)
+    out, lse = memory[..., :4], memory[..., 4]
+    cuflash.attention(q, k, v, out=(out, lse), return_lse=True)
+    np.testing.assert_array_equal(out, expected)
+    np.testing.assert_array_equal(lse, expected_lse)
+    kept = memory.copy()
+    with pytest.raises(ValueError, match="lse overlaps out in memory: give it memory"):
+        cuflash.attention(q, k, v, out=(out, memory[..., 3]), return_lse=True)
+    with pytest.raises(ValueError, match="out overlaps q in memory"):
+        cuflash.attention(memory[..., 1:], k, v, out=out)
+    np.testing.assert_array_equal(memory, kept)
+
+
+def test_results_that_overlap_lengths():
+    """As those of a forward and backward call; a neighbour is free."""
+    q, k, v = inputs((2,), 8, 8, 4, 4)
+    for name in ("q_lengths", "kv_lengths"):
+        memory = np.full(2 * 8 * 4 + 4, 5, np.int32)
+        lengths, kept = memory[-4:-2].reshape(2, 1)[:, 0], memory.copy()
+        out = memory[2:-2].view(np.float32).reshape(2, 8, 4)
+        arrays = [x[:, None] for x in (q, k, v, out)]
+        with pytest.raises(ValueError, match=f"out overlaps {name} in memory: give it memory of"):
+            cuflash.attention(*arrays[:3], out=arrays[3], **{name: lengths})
+        given = cuflash.attention(*arrays[:3], return_lse=True)
+        with pytest.raises(ValueError, match=f"dk .*overlaps {name} in memory: give it memory of"):
+            cuflash.attention_backward(
+                given[0], *arrays[:3], *given, grads_out=(None, arrays[3], None), **{name: lengths}
+            )
+        np.testing.assert_array_equal(memory, kept)
+        expected = cuflash.attention(*arrays[:3], **{name: lengths.copy()})
+        beside = memory[:-4].view(np.float32).reshape(2, 1, 8, 4)
+        cuflash.attention(*arrays[:3], out=beside, **{name: lengths})
+        np.testing.assert_array_equal(beside, expected)
+
+
 def test_results_that_overlap_a_mask():
     """Byte for byte: an array's elements, not a BlockMask, which is no memory of the caller's."""
     q, k, v = inputs((2,), 8, 8, 4, 4)
@@ -1229,6 +1275,19 @@ def test_gradients_overlap_nothing():
         )  # fmt: skip
     assert (memory == 77).all()
     assert (rows == 77).all()
+
+
+@pytest.mark.parametrize("axis", range(5))
+def test_gradients_of_one_buffer(axis):
+    """dq, dk and dv as views of it, beside each other in whatever way."""
+    x = normal(3, 2, 5, 4)
+    expected, dout = backward(x, x, x)
+    memory = np.full(np.insert((3, 5, 2, 4), axis, 3), 77, np.float32)  # (B, N, H, D)
+    grads = tuple(each.swapaxes(1, 2) for each in np.moveaxis(memory, axis, 0))
+    got, _ = backward(x, x, x, dout, grads_out=grads)
+    for a, b, c in zip(got, grads, expected, strict=True):
+        assert a is b
+        np.testing.assert_array_equal(a, c)
 
 
 @pytest.mark.parametrize("algo", [None, "fa1", "fa2"])

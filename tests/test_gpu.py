@@ -972,6 +972,29 @@ def test_arrays_in_different_places(cupy):
     assert (out == 7).all()
 
 
+def test_results_that_interleave(cupy):
+    """In one buffer with each other or an input, but without an element in common."""
+    x = random(cupy, "float16", 2, 70, 3, 64).swapaxes(1, 2)
+    dout = random(cupy, "float16", 2, 3, 70, 64, seed=1)
+    out, lse = cuflash.attention(x, x, x, return_lse=True)
+    expected = cuflash.attention_backward(dout, x, x, x, out, lse)
+    packed = cupy.full((2, 70, 3, 3, 64), 7, np.float16)
+    grads = tuple(packed[:, :, i].swapaxes(1, 2) for i in range(3))
+    got = cuflash.attention_backward(dout, x, x, x, out, lse, grads_out=grads)
+    for a, b, c in zip(got, grads, expected, strict=True):
+        assert a is b
+        assert same_bits(a, c)
+    q, beside = (packed[:, :, i].swapaxes(1, 2) for i in range(2))
+    q[...] = x
+    cuflash.attention(q, x, x, out=beside)
+    assert same_bits(beside, out)
+    with pytest.raises(ValueError, match="out overlaps q in memory"):
+        cuflash.attention(q, x, x, out=q[:, ::-1])
+    lengths = cupy.ndarray(2, np.int32, out.data)
+    with pytest.raises(ValueError, match="out overlaps kv_lengths in memory"):
+        cuflash.attention(q, x, x, out=out, kv_lengths=lengths)
+
+
 def test_errors_leave_out_alone(cupy):
     q, k, v = random(cupy, "float32", 3, 2, 40, 32)
     out = cupy.full(q.shape, 7, q.dtype)
