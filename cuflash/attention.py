@@ -48,6 +48,7 @@ def attention(
     q_lengths, kv_lengths : int or array of int, optional
         Valid queries and keys of each batch entry: shape of the leading axes but the heads, or
         broadcastable to it. Rows beyond are 0, keys beyond are hidden. Clamped to [0, N], [0, M].
+        Beside CuPy arrays, numbers and NumPy arrays are copied to the device in each call.
     scale : float, optional
         By default `1 / sqrt(D)`.
     enable_gqa : bool
@@ -60,7 +61,7 @@ def attention(
         sharing no element with an input: views that interleave are fine.
     workspace : array, optional
         Device memory for the kernel's use, at least `plan(...).workspace_bytes`; taken from
-        CuPy's pool by default.
+        CuPy's pool by default. Not with NumPy arrays.
 
     Returns
     -------
@@ -164,7 +165,7 @@ def attention_backward(
         buffer.
     workspace : array, optional
         Device memory for the kernels' use, at least `plan(..., backward=True).workspace_bytes`;
-        taken from CuPy's pool by default.
+        taken from CuPy's pool by default. Not with NumPy arrays.
 
     Returns
     -------

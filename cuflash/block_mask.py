@@ -31,7 +31,7 @@ from .mask_patterns import (
     stored_elements,
     unpack,
 )
-from .masks import ALIGNMENTS, Band
+from .masks import ALIGNMENTS, Band, as_int64, integers_of
 
 _DRAWN = 64  # squares of a picture in either direction
 _SQUARE = 8  # pixels of one
@@ -325,10 +325,10 @@ class BlockMask:
         array([10, 20])
         """
         lengths = _lengths(shape)
-        length = _integers("length", length)
+        length = _counts("length", length)
         if (length < 0).any():
             raise ValueError(f"length={length.min()}: a prefix has 0 keys or more")
-        length = np.minimum(length, lengths[1]).astype(np.int64)[..., None]
+        length = np.minimum(length, lengths[1])[..., None]
         first, stop = _band_interval(Band(right=0, alignment=_alignment(alignment)), lengths)
         return cls._intervals(first, np.maximum(stop, length), lengths, block_size)
 
@@ -426,7 +426,7 @@ class BlockMask:
         """
         lengths = _lengths(shape)
         block_size = _block_pair(block_size)
-        dilation = _positive("dilation", dilation)
+        dilation = min(_positive("dilation", dilation), max(sum(lengths), 1))  # no farther keys
         band = _window_band(window, alignment)
         first, stop = _band_interval(band, lengths)
         kinds = interval_kinds(first[None], stop[None], lengths, block_size)
@@ -843,10 +843,15 @@ def _integers(name, x, least=0) -> np.ndarray:
     if not x.size:
         x = x.astype(np.int64)  # an empty list has no type of its own
     if x.dtype.kind not in "iu":
-        raise TypeError(f"{name} has dtype {x.dtype}: give integers")
+        raise TypeError(f"{name} has dtype {x.dtype}: give integers of at most 64 bits")
     if x.ndim < least:
         raise ValueError(f"{name} has shape {x.shape}: give an axis of positions, (..., N)")
     return x
+
+
+def _counts(name, x) -> np.ndarray:
+    """`x` as an array of int64, where all that is too large counts as the largest."""
+    return as_int64(_integers(name, integers_of(_on_host(x))))
 
 
 def _integer_tuple(name, value, sizes, wanted) -> tuple[int, ...]:
@@ -899,7 +904,7 @@ def _window_band(window, alignment) -> Band:
 
 def _tokens(global_tokens, key_length) -> np.ndarray:
     """Indices of global tokens among the keys."""
-    tokens = _integers("global_tokens", global_tokens)
+    tokens = _counts("global_tokens", global_tokens)
     limit = key_length + (tokens.ndim == 0)
     if tokens.ndim > 1 or ((tokens < 0) | (tokens >= limit)).any():
         raise ValueError(

@@ -12,7 +12,7 @@ from . import host
 from .arrays import check_places, conform
 from .block_mask import BlockMask
 from .head import head_masks
-from .masks import Band
+from .masks import Band, window_sides
 from .operands import (
     Spec,
     check_apart,
@@ -277,10 +277,9 @@ def find_call(kind: type[_Call], arrays, options, device=None, mask=None):
     mask_kind = "" if mask is None else _add_mask(mask, specs, places, addresses)
     algo, engine, causal, window, cap, scale, enable_gqa, deterministic = options
     # 2 == 2.0 and 1 == True, but not all of these are right.
-    types = (type(causal), type(cap), type(scale), type(window))
-    if window is not None and types[-1] is not int:
-        window = tuple(window) if types[-1] is list else window
-        types += tuple(map(type, window)) if type(window) is tuple else ()
+    types = (type(causal), type(cap), type(scale))
+    if window is not None and type(window) is not int:
+        window = window_sides(window)
     enable_gqa, deterministic = bool(enable_gqa), bool(deterministic)
     options = (
         algo, engine, causal, window, cap, scale, enable_gqa, deterministic, mask_kind, aligned,
@@ -324,6 +323,11 @@ def run_call(kind: type[_Call], arrays, options, count: int, mask=None, workspac
         if low < addresses[j] - addresses[i] < high:
             check_apart(*pair, addresses[j] - addresses[i])
     if device_id is None:
+        if workspace is not None:
+            raise TypeError(
+                f"workspace is a {type(workspace).__name__}: it goes with CuPy arrays, for NumPy "
+                "arrays leave it out"
+            )
         return _run_host(call, list(arrays), mask, count)
     return launch_module().run(call, device_id, arrays, addresses, count, workspace, mask)
 

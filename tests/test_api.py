@@ -154,6 +154,12 @@ ERRORS = {
     ),
     "float window": ((Q, K, V), {"window": 2.0}, TypeError, "window=2.0: widths are integers"),
     "window array": ((Q, K, V), {"window": np.ones(2)}, TypeError, "window=array"),
+    "window of flash-attn": (
+        (Q, K, V),
+        {"window": (-1, -1)},
+        ValueError,
+        r"window=\(-1, -1\): widths are not negative; None leaves a side open",
+    ),
     "softcap": ((Q, K, V), {"softcap": 0.0}, ValueError, "softcap=0.0: give a positive, finite"),
     "softcap NaN": ((Q, K, V), {"softcap": math.nan}, ValueError, "softcap=nan: give a positive"),
     "softcap word": ((Q, K, V), {"softcap": "20"}, TypeError, "softcap='20': give a positive"),
@@ -568,8 +574,10 @@ def test_results_that_overlap_a_mask():
 @pytest.mark.parametrize("algo", ["fa1", "fa2"])
 @pytest.mark.parametrize("causal", [False, True, "bottom_right", "top_left", np.True_])
 @pytest.mark.parametrize(
-    "window", [None, 2, (2, None), (None, 1), (0, 0), [1, 3], np.int8(2), (None, None), 2**70]
-)
+    "window",
+    [None, 2, (2, None), (None, 1), (0, 0), [1, 3], np.int8(2), (None, None), 2**70, np.array(2),
+     (np.array(1), None)],
+)  # fmt: skip
 def test_masks(algo, causal, window):
     for n, m in ((5, 7), (7, 5), (6, 6)):
         arrays = inputs((2,), n, m)
@@ -601,7 +609,10 @@ def test_scores(algo, scale, softcap):
     assert_forward_close(out, lse, Q, K, V, **options)
 
 
-LENGTHS = [0, 4, -3, 100, [2, 9], (0, 3), np.array([5, 1], np.int32), np.uint8(3), [6]]
+LENGTHS = [
+    0, 4, -3, 100, [2, 9], (0, 3), np.array([5, 1], np.int32), np.uint8(3), [6], 1 << 70,
+    [-1 << 70, 1 << 63], np.array([1 << 63, 2], np.uint64), np.uint64((1 << 64) - 1),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("algo", ["fa1", "fa2"])
@@ -617,6 +628,9 @@ def test_lengths(algo, causal, lengths):
         options["causal"] = causal
         out, lse = cuflash.attention(Q, K, V, algo=algo, return_lse=True, **options)
         assert_forward_close(out, lse, Q, K, V, **options)
+
+
+LONG = np.array([3, 4])
 
 
 def test_lengths_by_rank():
@@ -635,6 +649,52 @@ def test_lengths_by_rank():
     check(Q, K, V, kv_lengths=lengths)
     record = np.array([(3, 1), (6, 2)], [("n", "i4"), ("flag", "i1")])
     check(Q, K, V, kv_lengths=record["n"])
+
+
+def test_lengths_of_an_empty_batch():
+    q, k, v = inputs((0, 2))
+    for lengths in ([], (), np.zeros(0, np.uint8)):
+        out = cuflash.attention(q, k, v, q_lengths=lengths, kv_lengths=lengths)
+        assert out.shape == (0, 2, 5, 6)
+    with pytest.raises(TypeError, match="kv_lengths has dtype float64: lengths are integers"):
+        cuflash.attention(q, k, v, kv_lengths=np.zeros(0))
+    with pytest.raises(ValueError, match=r"kv_lengths has shape \(0,\)"):
+        cuflash.attention(Q, K, V, kv_lengths=[])
+
+
+def test_lengths_of_the_host_are_copied_to_where_the_operands_are(monkeypatch):
+    class Memory:
+        current = None
+
+        @classmethod
+        def as_array(cls, x):
+            assert cls.current == 1
+            return "copy", x
+
+    class Device:
+        def __enter__(self):
+            Memory.current = 1
+
+        def __exit__(self, *_):
+            Memory.current = None
+
+    class OnGpu:
+        device = Device()
+
+    monkeypatch.setattr(array_arguments, "memory_module", lambda: Memory)
+    monkeypatch.setattr(array_arguments, "_is_cupy", lambda x: isinstance(x, OnGpu))
+    for given in ([3, 4], np.array([3, 4], np.int32), np.array([3, 4], np.uint8), Dlpack(LONG)):
+        (place, values), none = array_arguments.both_lengths(given, None, OnGpu())
+        assert none is None
+        assert place == "copy"
+        assert values.dtype in (np.int32, np.int64)
+        np.testing.assert_array_equal(values, [3, 4])
+        q_lengths, kv_lengths = array_arguments.both_lengths(LONG, given, OnGpu())
+        assert q_lengths[1].dtype == kv_lengths[1].dtype == np.int64
+        on_host, _ = array_arguments.both_lengths(given, None, Q)
+        np.testing.assert_array_equal(on_host, [3, 4])
+    with pytest.raises(TypeError, match="kv_lengths has dtype float64: lengths are integers"):
+        array_arguments.both_lengths(None, np.ones(2), OnGpu())
 
 
 def test_lengths_of_two_types_are_read_as_one():
@@ -998,11 +1058,15 @@ def test_dlpack_of_a_type_that_numpy_does_not_take():
         cuflash.attention(Q.astype(BF16), Dlpack(K.astype(BF16)), V.astype(BF16))
 
 
-def test_workspace_is_ignored_where_none_is_needed():
-    np.testing.assert_array_equal(
-        cuflash.attention(Q, K, V, algo="fa1", workspace=np.empty(0)),
-        cuflash.attention(Q, K, V, algo="fa1"),
-    )
+@pytest.mark.parametrize("workspace", ["nonsense", np.empty(0), 0])
+def test_a_workspace_goes_with_device_arrays(workspace):
+    out, grads = result(2, 3, 5, 6), tuple(np.full_like(x, 77) for x in (Q, K, V))
+    message = f"workspace is a {type(workspace).__name__}: it goes with CuPy arrays, for NumPy ar"
+    with pytest.raises(TypeError, match=message):
+        cuflash.attention(Q, K, V, out=out, workspace=workspace)
+    with pytest.raises(TypeError, match=message):
+        cuflash.attention_backward(**GRADIENTS, grads_out=grads, workspace=workspace)
+    assert all((x == 77).all() for x in (out, *grads))
 
 
 def test_what_needs_no_copy_is_not_copied():
@@ -1505,9 +1569,7 @@ def test_vjp():
 def test_gradients_of_foreign_arrays():
     expected, _ = backward(Q, K, V, DOUT)
     grads = tuple(Dlpack(np.zeros_like(x)) for x in (Q, K, V))
-    got = cuflash.attention_backward(
-        *(Dlpack(x) for x in GRADIENTS.values()), grads_out=grads, workspace=np.empty(0)
-    )
+    got = cuflash.attention_backward(*(Dlpack(x) for x in GRADIENTS.values()), grads_out=grads)
     for a, b, c in zip(got, grads, expected, strict=True):
         assert a is b
         np.testing.assert_array_equal(a.array, c)

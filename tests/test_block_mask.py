@@ -413,6 +413,31 @@ def test_global_local(shape, tokens, block_size):
     assert_is(mask, dense)
 
 
+def test_numbers_of_any_size_and_type():
+    """What lies beyond the mask counts as its end."""
+    shape, huge = (40, 300), 1 << 70
+    assert BlockMask.dilated(shape, None, huge) == BlockMask.sliding_window(shape, 0)
+    assert BlockMask.dilated(shape, (huge, huge), huge) == BlockMask.sliding_window(shape, 0)
+    assert BlockMask.dilated(shape, huge, 1) == BlockMask.sliding_window(shape, None)
+    assert BlockMask.sliding_window(shape, (huge, 0)) == BlockMask.causal(shape)
+    assert BlockMask.sliding_window(shape, np.array(7)) == BlockMask.sliding_window(shape, 7)
+    everything = BlockMask.sliding_window(shape, None)
+    for length in (huge, 1 << 63, np.uint64(1 << 63), np.array(1 << 64 - 1, np.uint64)):
+        assert BlockMask.prefix(shape, length) == everything
+    assert BlockMask.prefix(shape, np.int8(100)) == BlockMask.prefix(shape, 100)
+    assert BlockMask.global_local(shape, huge, 0) == everything
+    for dtype in (np.uint8, np.int8, np.uint64):
+        tokens = [1, 100]
+        for turned in (shape, shape[::-1]):
+            some = [token for token in tokens if token < turned[1]]
+            assert BlockMask.global_local(turned, 2, np.array(some, dtype)) == (
+                BlockMask.global_local(turned, 2, some)
+            )
+    ids = np.array([1 << 63, (1 << 63) + 1, 0, 1 << 63], np.uint64)
+    assert_is(BlockMask.documents(ids), ids[:, None] == ids)
+    assert not BlockMask.documents(ids, np.array([-(1 << 63), -1])).density
+
+
 def test_no_elements():
     for shape in ((0, 5), (5, 0), (0, 0)):
         for mask in (
@@ -631,6 +656,7 @@ def returning(x):
         (lambda: BlockMask.prefix((2, 2), 1.0), TypeError, "length has dtype float64: give int"),
         (lambda: BlockMask.prefix((2, 2), 1, "up"), ValueError, "alignment='up': give"),
         (lambda: BlockMask.documents([0.5]), TypeError, "query_ids has dtype float64: give int"),
+        (lambda: BlockMask.documents([1 << 70]), TypeError, "give integers of at most 64 bits"),
         (lambda: BlockMask.documents(3), ValueError, r"query_ids has shape \(\): give an axis"),
         (lambda: BlockMask.documents([1], [True]), TypeError, "key_ids has dtype bool: give int"),
         (lambda: BlockMask.documents([[1]] * 2, [[1]] * 3), ValueError,
@@ -641,6 +667,8 @@ def returning(x):
          "global_tokens=3: give a number of tokens up to 2"),
         (lambda: BlockMask.global_local((2, 2), 1, [2]), ValueError, r"global_tokens=\[2\]: "),
         (lambda: BlockMask.global_local((2, 2), 1, [-1]), ValueError, r"global_tokens=\[-1\]: "),
+        (lambda: BlockMask.global_local((2, 2), 1, 1 << 70), ValueError, "number of tokens up t"),
+        (lambda: BlockMask.prefix((2, 2), -1 << 70), ValueError, "length=-.*a prefix has 0 keys"),
         (lambda: BlockMask.global_local((2, 2), 1, -1), ValueError, "global_tokens=-1: give"),
         (lambda: BlockMask.global_local((2, 2), 1, [[1]]), ValueError, r"global_tokens=\[\[1\]\]"),
         (lambda: BlockMask.global_local((2, 2), 1, [0.5]), TypeError, "global_tokens has dtype fl"),
