@@ -23,6 +23,7 @@ from .mask_patterns import (
     extents_of,
     first_bits,
     grid_of,
+    held_size,
     in_chunks,
     in_strips,
     interval_kinds,
@@ -71,7 +72,7 @@ class BlockMask:
     common divisors of both sizes. Kinds are exact: a full block hides none of its elements within
     the shape, a partial one hides some and shows some.
 
-    Memory is a byte per block and a bit per element of partial blocks.
+    Memory is a byte per block and a bit per element of partial blocks, within the shape.
 
     References
     ----------
@@ -112,7 +113,8 @@ class BlockMask:
             )
         kinds = np.where(blocks, np.uint8(FULL), np.uint8(EMPTY))
         kinds = kinds.reshape(math.prod(leading), *grid)
-        self._set((*leading, *lengths), block_size, *assemble(kinds, lengths, block_size))
+        held = held_size(lengths, block_size)
+        self._set((*leading, *lengths), block_size, *assemble(kinds, lengths, held))
 
     @classmethod
     def _of(cls, *state) -> BlockMask:
@@ -128,6 +130,7 @@ class BlockMask:
             block_size=block_size,
             _kinds=kinds,
             _patterns=patterns,
+            _held=held_size(shape[-2:], block_size),  # of a block, in _patterns
             device_lists={},  # of tiles, for the kernels: memory.device_lists keeps them here
         )
 
@@ -164,7 +167,8 @@ class BlockMask:
         def strip(index, queries):
             return mask[index][queries.start : queries.stop]
 
-        return cls._judged(mask.shape, block_size, in_strips(mask.shape, block_size, strip))
+        held = held_size(mask.shape[-2:], block_size)
+        return cls._judged(mask.shape, block_size, in_strips(mask.shape, held, strip))
 
     @classmethod
     def from_scipy(cls, matrix, block_size=None) -> BlockMask:
@@ -203,7 +207,8 @@ class BlockMask:
             matrix = matrix.copy()
             matrix.sum_duplicates()
         blocks = stored_blocks if matrix.format == "bsr" else stored_elements
-        return cls._judged(matrix.shape, block_size, blocks(matrix, block_size))
+        held = held_size(matrix.shape, block_size)
+        return cls._judged(matrix.shape, block_size, blocks(matrix, held))
 
     @classmethod
     def from_function(cls, f, shape, block_size=128) -> BlockMask:
@@ -213,8 +218,8 @@ class BlockMask:
         ----------
         f : callable
             `f(b, h, q, k)` gives True where query `q` of head `h` of batch entry `b` sees key
-            `k`. It is called for a row of blocks at a time, with integer arrays that broadcast
-            to (queries of the row, Nk), and returns a bool array that broadcasts to it.
+            `k`. It is called for some queries at a time, with integer arrays that broadcast to
+            (these queries, Nk), and returns a bool array that broadcasts to it.
         shape : tuple of int
             (Nq, Nk), (H, Nq, Nk) or (B, H, Nq, Nk). `b` and `h` are 0 where there is no such axis.
         block_size : int or (int, int)
@@ -252,7 +257,8 @@ class BlockMask:
                     f"and keys it was given, {(len(queries), shape[-1])}"
                 ) from None
 
-        return cls._judged(shape, block_size, in_strips(shape, block_size, strip))
+        held = held_size(shape[-2:], block_size)
+        return cls._judged(shape, block_size, in_strips(shape, held, strip))
 
     @classmethod
     def causal(cls, shape, alignment="bottom_right", *, block_size=128) -> BlockMask:
@@ -374,6 +380,7 @@ class BlockMask:
             ) from None
         lengths = query_ids.shape[-1], key_ids.shape[-1]
         block_size = _block_pair(block_size)
+        held = held_size(lengths, block_size)
         count = math.prod(leading)
         q, k = (
             np.broadcast_to(ids, (*leading, n)).reshape(count, n)
@@ -381,7 +388,7 @@ class BlockMask:
         )
         q_low, q_high, k_low, k_high = (
             _by_block(extreme, ids, block)
-            for ids, block in zip((q, k), block_size)
+            for ids, block in zip((q, k), held)
             for extreme in (np.minimum, np.maximum)
         )
         q_low, q_high = q_low[..., None], q_high[..., None]
@@ -393,7 +400,7 @@ class BlockMask:
         def visible(lists, i, j):
             return (q[lists, i] == k[lists, j]) & (q[lists, i] >= 0)
 
-        blocks = evaluate(kinds, lengths, block_size, visible)
+        blocks = evaluate(kinds, lengths, held, visible)
         return cls._judged((*leading, *lengths), block_size, blocks, kinds)
 
     @classmethod
@@ -429,15 +436,16 @@ class BlockMask:
         dilation = min(_positive("dilation", dilation), max(sum(lengths), 1))  # no farther keys
         band = _window_band(window, alignment)
         first, stop = _band_interval(band, lengths)
-        kinds = interval_kinds(first[None], stop[None], lengths, block_size)
+        held = held_size(lengths, block_size)
+        kinds = interval_kinds(first[None], stop[None], lengths, held)
         if dilation > 1:
             kinds[kinds == FULL] = PARTIAL
         shift = band.shift(*lengths)
 
         def visible(lists, q, k):
-            return (first[q] <= k) & (k < stop[q]) & ((k - q - shift) % dilation == 0)
+            return (first[q] <= k) & (k < stop[q]) & ((k - shift) % dilation == q % dilation)
 
-        blocks = evaluate(kinds, lengths, block_size, visible)
+        blocks = evaluate(kinds, lengths, held, visible)
         return cls._judged(lengths, block_size, blocks, kinds)
 
     @classmethod
@@ -474,6 +482,7 @@ class BlockMask:
         """
         lengths = _lengths(shape)
         block_size = _block_pair(block_size)
+        held = held_size(lengths, block_size)
         tokens = _tokens(global_tokens, lengths[1])
         queries = tokens - (lengths[1] - lengths[0])
         queries = queries[(queries >= 0) & (queries < lengths[0])]
@@ -482,7 +491,7 @@ class BlockMask:
         k_global[tokens] = True
         q_some, q_all, k_some, k_all = (
             _by_block(of, chosen, block)
-            for chosen, block in zip((q_global, k_global), block_size)
+            for chosen, block in zip((q_global, k_global), held)
             for of in (np.logical_or, np.logical_and)
         )
         some, all_ = q_some[:, None] | k_some, q_all[:, None] | k_all
@@ -491,7 +500,7 @@ class BlockMask:
         def visible(lists, q, k):
             return q_global[q] | k_global[k]
 
-        blocks = evaluate(kinds, lengths, block_size, visible)
+        blocks = evaluate(kinds, lengths, held, visible)
         crosses = cls._judged(lengths, block_size, blocks, kinds)
         return crosses | cls.sliding_window(lengths, window, block_size=block_size)
 
@@ -509,25 +518,27 @@ class BlockMask:
             np.broadcast_to(x, shape[:-1]).reshape(math.prod(shape[:-2]), lengths[0])
             for x in (first, stop)
         )
-        kinds = interval_kinds(first, stop, lengths, block_size)
+        held = held_size(lengths, block_size)
+        kinds = interval_kinds(first, stop, lengths, held)
 
         def visible(lists, q, k):
             return (first[lists, q] <= k) & (k < stop[lists, q])
 
-        blocks = evaluate(kinds, lengths, block_size, visible)
+        blocks = evaluate(kinds, lengths, held, visible)
         return cls._judged(shape, block_size, blocks, kinds)
 
     @classmethod
     def _judged(cls, shape, block_size, blocks, kinds=None) -> BlockMask:
         """A mask of these `kinds`, by default empty, but for the blocks whose elements are given.
 
-        `blocks` is as :func:`assemble` takes it.
+        `blocks` is as :func:`assemble` takes it, of what is held of blocks.
         """
         *leading, query_length, key_length = shape
         lengths = query_length, key_length
         if kinds is None:
             kinds = np.zeros((math.prod(leading), *grid_of(lengths, block_size)), np.uint8)
-        return cls._of(shape, block_size, *assemble(kinds, lengths, block_size, blocks))
+        held = held_size(lengths, block_size)
+        return cls._of(shape, block_size, *assemble(kinds, lengths, held, blocks))
 
     @property
     def ndim(self) -> int:
@@ -542,7 +553,7 @@ class BlockMask:
     @functools.cached_property
     def density(self) -> float:
         """Visible elements per element; 0 if there are no elements."""
-        rows, columns = extents_of(self.shape[-2:], self.block_size)
+        rows, columns = extents_of(self.shape[-2:], self._held)
         full = np.einsum("lij,i,j->", self._kinds == FULL, rows, columns, dtype=np.int64)
         seen = int(full) + int(np.bitwise_count(self._patterns[2:]).sum(dtype=np.int64))
         return seen / max(math.prod(self.shape), 1)
@@ -567,8 +578,8 @@ class BlockMask:
         order = self._pattern_of.swapaxes(1, 2)[kinds == PARTIAL]
 
         def blocks(order):
-            for some in in_chunks(order, math.prod(self.block_size)):
-                elements = unpack(self._patterns[some], self.block_size[1])
+            for some in in_chunks(order, math.prod(self._held)):
+                elements = unpack(self._patterns[some], self._held[1])
                 yield pack(elements.swapaxes(1, 2))
 
         *leading, query_length, key_length = self.shape
@@ -609,7 +620,7 @@ class BlockMask:
         ]
 
         def blocks():
-            for some in in_chunks(np.arange(len(numbers)), math.prod(block_size)):
+            for some in in_chunks(np.arange(len(numbers)), math.prod(pair[0]._held)):
                 words = (mask._patterns[pattern[some]] for mask, pattern in zip(pair, of))
                 yield numbers[some], of_patterns(*words)
 
@@ -618,7 +629,7 @@ class BlockMask:
     def _in_blocks(self, block_size) -> BlockMask:
         if block_size == self.block_size:
             return self
-        kinds, patterns = self._cut(*block_size)
+        kinds, patterns = self._cut(*held_size(self.shape[-2:], block_size))
         return self._of(self.shape, block_size, kinds, patterns)
 
     def __eq__(self, other):
@@ -664,14 +675,19 @@ class BlockMask:
         ['0000000000000001', '0000000000000011', '0000000000000111']
         """
         rows, columns = _positive("rows", rows), _positive("columns", columns)
-        kinds, patterns = self._cut(rows, columns)
-        return kinds, patterns[2:]
+        within = held_size(self.shape[-2:], (rows, columns))
+        kinds, patterns = self._cut(*within)
+        if within == (rows, columns):
+            return kinds, patterns[2:]
+        bits = np.zeros((len(patterns) - 2, rows, -(-columns // 32)), np.uint32)
+        bits[:, : within[0], : patterns.shape[-1]] = patterns[2:]
+        return kinds, bits
 
     def _cut(self, rows, columns) -> tuple[np.ndarray, np.ndarray]:
         """Kinds and patterns of tiles."""
-        if (rows, columns) == self.block_size:
+        if (rows, columns) == self._held:
             return self._kinds, self._patterns
-        kinds = coarsen(self._kinds, self.shape[-2:], self.block_size, (rows, columns))
+        kinds = coarsen(self._kinds, self.shape[-2:], self._held, (rows, columns))
         numbers = np.flatnonzero(kinds == PARTIAL)
         grid = kinds.shape
 
@@ -685,7 +701,7 @@ class BlockMask:
 
     def _elements(self, lists, queries, keys, columns) -> np.ndarray:
         """Words of the elements at `queries`, (n, rows), and `columns` keys from `keys`, (n,)."""
-        (query_length, key_length), (bq, bk) = self.shape[-2:], self.block_size
+        (query_length, key_length), (bq, bk) = self.shape[-2:], self._held
         words = -(-columns // 32)
         query = np.minimum(queries, query_length - 1)[:, :, None]
         key = keys[:, None] // HALF * HALF + HALF * np.arange(2 * words + 1)
@@ -740,7 +756,7 @@ class BlockMask:
         """Kinds of the blocks that meet a rectangle."""
         rows, columns = (
             slice(x.start // block, -(-x.stop // block) if x else x.start // block)
-            for x, block in zip((queries, keys), self.block_size)
+            for x, block in zip((queries, keys), self._held)
         )
         return self._kinds[number, rows, columns]
 
@@ -755,8 +771,8 @@ class BlockMask:
         *leading, query_length, key_length = self.shape
         dense = np.ones((math.prod(leading), query_length, key_length), bool)
         for number, head in enumerate(dense):
-            for begin in range(0, query_length, self.block_size[0]):
-                queries = range(begin, min(begin + self.block_size[0], query_length))
+            for begin in range(0, query_length, self._held[0]):
+                queries = range(begin, min(begin + self._held[0], query_length))
                 part = self.part(number, queries, range(key_length))
                 if part is not None:
                     head[begin : queries.stop] = part

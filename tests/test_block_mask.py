@@ -157,6 +157,9 @@ def test_what_takes_several_chunks(monkeypatch):
     assert_is(mask.T, dense.swapaxes(1, 2))
     assert_tiles(mask, dense, 50, 70)
     assert_is(causal, reference.visible_keys((300, 200), causal=True))
+    for block_size in (128, 1024):  # of one of which only some rows are looked at together
+        assert_is(BlockMask.from_dense(dense, block_size), dense)
+        assert_is(BlockMask.causal((300, 200), block_size=block_size), causal.to_dense())
 
 
 @settings(max_examples=50)
@@ -557,6 +560,87 @@ def test_svg(n):
         }
     assert filled.get("fill") == crossed.get("stroke")
     assert crossed.get("fill") == "none"
+
+
+def patterns_of(shape, block_size):
+    """One of each kind, and what it shows, from another way to make it."""
+    n, m = shape
+    q, k = np.arange(n)[:, None], np.arange(m)
+    ids = (np.arange(n) // 30, np.arange(m) // 30)
+    dense = (q * 7 + k * k) % 5 < 2
+    size = {"block_size": block_size}
+    shown = {
+        "dense": (BlockMask.from_dense(dense, **size), dense),
+        "function": (
+            BlockMask.from_function(lambda b, h, q, k: (q * 7 + k * k) % 5 < 2, shape, **size),
+            dense,
+        ),
+        "sparse": (BlockMask.from_scipy(scipy.sparse.csr_array(dense), **size), dense),
+        "prefix": (BlockMask.prefix(shape, 20, "top_left", **size), (k <= q) | (k < 20)),
+        "documents": (BlockMask.documents(*ids, **size), ids[0][:, None] == ids[1]),
+        "dilated": (
+            BlockMask.dilated(shape, 40, 3, "top_left", **size),
+            (abs(q - k) <= 40) & ((q - k) % 3 == 0),
+        ),
+        "global": (
+            BlockMask.global_local(shape, 9, [5, 15], **size),
+            (abs(k - q - m + n) <= 9) | np.isin(k, [5, 15]) | np.isin(q + m - n, [5, 15]),
+        ),
+    }
+    for name in ("causal", "sliding_window"):
+        window = {"window": (12, 30)} if name == "sliding_window" else {}
+        mask = getattr(BlockMask, name)(shape, **window, **size)
+        shown[name] = mask, reference.visible_keys(shape, causal=name == "causal", **window)
+    return shown
+
+
+@pytest.mark.parametrize("block_size", [256, (16, 4096), (4096, 48), 1 << 70])
+def test_blocks_larger_than_the_mask(block_size):
+    for shape in ((100, 130), (1, 20), (33, 16)):
+        for mask, dense in patterns_of(shape, block_size).values():
+            size = block_size if isinstance(block_size, tuple) else (block_size, block_size)
+            assert mask.block_size == size
+            np.testing.assert_array_equal(mask.to_dense(), dense)
+            np.testing.assert_array_equal(mask.T.to_dense(), dense.T)
+            assert mask.T.block_size == size[::-1]
+            assert_tiles(mask, dense, 32, 64)
+            assert_tiles(mask, dense, 256, 100)
+            assert mask.density == dense.mean()
+            assert mask == BlockMask.from_dense(dense, block_size)
+            small = BlockMask.causal(shape, block_size=48)
+            for both in (mask & small, small & mask):
+                assert_is(both, dense & small.to_dense())
+                assert both.block_size == tuple(math.gcd(n, 48) for n in size)
+            assert pickle.loads(pickle.dumps(mask)) == mask
+
+
+@pytest.mark.parametrize(("n", "block_size"), [(100, 16384), (1500, 1 << 20)])
+def test_memory_is_that_of_the_masks_own_elements(n, block_size):
+    shape, dense = (n, n), np.tri(n, dtype=bool)
+    sparse, ids = scipy.sparse.eye_array(n, format="csr"), np.arange(n) // 7
+    size = {"block_size": block_size}
+    for make in (
+        lambda: BlockMask.causal(shape, **size),
+        lambda: BlockMask.sliding_window(shape, 30, **size),
+        lambda: BlockMask.prefix(shape, 30, **size),
+        lambda: BlockMask.dilated(shape, 90, 3, **size),
+        lambda: BlockMask.documents(ids, **size),
+        lambda: BlockMask.global_local(shape, 9, [5, 50], **size),
+        lambda: BlockMask.from_dense(dense, **size),
+        lambda: BlockMask.from_function(lambda b, h, q, k: k <= q, shape, **size),
+        lambda: BlockMask.from_scipy(sparse, **size),
+        lambda: BlockMask.from_dense(dense, **size).T,
+        lambda: BlockMask.from_dense(dense, **size) & BlockMask.causal(shape, **size),
+    ):
+        tracemalloc.start()
+        try:
+            made = make()
+            held, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert held < n * n + 20_000  # a byte for each, to start with
+        assert peak < 8 * n * n + 500_000
+        assert made.block_size == (block_size, block_size)
 
 
 def test_a_large_mask_takes_little_memory():
