@@ -32,6 +32,13 @@ def as_array(name: str, x):
     """`x` itself if NumPy or CuPy made it; else what DLPack or the CUDA interface shows of it."""
     if type(x) in _array_types:
         return x
+    if isinstance(x, np.ma.MaskedArray):
+        instead = f"give {name}.data or {name}.filled(...)"
+        if name in ("q", "k", "v"):
+            instead = f"give {name}.data, and hide keys with mask= or kv_lengths="
+        elif name == "mask":
+            instead = "give mask.filled(False)"
+        raise TypeError(f"{name} is a MaskedArray, whose own mask would be ignored: {instead}")
     if isinstance(x, np.ndarray) or _is_cupy(x):
         _array_types.add(type(x))
         return x

@@ -7,6 +7,7 @@ for kernels whose tiles are not its blocks.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import operator
 
@@ -237,6 +238,7 @@ class BlockMask:
         """
         if not callable(f):
             raise TypeError(f"f is a {type(f).__name__}: give a function f(b, h, q, k)")
+        _check_takes_four(f)
         shape = _integer_tuple(
             "shape", shape, range(2, 5), "(Nq, Nk), (H, Nq, Nk) or (B, H, Nq, Nk)"
         )
@@ -245,7 +247,16 @@ class BlockMask:
 
         def strip(index, queries):
             b, h = (np.array([[x]]) for x in (0, 0, *index)[-2:])
-            seen = f(b, h, np.arange(queries.start, queries.stop)[:, None], keys)
+            try:
+                seen = f(b, h, np.arange(queries.start, queries.stop)[:, None], keys)
+            except ValueError as error:
+                if "truth value of an array" not in str(error):
+                    raise
+                raise ValueError(
+                    "f asks for one truth value of many elements: it is called with arrays, so "
+                    "write & | ~ for and, or, not, (a <= k) & (k < b) for a <= k < b, and "
+                    "numpy.where for if"
+                ) from error
             seen = np.asarray(_on_host(seen))
             if seen.dtype != bool:
                 raise TypeError(f"f returned {seen.dtype}: it must return bool, True for visible")
@@ -594,8 +605,15 @@ class BlockMask:
     def __or__(self, other):
         return self._combined(other, np.maximum, np.bitwise_or)
 
+    __rand__, __ror__ = __and__, __or__  # of what is no BlockMask
+
     def _combined(self, other, of_kinds, of_patterns):
         if not isinstance(other, BlockMask):
+            if hasattr(other, "dtype") and hasattr(other, "shape"):
+                raise TypeError(
+                    f"a BlockMask and a {type(other).__name__} do not combine: make the array a "
+                    "BlockMask, too, with BlockMask.from_dense(array, block_size)"
+                )
             return NotImplemented
         try:
             leading = np.broadcast_shapes(self.shape[:-2], other.shape[:-2])
@@ -830,6 +848,21 @@ def _band_interval(band, lengths) -> tuple[np.ndarray, np.ndarray]:
     return diagonal - left, diagonal + right + 1
 
 
+def _check_takes_four(f) -> None:
+    """Raise a TypeError if `f` cannot be called as f(b, h, q, k)."""
+    try:
+        signature = inspect.signature(f)
+    except ValueError:
+        return  # some builtins have none
+    try:
+        signature.bind(*"bhqk")
+    except TypeError:
+        raise TypeError(
+            f"f takes {signature}: give a function f(b, h, q, k) of batch entry, head, queries "
+            "and keys"
+        ) from None
+
+
 def _by_block(of, values, block) -> np.ndarray:
     """The ufunc `of` over each block of the last axis."""
     return of.reduceat(values, np.arange(0, values.shape[-1], block), axis=-1)
@@ -843,9 +876,19 @@ def _on_host(x):
     return x.get() if hasattr(x, "__cuda_array_interface__") and hasattr(x, "get") else x  # CuPy's
 
 
+def _unmasked(name, x, filling="..."):
+    """`x` itself, unless NumPy masks some of it."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(
+            f"{name} is a MaskedArray, whose own mask would be ignored: give "
+            f"{name}.filled({filling})"
+        )
+    return x
+
+
 def _bools(name, x) -> np.ndarray:
     """`x` as a bool array of two axes or more."""
-    x = np.asarray(_on_host(x))
+    x = np.asarray(_on_host(_unmasked(name, x, "False")))
     if x.dtype != bool:
         raise TypeError(f"{name} has dtype {x.dtype}: give bool, True for what is visible")
     if x.ndim < 2:
@@ -855,7 +898,7 @@ def _bools(name, x) -> np.ndarray:
 
 def _integers(name, x, least=0) -> np.ndarray:
     """`x` as an array of integers of `least` axes or more."""
-    x = np.asarray(_on_host(x))
+    x = np.asarray(_on_host(_unmasked(name, x)))
     if not x.size:
         x = x.astype(np.int64)  # an empty list has no type of its own
     if x.dtype.kind not in "iu":
@@ -867,7 +910,7 @@ def _integers(name, x, least=0) -> np.ndarray:
 
 def _counts(name, x) -> np.ndarray:
     """`x` as an array of int64, where all that is too large counts as the largest."""
-    return as_int64(_integers(name, integers_of(_on_host(x))))
+    return as_int64(_integers(name, integers_of(_on_host(_unmasked(name, x)))))
 
 
 def _integer_tuple(name, value, sizes, wanted) -> tuple[int, ...]:

@@ -1024,6 +1024,33 @@ def test_subclasses_and_views():
     check(np.broadcast_to(Q[0], Q.shape), K, V)
 
 
+def test_masked_arrays_are_refused():
+    """Their masks would be lost."""
+    out, lse = cuflash.attention(Q, K, V, return_lse=True)
+    masked = {
+        name: np.ma.array(x, mask=x < 0) for name, x in {"q": Q, "k": K, "v": V, "out": out}.items()
+    }
+    for _ in range(2):
+        for name in "qkv":
+            arrays = {"q": Q, "k": K, "v": V, name: masked[name]}
+            message = (
+                f"{name} is a MaskedArray, whose own mask would be ignored: give {name}.data, and"
+            )
+            with pytest.raises(TypeError, match=f"{message} hide keys with mask= or kv_lengths="):
+                cuflash.attention(**arrays)
+            with pytest.raises(TypeError, match=message):
+                cuflash.plan(**arrays)
+            with pytest.raises(TypeError, match=message):
+                cuflash.attention_backward(out, **arrays, out=out, lse=lse)
+    for name, x, instead in (
+        ("out", masked["out"], r"out.data or out.filled\(...\)"),
+        ("mask", np.ma.array(np.ones((5, 7), bool)), r"mask.filled\(False\)"),
+        ("kv_lengths", np.ma.array([3, 4]), "kv_lengths.data or"),
+    ):
+        with pytest.raises(TypeError, match=f"{name} is a MaskedArray, .*: give {instead}"):
+            cuflash.attention(Q, K, V, **{name: x})
+
+
 class Dlpack:
     """A CPU array of another library, as its DLPack methods show it."""
 

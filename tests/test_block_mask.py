@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+import operator
 import pickle
 import subprocess
 import sys
@@ -142,11 +143,17 @@ def test_combining_needs_masks_that_fit():
     two, three = (BlockMask(np.ones((n, 1, 1), bool)) for n in (2, 3))
     with pytest.raises(ValueError, match=r"shapes \(2, 128, 128\) and \(3, 128, 128\) .*broadcast"):
         two | three
-    for other in (True, np.ones((64, 64), bool), None):
-        with pytest.raises(TypeError, match="unsupported operand|does not support ufuncs"):
+    for other in (True, None, "mask"):
+        with pytest.raises(TypeError, match="unsupported operand"):
             mask & other
-        with pytest.raises(TypeError, match="unsupported operand|does not support ufuncs"):
+        with pytest.raises(TypeError, match="unsupported operand"):
             other | mask
+    message = r"BlockMask and a ndarray do not combine: .*with BlockMask.from_dense\(array, block_s"
+    for array in (np.ones((64, 64), bool), np.ones((64, 64))):
+        for combine in (operator.and_, operator.or_):
+            for pair in ((mask, array), (array, mask)):
+                with pytest.raises(TypeError, match=message):
+                    combine(*pair)
 
 
 def test_what_takes_several_chunks(monkeypatch):
@@ -764,3 +771,46 @@ def returning(x):
 def test_errors_say_what_was_given_and_what_would_work(make, kind, message):
     with pytest.raises(kind, match=message):
         make()
+
+
+def test_masked_arrays_are_refused():
+    """Their masks would be lost."""
+    masked = np.ma.array(ones, mask=[[0, 1], [0, 0]])
+    numbers = masked.astype(int)
+    for make, instead in (
+        (lambda: BlockMask(masked), r"blocks.filled\(False\)"),
+        (lambda: BlockMask.from_dense(masked), r"mask.filled\(False\)"),
+        (lambda: BlockMask.documents(numbers), r"query_ids.filled\(...\)"),
+        (lambda: BlockMask.documents([1, 2], numbers[0]), r"key_ids.filled\(...\)"),
+        (lambda: BlockMask.prefix((2, 2), numbers), r"length.filled\(...\)"),
+        (lambda: BlockMask.global_local((2, 2), 1, numbers[0]), r"global_tokens.filled\(...\)"),
+    ):
+        with pytest.raises(TypeError, match=f"is a MaskedArray, .* ignored: give {instead}"):
+            make()
+
+
+@pytest.mark.parametrize(
+    ("f", "kind", "message"),
+    [
+        (
+            lambda q, k: k <= q,
+            TypeError,
+            r"f takes \(q, k\): give a function f\(b, h, q, k\) of bat",
+        ),
+        (np.less, TypeError, r"f takes .*: give a function f\(b, h, q, k\)"),
+        (lambda b, h, q, k: k <= q and q - k < 9, ValueError, "write & | ~ for and, or, not"),
+        (lambda b, h, q, k: 0 <= q - k < 9, ValueError, "f asks for one truth value of many el"),
+        (lambda b, h, q, k: k < q if h else k > q + b, None, ""),  # one head and batch entry
+        (lambda b, h, q, k: k < q if k > 3 else k > q, ValueError, "numpy.where for if"),
+        (lambda b, h, q, k: int("q"), ValueError, "invalid literal"),
+        (lambda b, h, q, k: q.missing(), AttributeError, "missing"),
+        (lambda *positions: positions[3] <= positions[2], None, ""),
+        (lambda b, h, q, k, near=9: q - k < near, None, ""),
+    ],
+)
+def test_functions_that_do_not_do(f, kind, message):
+    if kind is None:
+        BlockMask.from_function(f, (20, 20))
+        return
+    with pytest.raises(kind, match=message):
+        BlockMask.from_function(f, (20, 20))
