@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from .arrays import as_array, as_mask, both_lengths
 from .calls import BackwardCall, ForwardCall, find_call, run_call
+from .keywords import explains_keywords
 from .plan import Device, Plan
 
 
+@explains_keywords
 def attention(
     q, k, v, *, algo=None, engine=None, causal=False, window=None, mask=None, softcap=None,
     q_lengths=None, kv_lengths=None, scale=None, enable_gqa=False, return_lse=False, out=None,
@@ -127,6 +129,7 @@ def attention(
     return tuple(x if mine is None else mine for x, mine in zip(results, out or (None, None)))
 
 
+@explains_keywords
 def attention_backward(
     dout, q, k, v, out, lse, *, algo=None, engine=None, causal=False, window=None, mask=None,
     softcap=None, q_lengths=None, kv_lengths=None, scale=None, enable_gqa=False, dlse=None,
@@ -241,6 +244,7 @@ def attention_backward(
     return tuple(x if mine is None else mine for x, mine in zip(results, grads_out or (None,) * 3))
 
 
+@explains_keywords
 def attention_vjp(
     q, k, v, *, algo=None, engine=None, causal=False, window=None, mask=None, softcap=None,
     q_lengths=None, kv_lengths=None, scale=None, enable_gqa=False, deterministic=True,
@@ -319,6 +323,7 @@ def attention_vjp(
     return ((out, lse) if return_lse else out), vjp
 
 
+@explains_keywords
 def plan(
     q, k, v, *, algo=None, engine=None, causal=False, window=None, mask=None, softcap=None,
     q_lengths=None, kv_lengths=None, scale=None, enable_gqa=False, out=None, device=None,

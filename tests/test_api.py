@@ -1,7 +1,10 @@
 """The public functions: arguments to the letter, errors, and the call cache."""
 
+import doctest
 import importlib
+import inspect
 import math
+import re
 import sys
 
 import ml_dtypes
@@ -10,7 +13,7 @@ import pytest
 from tolerance import assert_backward_close, assert_forward_close
 
 import cuflash
-from cuflash import BlockMask, calls, reference
+from cuflash import BlockMask, calls, keywords, reference
 from cuflash import arrays as array_arguments
 from cuflash.operands import Spec
 
@@ -225,7 +228,28 @@ ERRORS = {
         (Q, K, V),
         {"mask": np.ones((2, 5, 7), bool)},
         ValueError,
-        r"mask has shape \(2, 5, 7\): it must broadcast to \(2, 3, 5, 7\)",
+        r"mask has shape \(2, 5, 7\): it must broadcast to \(2, 3, 5, 7\); for the same in all "
+        r"heads its shape is \(2, 1, 5, 7\)$",
+    ),
+    "mask of padding": (
+        (Q, K, V),
+        {"mask": np.ones((2, 7), bool)},
+        ValueError,
+        r"mask has shape \(2, 7\): it must broadcast to \(2, 3, 5, 7\); if it says which keys of a "
+        r"batch entry are valid, pass mask\[:, None, None\] or kv_lengths=$",
+    ),
+    "mask of padding, two batch axes": (
+        (Q[None], K[None], V[None]),
+        {"mask": np.ones((1, 2, 7), bool)},
+        ValueError,
+        r"it must broadcast to \(1, 2, 3, 5, 7\); .*pass mask\[:, :, None, None\] or kv_lengths=$",
+    ),
+    "length before heads": (
+        (Q.swapaxes(1, 2), K.swapaxes(1, 2), V.swapaxes(1, 2)),
+        {},
+        ValueError,
+        r"q has 5 heads and k, v have 7 .*; if axes are \(..., length, heads, head dim\), pass "
+        r"x.swapaxes\(-2, -3\) for q, k, v$",
     ),
     "mask of more axes": (
         (Q, K, V),
@@ -292,6 +316,94 @@ def test_options_that_are_not_there_yet_are_unknown():
             cuflash.attention(Q, K, V, **{name: None})
     with pytest.raises(TypeError):
         cuflash.attention(Q, K, V, "fa2")
+
+
+PUBLIC = [cuflash.attention, cuflash.attention_backward, cuflash.attention_vjp, cuflash.plan]
+ARRAYS = {"q": Q, "k": K, "v": V}
+
+
+def arguments_of(function):
+    """Those that a call needs, by name."""
+    return GRADIENTS if function is cuflash.attention_backward else ARRAYS
+
+
+@pytest.mark.parametrize("function", PUBLIC, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("name", keywords.ELSEWHERE)
+def test_keywords_of_other_libraries(function, name):
+    """The error says what stands for them, and every argument it names is there."""
+    if name in inspect.signature(function).parameters:
+        return
+    with pytest.raises(TypeError) as caught:
+        function(**arguments_of(function), **{name: None})
+    start = f"{function.__name__}() got an unexpected keyword argument {name!r}: "
+    assert str(caught.value) == start + keywords.ELSEWHERE[name]
+    assert caught.value.__cause__ is None
+    for named in re.findall(r"(\w+)=", keywords.ELSEWHERE[name]):
+        assert any(named in inspect.signature(f).parameters for f in PUBLIC)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (
+            "is_causal",
+            "causal='top_left' starts it at the first ones, as is_causal does in PyTorch",
+        ),
+        (
+            "attn_mask",
+            "mask= takes an array of bool, True where a query may attend, or a BlockMask",
+        ),
+        ("dropout_p", "there is no dropout here"),
+        ("softmax_scale", "scale= is what q.k is multiplied by"),
+        ("window_size", "window=(left, right) here, with None, not -1, for an open side"),
+        ("local_window_size", "window=(left, right)"),
+        ("key_value_seq_lengths", "kv_lengths= says how many keys are valid"),
+        ("query_seq_lengths", "q_lengths= says how many queries are valid"),
+        ("return_attn_probs", "weights are never in memory"),
+        ("attn_bias", "nothing is added to scores"),
+        ("return_residual", "return_lse=True"),
+        ("implementation", "algo= and engine="),
+    ],
+)
+def test_what_stands_for_a_keyword(name, words):
+    with pytest.raises(TypeError, match=re.escape(words)):
+        cuflash.attention(Q, K, V, causal=True, **{name: 1})
+
+
+def test_other_errors_of_arguments_are_pythons():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'foo'"):
+        cuflash.attention(Q, K, V, foo=1)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'v'"):
+        cuflash.attention(Q, K)
+    with pytest.raises(TypeError, match="multiple values for argument 'q'"):
+        cuflash.attention(Q, K, V, q=Q)
+    with pytest.raises(TypeError, match="'query': leave the name out, or call it q"):
+        cuflash.attention(query=Q, key=K, value=V)
+
+
+def test_a_type_error_inside_is_left_alone(monkeypatch):
+    def wrong(*_):
+        raise TypeError("got an unexpected keyword argument 'is_causal'")
+
+    monkeypatch.setattr(module, "run_call", wrong)
+    with pytest.raises(TypeError, match="^got an unexpected keyword argument 'is_causal'$"):
+        cuflash.attention(Q, K, V)
+
+
+@pytest.mark.parametrize("function", PUBLIC, ids=lambda f: f.__name__)
+def test_signatures_are_closed(function):
+    parameters = inspect.signature(function).parameters.values()
+    assert [
+        p.name for p in parameters if p.kind is p.VAR_KEYWORD or p.kind is p.VAR_POSITIONAL
+    ] == []
+    assert function.__doc__.count(">>>") > 3 or function is cuflash.attention_vjp
+    assert function.__module__ == "cuflash.attention"
+
+
+def test_examples_of_decorated_functions_are_found():
+    found = {test.name.rpartition(".")[2] for test in doctest.DocTestFinder().find(module)
+             if test.examples}  # fmt: skip
+    assert found == {f.__name__ for f in PUBLIC}
 
 
 class Foreign:
@@ -397,6 +509,12 @@ OUT_ERRORS = {
         False,
         ValueError,
         r"out has shape \(2, 3, 5, 4\): it must be \(",
+    ),
+    "length before heads": (
+        result(2, 5, 3, 6),
+        False,
+        ValueError,
+        r"out has shape \(2, 5, 3, 6\): it must be \(2, 3, 5, 6\), as out.swapaxes\(-2, -3\) is$",
     ),
     "rank": (result(180), False, ValueError, r"out has shape \(180,\): it must be \(2, 3, 5, 6\)"),
     "rank 0": (result(), False, ValueError, r"out has shape \(\): it must be"),

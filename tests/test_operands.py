@@ -226,6 +226,39 @@ def test_too_many_irregular_axes():
     make_layout(*[spec_of(x[0])] * 3)
 
 
+HINTS = {  # shapes of q, k and v, what the error says first, and which operands to turn
+    "all": ((2, 128, 8, 4), (2, 96, 8, 4), (2, 96, 8, 4), "q has 128 heads", "q, k, v"),
+    "heads that divide": ((128, 8, 4), (64, 8, 4), (64, 8, 4), "pass enable_gqa=True", "q, k, v"),
+    "grouped": ((2, 128, 8, 4), (2, 96, 2, 4), (2, 96, 2, 4), "q has 128 heads", "q, k, v"),
+    "one key head": ((2, 128, 8, 4), (2, 96, 1, 4), (2, 96, 1, 4), "q has 128", "q, k, v"),
+    "few queries": ((2, 3, 8, 4), (2, 96, 8, 4), (2, 96, 8, 4), "q has 3 heads", "q, k, v"),
+    "queries": ((2, 128, 8, 4), (2, 8, 96, 4), (2, 8, 96, 4), "q has 128 heads", "q"),
+    "keys": ((2, 8, 128, 4), (2, 96, 8, 4), (2, 96, 8, 4), "k, v have 96", "k, v"),
+    "values": ((2, 8, 128, 4), (2, 8, 96, 4), (2, 96, 8, 4), "lengths 96 and 8", "v"),
+    "other heads of keys": ((2, 8, 9, 4), (2, 96, 8, 4), (2, 8, 96, 4), "lengths 8 and 96", "k"),
+    "grouped heads": ((2, 6, 50, 4), (2, 3, 70, 4), (2, 3, 70, 4), "pass enable_gqa=True", ""),
+    "decoding": ((2, 32, 1, 4), (2, 8, 96, 4), (2, 8, 96, 4), "pass enable_gqa=True", ""),
+    "batch": ((2, 8, 9, 4), (3, 8, 9, 4), (3, 8, 9, 4), "do not broadcast", ""),
+    "lengths": ((2, 8, 9, 4), (2, 8, 9, 4), (2, 8, 7, 4), "lengths 9 and 7", ""),
+    "one head": ((9, 4), (9, 4), (7, 4), "lengths 9 and 7", ""),
+    "no heads": ((2, 8, 0, 4), (2, 9, 0, 4), (2, 9, 0, 4), "q has 8 heads", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HINTS)
+def test_hints_of_axes_the_other_way_round(name):
+    *shapes, message, names = HINTS[name]
+    with pytest.raises(ValueError, match=message) as caught:
+        make_layout(*(Spec.contiguous(shape, np.dtype("f4")) for shape in shapes))
+    hint = "; if axes are (..., length, heads, head dim), pass x.swapaxes(-2, -3) for "
+    assert str(caught.value).partition(hint)[2] == names
+    if names:  # and that is right
+        turned = [(*s[:-3], s[-2], s[-3], s[-1]) if n in names else s
+                  for n, s in zip("qkv", shapes, strict=True)]  # fmt: skip
+        turned = [Spec.contiguous(shape, np.dtype("f4")) for shape in turned]
+        make_layout(*turned, enable_gqa=True)
+
+
 def test_longest_sequence():
     long = Spec.contiguous((MAX_LENGTH + 1, 1), np.dtype("f4"))
     with pytest.raises(ValueError, match=f"lengths up to {MAX_LENGTH}"):
