@@ -106,11 +106,14 @@ def both_lengths(q_lengths, kv_lengths, like):
     """
     if q_lengths is None and kv_lengths is None:
         return None, None
-    pair = _as_lengths("q_lengths", q_lengths), _as_lengths("kv_lengths", kv_lengths)
-    types = {x.dtype for x in pair if x is not None}
-    if len(types) > 1:
-        pair = tuple(x if x.dtype == np.int64 else _int64_copy(x) for x in pair)
-    return tuple(_beside(like, x) for x in pair)
+    q_lengths = _as_lengths("q_lengths", q_lengths)
+    kv_lengths = _as_lengths("kv_lengths", kv_lengths)
+    if q_lengths is not None and kv_lengths is not None and q_lengths.dtype != kv_lengths.dtype:
+        if q_lengths.dtype == np.int64:
+            kv_lengths = _int64_copy(kv_lengths)
+        else:
+            q_lengths = _int64_copy(q_lengths)
+    return _beside(like, q_lengths), _beside(like, kv_lengths)
 
 
 def _beside(like, lengths):

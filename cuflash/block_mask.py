@@ -610,9 +610,11 @@ class BlockMask:
     def _combined(self, other, of_kinds, of_patterns):
         if not isinstance(other, BlockMask):
             if hasattr(other, "dtype") and hasattr(other, "shape"):
+                kind = type(other).__name__
+                how = "from_scipy" if hasattr(other, "tocsr") else "from_dense"
                 raise TypeError(
-                    f"a BlockMask and a {type(other).__name__} do not combine: make the array a "
-                    "BlockMask, too, with BlockMask.from_dense(array, block_size)"
+                    f"a BlockMask and a {kind} do not combine: make that a BlockMask, too, with "
+                    f"BlockMask.{how}(x, block_size)"
                 )
             return NotImplemented
         try:

@@ -148,12 +148,16 @@ def test_combining_needs_masks_that_fit():
             mask & other
         with pytest.raises(TypeError, match="unsupported operand"):
             other | mask
-    message = r"BlockMask and a ndarray do not combine: .*with BlockMask.from_dense\(array, block_s"
+    message = r"BlockMask and a ndarray do not combine: .*with BlockMask.from_dense\(x, block_size"
     for array in (np.ones((64, 64), bool), np.ones((64, 64))):
         for combine in (operator.and_, operator.or_):
             for pair in ((mask, array), (array, mask)):
                 with pytest.raises(TypeError, match=message):
                     combine(*pair)
+    with pytest.raises(
+        TypeError, match=r"and a csr_array do not .*BlockMask.from_scipy\(x, block_s"
+    ):
+        mask & scipy.sparse.csr_array(np.ones((64, 64)))
 
 
 def test_what_takes_several_chunks(monkeypatch):
