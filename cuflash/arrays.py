@@ -8,6 +8,7 @@ import sys
 import numpy as np
 
 from .block_mask import BlockMask
+from .masks import as_int64, integers_of
 from .operands import Spec
 
 _DLPACK_CPU = 1  # kDLCPU
@@ -31,6 +32,13 @@ def as_array(name: str, x):
     """`x` itself if NumPy or CuPy made it; else what DLPack or the CUDA interface shows of it."""
     if type(x) in _array_types:
         return x
+    if isinstance(x, np.ma.MaskedArray):
+        instead = f"give {name}.data or {name}.filled(...)"
+        if name in ("q", "k", "v"):
+            instead = f"give {name}.data, and hide keys with mask= or kv_lengths="
+        elif name == "mask":
+            instead = "give mask.filled(False)"
+        raise TypeError(f"{name} is a MaskedArray, whose own mask would be ignored: {instead}")
     if isinstance(x, np.ndarray) or _is_cupy(x):
         _array_types.add(type(x))
         return x
@@ -57,27 +65,25 @@ def check_places(arrays: dict[str, object]) -> None:
         raise ValueError(f"arrays are in different places: {listing}; move them to one device")
 
 
-def _as_lengths(name: str, lengths, like):
-    """Lengths as an array of int32 or int64 where `like` is; None stays None."""
+def _as_lengths(name: str, lengths):
+    """Lengths as an array of int32 or int64; None stays None."""
     if lengths is None:
         return None
     if isinstance(lengths, (int, np.integer, list, tuple)):
-        lengths = np.asarray(lengths)
-        lengths = memory_module().as_array(lengths) if _is_cupy(like) else lengths
+        lengths = integers_of(lengths)
     lengths = as_array(name, lengths)
     if lengths.dtype.kind not in "iu":
         raise TypeError(f"{name} has dtype {lengths.dtype}: lengths are integers")
     whole = all(s % lengths.itemsize == 0 for s in lengths.strides)
     if whole and lengths.dtype.name in ("int32", "int64"):
         return lengths
-    return _converted(lengths, np.int64)
+    return _int64_copy(lengths)
 
 
-def _converted(lengths, dtype):
+def _int64_copy(lengths):
     if isinstance(lengths, np.ndarray):
-        return lengths.astype(dtype, order="C")
-    wanted = Spec.contiguous(lengths.shape, dtype)
-    return memory_module().conform(lengths, wanted)
+        return as_int64(lengths)
+    return memory_module().as_int64(lengths)
 
 
 def as_mask(mask):
@@ -94,14 +100,28 @@ def as_mask(mask):
 
 
 def both_lengths(q_lengths, kv_lengths, like):
-    """Both lengths in the one type that a kernel reads them as."""
+    """Both lengths in the one type that a kernel reads them as, those of the host where `like` is.
+
+    Lengths on a device stay there.
+    """
     if q_lengths is None and kv_lengths is None:
         return None, None
-    q_lengths = _as_lengths("q_lengths", q_lengths, like)
-    kv_lengths = _as_lengths("kv_lengths", kv_lengths, like)
+    q_lengths = _as_lengths("q_lengths", q_lengths)
+    kv_lengths = _as_lengths("kv_lengths", kv_lengths)
     if q_lengths is not None and kv_lengths is not None and q_lengths.dtype != kv_lengths.dtype:
-        q_lengths, kv_lengths = (_converted(x, np.int64) for x in (q_lengths, kv_lengths))
-    return q_lengths, kv_lengths
+        if q_lengths.dtype == np.int64:
+            kv_lengths = _int64_copy(kv_lengths)
+        else:
+            q_lengths = _int64_copy(q_lengths)
+    return _beside(like, q_lengths), _beside(like, kv_lengths)
+
+
+def _beside(like, lengths):
+    """A copy of a NumPy array on the device of `like`, if that is a CuPy array."""
+    if not isinstance(lengths, np.ndarray) or not _is_cupy(like):
+        return lengths
+    with like.device:
+        return memory_module().as_array(lengths)
 
 
 def conform(x: np.ndarray, wanted: Spec) -> np.ndarray:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from .arrays import as_array, as_mask, both_lengths
 from .calls import BackwardCall, ForwardCall, find_call, run_call
+from .keywords import explains_keywords
 from .plan import Device, Plan
 
 
+@explains_keywords
 def attention(
     q, k, v, *, algo=None, engine=None, causal=False, window=None, mask=None, softcap=None,
     q_lengths=None, kv_lengths=None, scale=None, enable_gqa=False, return_lse=False, out=None,
@@ -48,6 +50,7 @@ def attention(
     q_lengths, kv_lengths : int or array of int, optional
         Valid queries and keys of each batch entry: shape of the leading axes but the heads, or
         broadcastable to it. Rows beyond are 0, keys beyond are hidden. Clamped to [0, N], [0, M].
+        Beside CuPy arrays, numbers and NumPy arrays are copied to the device in each call.
     scale : float, optional
         By default `1 / sqrt(D)`.
     enable_gqa : bool
@@ -57,10 +60,10 @@ def attention(
         Also return the natural logarithm of each row's sum of exponentials.
     out : array or (array, array), optional
         Where to write the result; with `return_lse` a pair. Exactly the result's shape and type,
-        not overlapping an input.
+        sharing no element with an input: views that interleave are fine.
     workspace : array, optional
         Device memory for the kernel's use, at least `plan(...).workspace_bytes`; taken from
-        CuPy's pool by default.
+        CuPy's pool by default. Not with NumPy arrays.
 
     Returns
     -------
@@ -126,6 +129,7 @@ def attention(
     return tuple(x if mine is None else mine for x, mine in zip(results, out or (None, None)))
 
 
+@explains_keywords
 def attention_backward(
     dout, q, k, v, out, lse, *, algo=None, engine=None, causal=False, window=None, mask=None,
     softcap=None, q_lengths=None, kv_lengths=None, scale=None, enable_gqa=False, dlse=None,
@@ -160,10 +164,11 @@ def attention_backward(
         The same bits each time. False allows sums over blocks in any order where that is faster.
     grads_out : (array, array, array), optional
         Where to write dq, dk and dv; None for one that is to be new. Exactly the gradients'
-        shapes and types, overlapping neither an input nor each other.
+        shapes and types, sharing no element with an input or each other: they may be views of one
+        buffer.
     workspace : array, optional
         Device memory for the kernels' use, at least `plan(..., backward=True).workspace_bytes`;
-        taken from CuPy's pool by default.
+        taken from CuPy's pool by default. Not with NumPy arrays.
 
     Returns
     -------
@@ -239,6 +244,7 @@ def attention_backward(
     return tuple(x if mine is None else mine for x, mine in zip(results, grads_out or (None,) * 3))
 
 
+@explains_keywords
 def attention_vjp(
     q, k, v, *, algo=None, engine=None, causal=False, window=None, mask=None, softcap=None,
     q_lengths=None, kv_lengths=None, scale=None, enable_gqa=False, deterministic=True,
@@ -317,6 +323,7 @@ def attention_vjp(
     return ((out, lse) if return_lse else out), vjp
 
 
+@explains_keywords
 def plan(
     q, k, v, *, algo=None, engine=None, causal=False, window=None, mask=None, softcap=None,
     q_lengths=None, kv_lengths=None, scale=None, enable_gqa=False, out=None, device=None,

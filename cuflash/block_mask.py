@@ -7,6 +7,7 @@ for kernels whose tiles are not its blocks.
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import operator
 
@@ -23,6 +24,7 @@ from .mask_patterns import (
     extents_of,
     first_bits,
     grid_of,
+    held_size,
     in_chunks,
     in_strips,
     interval_kinds,
@@ -31,7 +33,7 @@ from .mask_patterns import (
     stored_elements,
     unpack,
 )
-from .masks import ALIGNMENTS, Band
+from .masks import ALIGNMENTS, Band, as_int64, integers_of
 
 _DRAWN = 64  # squares of a picture in either direction
 _SQUARE = 8  # pixels of one
@@ -71,7 +73,7 @@ class BlockMask:
     common divisors of both sizes. Kinds are exact: a full block hides none of its elements within
     the shape, a partial one hides some and shows some.
 
-    Memory is a byte per block and a bit per element of partial blocks.
+    Memory is a byte per block and a bit per element of partial blocks, within the shape.
 
     References
     ----------
@@ -112,7 +114,8 @@ class BlockMask:
             )
         kinds = np.where(blocks, np.uint8(FULL), np.uint8(EMPTY))
         kinds = kinds.reshape(math.prod(leading), *grid)
-        self._set((*leading, *lengths), block_size, *assemble(kinds, lengths, block_size))
+        held = held_size(lengths, block_size)
+        self._set((*leading, *lengths), block_size, *assemble(kinds, lengths, held))
 
     @classmethod
     def _of(cls, *state) -> BlockMask:
@@ -128,6 +131,7 @@ class BlockMask:
             block_size=block_size,
             _kinds=kinds,
             _patterns=patterns,
+            _held=held_size(shape[-2:], block_size),  # of a block, in _patterns
             device_lists={},  # of tiles, for the kernels: memory.device_lists keeps them here
         )
 
@@ -164,7 +168,8 @@ class BlockMask:
         def strip(index, queries):
             return mask[index][queries.start : queries.stop]
 
-        return cls._judged(mask.shape, block_size, in_strips(mask.shape, block_size, strip))
+        held = held_size(mask.shape[-2:], block_size)
+        return cls._judged(mask.shape, block_size, in_strips(mask.shape, held, strip))
 
     @classmethod
     def from_scipy(cls, matrix, block_size=None) -> BlockMask:
@@ -203,7 +208,8 @@ class BlockMask:
             matrix = matrix.copy()
             matrix.sum_duplicates()
         blocks = stored_blocks if matrix.format == "bsr" else stored_elements
-        return cls._judged(matrix.shape, block_size, blocks(matrix, block_size))
+        held = held_size(matrix.shape, block_size)
+        return cls._judged(matrix.shape, block_size, blocks(matrix, held))
 
     @classmethod
     def from_function(cls, f, shape, block_size=128) -> BlockMask:
@@ -213,8 +219,8 @@ class BlockMask:
         ----------
         f : callable
             `f(b, h, q, k)` gives True where query `q` of head `h` of batch entry `b` sees key
-            `k`. It is called for a row of blocks at a time, with integer arrays that broadcast
-            to (queries of the row, Nk), and returns a bool array that broadcasts to it.
+            `k`. It is called for some queries at a time, with integer arrays that broadcast to
+            (these queries, Nk), and returns a bool array that broadcasts to it.
         shape : tuple of int
             (Nq, Nk), (H, Nq, Nk) or (B, H, Nq, Nk). `b` and `h` are 0 where there is no such axis.
         block_size : int or (int, int)
@@ -232,6 +238,7 @@ class BlockMask:
         """
         if not callable(f):
             raise TypeError(f"f is a {type(f).__name__}: give a function f(b, h, q, k)")
+        _check_takes_four(f)
         shape = _integer_tuple(
             "shape", shape, range(2, 5), "(Nq, Nk), (H, Nq, Nk) or (B, H, Nq, Nk)"
         )
@@ -240,7 +247,16 @@ class BlockMask:
 
         def strip(index, queries):
             b, h = (np.array([[x]]) for x in (0, 0, *index)[-2:])
-            seen = f(b, h, np.arange(queries.start, queries.stop)[:, None], keys)
+            try:
+                seen = f(b, h, np.arange(queries.start, queries.stop)[:, None], keys)
+            except ValueError as error:
+                if "truth value of an array" not in str(error):
+                    raise
+                raise ValueError(
+                    "f asks for one truth value of many elements: it is called with arrays, so "
+                    "write & | ~ for and, or, not, (a <= k) & (k < b) for a <= k < b, and "
+                    "numpy.where for if"
+                ) from error
             seen = np.asarray(_on_host(seen))
             if seen.dtype != bool:
                 raise TypeError(f"f returned {seen.dtype}: it must return bool, True for visible")
@@ -252,7 +268,8 @@ class BlockMask:
                     f"and keys it was given, {(len(queries), shape[-1])}"
                 ) from None
 
-        return cls._judged(shape, block_size, in_strips(shape, block_size, strip))
+        held = held_size(shape[-2:], block_size)
+        return cls._judged(shape, block_size, in_strips(shape, held, strip))
 
     @classmethod
     def causal(cls, shape, alignment="bottom_right", *, block_size=128) -> BlockMask:
@@ -325,10 +342,10 @@ class BlockMask:
         array([10, 20])
         """
         lengths = _lengths(shape)
-        length = _integers("length", length)
+        length = _counts("length", length)
         if (length < 0).any():
             raise ValueError(f"length={length.min()}: a prefix has 0 keys or more")
-        length = np.minimum(length, lengths[1]).astype(np.int64)[..., None]
+        length = np.minimum(length, lengths[1])[..., None]
         first, stop = _band_interval(Band(right=0, alignment=_alignment(alignment)), lengths)
         return cls._intervals(first, np.maximum(stop, length), lengths, block_size)
 
@@ -374,6 +391,7 @@ class BlockMask:
             ) from None
         lengths = query_ids.shape[-1], key_ids.shape[-1]
         block_size = _block_pair(block_size)
+        held = held_size(lengths, block_size)
         count = math.prod(leading)
         q, k = (
             np.broadcast_to(ids, (*leading, n)).reshape(count, n)
@@ -381,7 +399,7 @@ class BlockMask:
         )
         q_low, q_high, k_low, k_high = (
             _by_block(extreme, ids, block)
-            for ids, block in zip((q, k), block_size)
+            for ids, block in zip((q, k), held)
             for extreme in (np.minimum, np.maximum)
         )
         q_low, q_high = q_low[..., None], q_high[..., None]
@@ -393,7 +411,7 @@ class BlockMask:
         def visible(lists, i, j):
             return (q[lists, i] == k[lists, j]) & (q[lists, i] >= 0)
 
-        blocks = evaluate(kinds, lengths, block_size, visible)
+        blocks = evaluate(kinds, lengths, held, visible)
         return cls._judged((*leading, *lengths), block_size, blocks, kinds)
 
     @classmethod
@@ -426,18 +444,19 @@ class BlockMask:
         """
         lengths = _lengths(shape)
         block_size = _block_pair(block_size)
-        dilation = _positive("dilation", dilation)
+        dilation = min(_positive("dilation", dilation), max(sum(lengths), 1))  # no farther keys
         band = _window_band(window, alignment)
         first, stop = _band_interval(band, lengths)
-        kinds = interval_kinds(first[None], stop[None], lengths, block_size)
+        held = held_size(lengths, block_size)
+        kinds = interval_kinds(first[None], stop[None], lengths, held)
         if dilation > 1:
             kinds[kinds == FULL] = PARTIAL
         shift = band.shift(*lengths)
 
         def visible(lists, q, k):
-            return (first[q] <= k) & (k < stop[q]) & ((k - q - shift) % dilation == 0)
+            return (first[q] <= k) & (k < stop[q]) & ((k - shift) % dilation == q % dilation)
 
-        blocks = evaluate(kinds, lengths, block_size, visible)
+        blocks = evaluate(kinds, lengths, held, visible)
         return cls._judged(lengths, block_size, blocks, kinds)
 
     @classmethod
@@ -474,6 +493,7 @@ class BlockMask:
         """
         lengths = _lengths(shape)
         block_size = _block_pair(block_size)
+        held = held_size(lengths, block_size)
         tokens = _tokens(global_tokens, lengths[1])
         queries = tokens - (lengths[1] - lengths[0])
         queries = queries[(queries >= 0) & (queries < lengths[0])]
@@ -482,7 +502,7 @@ class BlockMask:
         k_global[tokens] = True
         q_some, q_all, k_some, k_all = (
             _by_block(of, chosen, block)
-            for chosen, block in zip((q_global, k_global), block_size)
+            for chosen, block in zip((q_global, k_global), held)
             for of in (np.logical_or, np.logical_and)
         )
         some, all_ = q_some[:, None] | k_some, q_all[:, None] | k_all
@@ -491,7 +511,7 @@ class BlockMask:
         def visible(lists, q, k):
             return q_global[q] | k_global[k]
 
-        blocks = evaluate(kinds, lengths, block_size, visible)
+        blocks = evaluate(kinds, lengths, held, visible)
         crosses = cls._judged(lengths, block_size, blocks, kinds)
         return crosses | cls.sliding_window(lengths, window, block_size=block_size)
 
@@ -509,25 +529,27 @@ class BlockMask:
             np.broadcast_to(x, shape[:-1]).reshape(math.prod(shape[:-2]), lengths[0])
             for x in (first, stop)
         )
-        kinds = interval_kinds(first, stop, lengths, block_size)
+        held = held_size(lengths, block_size)
+        kinds = interval_kinds(first, stop, lengths, held)
 
         def visible(lists, q, k):
             return (first[lists, q] <= k) & (k < stop[lists, q])
 
-        blocks = evaluate(kinds, lengths, block_size, visible)
+        blocks = evaluate(kinds, lengths, held, visible)
         return cls._judged(shape, block_size, blocks, kinds)
 
     @classmethod
     def _judged(cls, shape, block_size, blocks, kinds=None) -> BlockMask:
         """A mask of these `kinds`, by default empty, but for the blocks whose elements are given.
 
-        `blocks` is as :func:`assemble` takes it.
+        `blocks` is as :func:`assemble` takes it, of what is held of blocks.
         """
         *leading, query_length, key_length = shape
         lengths = query_length, key_length
         if kinds is None:
             kinds = np.zeros((math.prod(leading), *grid_of(lengths, block_size)), np.uint8)
-        return cls._of(shape, block_size, *assemble(kinds, lengths, block_size, blocks))
+        held = held_size(lengths, block_size)
+        return cls._of(shape, block_size, *assemble(kinds, lengths, held, blocks))
 
     @property
     def ndim(self) -> int:
@@ -542,7 +564,7 @@ class BlockMask:
     @functools.cached_property
     def density(self) -> float:
         """Visible elements per element; 0 if there are no elements."""
-        rows, columns = extents_of(self.shape[-2:], self.block_size)
+        rows, columns = extents_of(self.shape[-2:], self._held)
         full = np.einsum("lij,i,j->", self._kinds == FULL, rows, columns, dtype=np.int64)
         seen = int(full) + int(np.bitwise_count(self._patterns[2:]).sum(dtype=np.int64))
         return seen / max(math.prod(self.shape), 1)
@@ -567,8 +589,8 @@ class BlockMask:
         order = self._pattern_of.swapaxes(1, 2)[kinds == PARTIAL]
 
         def blocks(order):
-            for some in in_chunks(order, math.prod(self.block_size)):
-                elements = unpack(self._patterns[some], self.block_size[1])
+            for some in in_chunks(order, math.prod(self._held)):
+                elements = unpack(self._patterns[some], self._held[1])
                 yield pack(elements.swapaxes(1, 2))
 
         *leading, query_length, key_length = self.shape
@@ -583,8 +605,17 @@ class BlockMask:
     def __or__(self, other):
         return self._combined(other, np.maximum, np.bitwise_or)
 
+    __rand__, __ror__ = __and__, __or__  # of what is no BlockMask
+
     def _combined(self, other, of_kinds, of_patterns):
         if not isinstance(other, BlockMask):
+            if hasattr(other, "dtype") and hasattr(other, "shape"):
+                kind = type(other).__name__
+                how = "from_scipy" if hasattr(other, "tocsr") else "from_dense"
+                raise TypeError(
+                    f"a BlockMask and a {kind} do not combine: make that a BlockMask, too, with "
+                    f"BlockMask.{how}(x, block_size)"
+                )
             return NotImplemented
         try:
             leading = np.broadcast_shapes(self.shape[:-2], other.shape[:-2])
@@ -609,7 +640,7 @@ class BlockMask:
         ]
 
         def blocks():
-            for some in in_chunks(np.arange(len(numbers)), math.prod(block_size)):
+            for some in in_chunks(np.arange(len(numbers)), math.prod(pair[0]._held)):
                 words = (mask._patterns[pattern[some]] for mask, pattern in zip(pair, of))
                 yield numbers[some], of_patterns(*words)
 
@@ -618,7 +649,7 @@ class BlockMask:
     def _in_blocks(self, block_size) -> BlockMask:
         if block_size == self.block_size:
             return self
-        kinds, patterns = self._cut(*block_size)
+        kinds, patterns = self._cut(*held_size(self.shape[-2:], block_size))
         return self._of(self.shape, block_size, kinds, patterns)
 
     def __eq__(self, other):
@@ -664,14 +695,19 @@ class BlockMask:
         ['0000000000000001', '0000000000000011', '0000000000000111']
         """
         rows, columns = _positive("rows", rows), _positive("columns", columns)
-        kinds, patterns = self._cut(rows, columns)
-        return kinds, patterns[2:]
+        within = held_size(self.shape[-2:], (rows, columns))
+        kinds, patterns = self._cut(*within)
+        if within == (rows, columns):
+            return kinds, patterns[2:]
+        bits = np.zeros((len(patterns) - 2, rows, -(-columns // 32)), np.uint32)
+        bits[:, : within[0], : patterns.shape[-1]] = patterns[2:]
+        return kinds, bits
 
     def _cut(self, rows, columns) -> tuple[np.ndarray, np.ndarray]:
         """Kinds and patterns of tiles."""
-        if (rows, columns) == self.block_size:
+        if (rows, columns) == self._held:
             return self._kinds, self._patterns
-        kinds = coarsen(self._kinds, self.shape[-2:], self.block_size, (rows, columns))
+        kinds = coarsen(self._kinds, self.shape[-2:], self._held, (rows, columns))
         numbers = np.flatnonzero(kinds == PARTIAL)
         grid = kinds.shape
 
@@ -685,7 +721,7 @@ class BlockMask:
 
     def _elements(self, lists, queries, keys, columns) -> np.ndarray:
         """Words of the elements at `queries`, (n, rows), and `columns` keys from `keys`, (n,)."""
-        (query_length, key_length), (bq, bk) = self.shape[-2:], self.block_size
+        (query_length, key_length), (bq, bk) = self.shape[-2:], self._held
         words = -(-columns // 32)
         query = np.minimum(queries, query_length - 1)[:, :, None]
         key = keys[:, None] // HALF * HALF + HALF * np.arange(2 * words + 1)
@@ -740,7 +776,7 @@ class BlockMask:
         """Kinds of the blocks that meet a rectangle."""
         rows, columns = (
             slice(x.start // block, -(-x.stop // block) if x else x.start // block)
-            for x, block in zip((queries, keys), self.block_size)
+            for x, block in zip((queries, keys), self._held)
         )
         return self._kinds[number, rows, columns]
 
@@ -755,8 +791,8 @@ class BlockMask:
         *leading, query_length, key_length = self.shape
         dense = np.ones((math.prod(leading), query_length, key_length), bool)
         for number, head in enumerate(dense):
-            for begin in range(0, query_length, self.block_size[0]):
-                queries = range(begin, min(begin + self.block_size[0], query_length))
+            for begin in range(0, query_length, self._held[0]):
+                queries = range(begin, min(begin + self._held[0], query_length))
                 part = self.part(number, queries, range(key_length))
                 if part is not None:
                     head[begin : queries.stop] = part
@@ -814,6 +850,21 @@ def _band_interval(band, lengths) -> tuple[np.ndarray, np.ndarray]:
     return diagonal - left, diagonal + right + 1
 
 
+def _check_takes_four(f) -> None:
+    """Raise a TypeError if `f` cannot be called as f(b, h, q, k)."""
+    try:
+        signature = inspect.signature(f)
+    except ValueError:
+        return  # some builtins have none
+    try:
+        signature.bind(*"bhqk")
+    except TypeError:
+        raise TypeError(
+            f"f takes {signature}: give a function f(b, h, q, k) of batch entry, head, queries "
+            "and keys"
+        ) from None
+
+
 def _by_block(of, values, block) -> np.ndarray:
     """The ufunc `of` over each block of the last axis."""
     return of.reduceat(values, np.arange(0, values.shape[-1], block), axis=-1)
@@ -827,9 +878,19 @@ def _on_host(x):
     return x.get() if hasattr(x, "__cuda_array_interface__") and hasattr(x, "get") else x  # CuPy's
 
 
+def _unmasked(name, x, filling="..."):
+    """`x` itself, unless NumPy masks some of it."""
+    if isinstance(x, np.ma.MaskedArray):
+        raise TypeError(
+            f"{name} is a MaskedArray, whose own mask would be ignored: give "
+            f"{name}.filled({filling})"
+        )
+    return x
+
+
 def _bools(name, x) -> np.ndarray:
     """`x` as a bool array of two axes or more."""
-    x = np.asarray(_on_host(x))
+    x = np.asarray(_on_host(_unmasked(name, x, "False")))
     if x.dtype != bool:
         raise TypeError(f"{name} has dtype {x.dtype}: give bool, True for what is visible")
     if x.ndim < 2:
@@ -839,14 +900,19 @@ def _bools(name, x) -> np.ndarray:
 
 def _integers(name, x, least=0) -> np.ndarray:
     """`x` as an array of integers of `least` axes or more."""
-    x = np.asarray(_on_host(x))
+    x = np.asarray(_on_host(_unmasked(name, x)))
     if not x.size:
         x = x.astype(np.int64)  # an empty list has no type of its own
     if x.dtype.kind not in "iu":
-        raise TypeError(f"{name} has dtype {x.dtype}: give integers")
+        raise TypeError(f"{name} has dtype {x.dtype}: give integers of at most 64 bits")
     if x.ndim < least:
         raise ValueError(f"{name} has shape {x.shape}: give an axis of positions, (..., N)")
     return x
+
+
+def _counts(name, x) -> np.ndarray:
+    """`x` as an array of int64, where all that is too large counts as the largest."""
+    return as_int64(_integers(name, integers_of(_on_host(_unmasked(name, x)))))
 
 
 def _integer_tuple(name, value, sizes, wanted) -> tuple[int, ...]:
@@ -899,7 +965,7 @@ def _window_band(window, alignment) -> Band:
 
 def _tokens(global_tokens, key_length) -> np.ndarray:
     """Indices of global tokens among the keys."""
-    tokens = _integers("global_tokens", global_tokens)
+    tokens = _counts("global_tokens", global_tokens)
     limit = key_length + (tokens.ndim == 0)
     if tokens.ndim > 1 or ((tokens < 0) | (tokens >= limit)).any():
         raise ValueError(

@@ -11,9 +11,10 @@ from . import host
 from .arrays import check_places, conform
 from .block_mask import BlockMask
 from .head import head_masks
-from .masks import Band
+from .masks import Band, window_sides
 from .operands import (
     Spec,
+    check_apart,
     check_out,
     check_read,
     check_shapes,
@@ -117,9 +118,10 @@ class _Call:
             for number, name in enumerate(self.written)
             if name in changed
         )
+        others = [*expected, *_LENGTHS, *(["mask"] if mask_kind == "elements" else [])]
         self.apart = tuple(
-            (a, place[a], b, place[b], *clearance(given[a], given[b]))
-            for a, b in self._pairs(expected if mask_kind == "blocks" else [*expected, "mask"])
+            (place[a], place[b], *clearance(given[a], given[b]), (a, b, given[a], given[b]))
+            for a, b in self._pairs(others)
             if a in given and b in given
         )
         return specs
@@ -270,10 +272,9 @@ def find_call(kind: type[_Call], arrays, options, device=None, mask=None):
     mask_kind = "" if mask is None else _add_mask(mask, specs, places, addresses)
     algo, engine, causal, window, cap, scale, enable_gqa, deterministic = options
     # 2 == 2.0 and 1 == True, but not all of these are right.
-    types = (type(causal), type(cap), type(scale), type(window))
-    if window is not None and types[-1] is not int:
-        window = tuple(window) if types[-1] is list else window
-        types += tuple(map(type, window)) if type(window) is tuple else ()
+    types = (type(causal), type(cap), type(scale))
+    if window is not None and type(window) is not int:
+        window = window_sides(window)
     enable_gqa, deterministic = bool(enable_gqa), bool(deterministic)
     options = (
         algo, engine, causal, window, cap, scale, enable_gqa, deterministic, mask_kind, aligned,
@@ -313,10 +314,15 @@ def _add_mask(mask, specs, places, addresses) -> str:
 def run_call(kind: type[_Call], arrays, options, count: int, mask=None, workspace=None):
     """Find the call for these arguments and run it; returns its first `count` results."""
     call, device_id, addresses = find_call(kind, arrays, options, mask=mask)
-    for name, i, other, j, low, high in call.apart:
+    for i, j, low, high, pair in call.apart:
         if low < addresses[j] - addresses[i] < high:
-            raise ValueError(f"{name} overlaps {other} in memory: give it memory of its own")
+            check_apart(*pair, addresses[j] - addresses[i])
     if device_id is None:
+        if workspace is not None:
+            raise TypeError(
+                f"workspace is a {type(workspace).__name__}: it goes with CuPy arrays, for NumPy "
+                "arrays leave it out"
+            )
         return _run_host(call, list(arrays), mask, count)
     return launch_module().run(call, device_id, arrays, addresses, count, workspace, mask)
 

@@ -187,7 +187,7 @@ def run(call, device_id: int, arrays, addresses, count: int, given_workspace, ma
     if call.launch is None:
         call.launch = prepare(call, device_id)
     base = 0
-    if call.workspace_bytes:
+    if call.workspace_bytes or given_workspace is not None:
         held = workspace(call.workspace_bytes, given_workspace, device_id)
         base = held.data.ptr
     if call.copied or call.staged:

@@ -4,6 +4,8 @@
     ■■▨·                2 2 1 0                 2, 3, 4: the partial blocks in reading order,
     ■■■▨                2 2 2 1                 bit k % 32 of word k // 32 is key k of a row
 
+Of a block that is larger than the mask only what :func:`held_size` says is held.
+
 Every way to build a mask ends in :func:`assemble`, which judges the blocks whose elements it is
 given. The generators here make blocks for it, a few at a time.
 """
@@ -42,18 +44,22 @@ def assemble(kinds, lengths, block_size, blocks=()) -> tuple[np.ndarray, np.ndar
 def in_strips(shape, block_size, strip):
     """All blocks, a row at a time, for :func:`assemble`.
 
-    `strip(index, queries)` gives the elements of a range of queries and all keys, where `index`
-    is into the leading axes.
+    `strip(index, queries)` gives the elements of a range of queries, within a row of blocks, and
+    all keys, where `index` is into the leading axes.
     """
     *leading, query_length, key_length = shape
     (bq, bk), (rows, columns) = block_size, grid_of((query_length, key_length), block_size)
     for number, index in enumerate(np.ndindex(*leading)):
         for row in range(rows):
-            queries = range(row * bq, min((row + 1) * bq, query_length))
-            elements = np.zeros((bq, columns * bk), bool)
-            elements[: len(queries), :key_length] = strip(index, queries)
-            numbers = (number * rows + row) * columns + np.arange(columns)
-            yield numbers, pack(elements.reshape(bq, columns, bk).swapaxes(0, 1))
+            words = np.zeros((columns, bq, -(-bk // 32)), np.uint32)
+            queries = np.arange(row * bq, min((row + 1) * bq, query_length))
+            for some in in_chunks(queries, columns * bk):
+                elements = np.zeros((len(some), columns * bk), bool)
+                elements[:, :key_length] = strip(index, range(some[0], some[-1] + 1))
+                within = slice(some[0] - row * bq, some[-1] + 1 - row * bq)
+                blocks = elements.reshape(len(some), columns, bk)
+                words[:, within] = pack(blocks.swapaxes(0, 1))
+            yield (number * rows + row) * columns + np.arange(columns), words
 
 
 def stored_elements(matrix, block_size):
@@ -85,9 +91,13 @@ def evaluate(kinds, lengths, block_size, visible):
     (query_length, key_length), (bq, bk) = lengths, block_size
     for some in in_chunks(np.flatnonzero(kinds == PARTIAL), bq * bk):
         lists, i, j = (x[:, None, None] for x in np.unravel_index(some, kinds.shape))
-        q, k = i * bq + np.arange(bq)[:, None], j * bk + np.arange(bk)
-        seen = visible(lists, np.minimum(q, query_length - 1), np.minimum(k, key_length - 1))
-        yield some, pack(seen & (q < query_length) & (k < key_length))
+        k = j * bk + np.arange(bk)
+        words = np.empty((len(some), bq, -(-bk // 32)), np.uint32)
+        for rows in in_chunks(np.arange(bq), len(some) * bk):
+            q = i * bq + rows[:, None]
+            seen = visible(lists, np.minimum(q, query_length - 1), np.minimum(k, key_length - 1))
+            words[:, rows[0] : rows[-1] + 1] = pack(seen & (q < query_length) & (k < key_length))
+        yield some, words
 
 
 def coarsen(kinds, lengths, block_size, tile) -> np.ndarray:
@@ -129,7 +139,7 @@ def interval_kinds(first, stop, lengths, block_size) -> np.ndarray:
 
 def in_chunks(numbers, elements):
     """`numbers` in pieces whose tiles of so many `elements` are looked at together."""
-    step = max(1, _CHUNK_ELEMENTS // elements)
+    step = max(1, _CHUNK_ELEMENTS // max(1, elements))
     for begin in range(0, len(numbers), step):
         yield numbers[begin : begin + step]
 
@@ -158,6 +168,11 @@ def first_bits(counts, words) -> np.ndarray:
 def grid_of(lengths, block_size) -> tuple[int, int]:
     """Rows and columns of blocks."""
     return tuple(-(-n // block) for n, block in zip(lengths, block_size))
+
+
+def held_size(lengths, block_size) -> tuple[int, int]:
+    """Queries and keys that are held of a block: as many halves as it or the mask has."""
+    return tuple(min(block, max(-(-n // HALF), 1) * HALF) for n, block in zip(lengths, block_size))
 
 
 def extents_of(lengths, block_size) -> list[np.ndarray]:

@@ -8,6 +8,62 @@ from dataclasses import dataclass
 import numpy as np
 
 ALIGNMENTS = ("bottom_right", "top_left")
+_INT64 = np.iinfo(np.int64)
+
+
+def integers_of(values) -> np.ndarray:
+    """A number or a list as an array: integers of any size as int64, clipped to what it holds.
+
+    What is not integers keeps the type that NumPy gives it.
+    """
+    x = np.asarray(values)
+    if not x.size:
+        return x.astype(np.int64)  # an empty list has no type of its own
+    if x.dtype.kind in "fO":  # which NumPy also chooses for integers that no type of it holds
+        numbers = np.asarray(values, object)
+        kinds = {type(n) for n in numbers.flat}
+        if all(issubclass(kind, (int, np.integer)) and kind is not bool for kind in kinds):
+            return np.array(np.clip(numbers, _INT64.min, _INT64.max), np.int64)
+    return as_int64(x) if x.dtype == np.uint64 else x
+
+
+def as_int64(x: np.ndarray) -> np.ndarray:
+    """A copy of integers as int64, in C order; what is larger than it holds as the largest."""
+    if x.dtype == np.uint64:
+        x = np.asarray(np.minimum(x, np.uint64(_INT64.max)))  # also of no axes
+    return x.astype(np.int64, order="C")
+
+
+def window_sides(window) -> tuple[int | None, int | None]:
+    """Widths to the left and to the right as ints or None, of what `window=` takes.
+
+    Raises
+    ------
+    ValueError
+        For a width that is negative, or more than two of them.
+    TypeError
+        For a width that is not an integer.
+    """
+    if window is None:
+        return None, None
+    sides = window if isinstance(window, (tuple, list)) else (window, window)
+    if len(sides) != 2:
+        raise ValueError(f"window={window!r}: give one width or a pair (left, right)")
+    widths = []
+    for side in sides:
+        try:
+            if hasattr(side, "__cuda_array_interface__"):
+                raise TypeError  # a device's value is not read back
+            width = None if side is None else operator.index(side)
+        except TypeError:
+            raise TypeError(
+                f"window={window!r}: widths are integers or None; give one or a pair (left, right)"
+            ) from None
+        if width is not None and width < 0:
+            hint = "; None leaves a side open, as -1 does in flash-attn" if width == -1 else ""
+            raise ValueError(f"window={window!r}: widths are not negative{hint}")
+        widths.append(width)
+    return widths[0], widths[1]
 
 
 @dataclass(frozen=True)
@@ -53,28 +109,10 @@ class Band:
         ):
             raise ValueError(f"causal={causal!r}: give False, True, 'bottom_right' or 'top_left'")
         alignment = causal if isinstance(causal, str) else "bottom_right"
-        left, right = cls._window_sides(window)
+        left, right = window_sides(window)
         if causal:
             right = 0
         return cls(left, right, alignment)
-
-    @staticmethod
-    def _window_sides(window) -> tuple[int | None, int | None]:
-        if window is None:
-            return None, None
-        sides = window if isinstance(window, (tuple, list)) else (window, window)
-        if len(sides) != 2:
-            raise ValueError(f"window={window!r}: give one width or a pair (left, right)")
-        widths = []
-        for side in sides:
-            try:
-                width = None if side is None else operator.index(side)
-            except TypeError:
-                raise TypeError(f"window={window!r}: widths are integers or None") from None
-            if width is not None and width < 0:
-                raise ValueError(f"window={window!r}: widths are not negative")
-            widths.append(width)
-        return widths[0], widths[1]
 
     @property
     def is_open(self) -> bool:

@@ -28,8 +28,8 @@ def refuse_capture() -> None:
     if cupy.cuda.get_current_stream().is_capturing():
         raise RuntimeError(
             "while a CUDA graph is captured, pass out= (or grads_out=), workspace= where "
-            "plan.workspace_bytes is not 0, and arrays that need no copy: memory taken now would "
-            "be reused later"
+            "plan.workspace_bytes is not 0, and arrays that need no copy, lengths on the device "
+            "among them: memory taken now would be reused later"
         )
 
 
@@ -49,6 +49,15 @@ def conform(x: cupy.ndarray, wanted) -> cupy.ndarray:
     return copy
 
 
+def as_int64(x: cupy.ndarray) -> cupy.ndarray:
+    """A copy of integers as int64; what is larger than it holds as the largest."""
+    with x.device:
+        copy = empty(x.shape, np.int64)
+        largest = np.uint64(np.iinfo(np.int64).max)
+        copy[...] = cupy.minimum(x, largest) if x.dtype == np.uint64 else x
+    return copy
+
+
 def workspace(needed: int, given, device_id: int) -> cupy.ndarray:
     """Memory for what kernels keep: the caller's, or new."""
     if given is None:
@@ -57,7 +66,7 @@ def workspace(needed: int, given, device_id: int) -> cupy.ndarray:
         raise ValueError(f"workspace is a {type(given).__name__}: give a contiguous CuPy array")
     if given.device.id != device_id:
         raise ValueError(f"workspace is on GPU {given.device.id}: give one on GPU {device_id}")
-    if given.nbytes < needed or given.data.ptr % CHUNK_BYTES:
+    if given.nbytes < needed or (needed and given.data.ptr % CHUNK_BYTES):
         raise ValueError(f"workspace has {given.nbytes} bytes: give {needed}, 16-byte aligned")
     return given
 

@@ -6,6 +6,7 @@ and options can be kept and used again, and is tested without a GPU.
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from .scores import ScoreMod
 
 MAX_AXES = 6
 MAX_LENGTH = 1 << 29  # positions and the sums of two of them stay within an int
+_SEARCH_STEPS = 100_000  # for an element that two arrays share: a few milliseconds
 
 
 class Spec(NamedTuple):
@@ -135,12 +137,52 @@ def check_shapes(q: Spec, k: Spec, v: Spec) -> None:
     if k.shape[-2] != v.shape[-2]:
         raise ValueError(
             f"k and v have lengths {k.shape[-2]} and {v.shape[-2]} (shapes {k.shape}, "
-            f"{v.shape}): they must be equal"
+            f"{v.shape}): they must be equal{_hint_of_axes(q, k, v)}"
         )
     if min(q.shape[-1], v.shape[-1]) < 1:
         raise ValueError(f"head dims must be at least 1: q has {q.shape}, v has {v.shape}")
     if max(q.shape[-2], k.shape[-2]) > MAX_LENGTH:
         raise ValueError(f"lengths up to {MAX_LENGTH} are supported: {q.shape}, {k.shape}")
+
+
+def _heads_fit(q, k, v) -> bool:
+    """Whether operands of these shapes fit, with grouped heads where they need that."""
+    heads = max(k[-3], v[-3])
+    if k[-2] != v[-2] or {k[-3], v[-3]} - {1, heads} or not heads or q[-3] % heads:
+        return False
+    try:
+        np.broadcast_shapes(q[:-3], k[:-3], v[:-3])
+    except ValueError:
+        return False
+    return q[-3] > 0
+
+
+def _hint_of_axes(q: Spec, k: Spec, v: Spec) -> str:
+    """How to pass operands that seem to have axes (..., length, heads, head dim), or nothing.
+
+    They do if heads outnumber positions and they fit the other way round. One query may stand for
+    any number.
+    """
+    given = {name: spec.shape for name, spec in zip("qkv", (q, k, v))}
+    if min(map(len, given.values())) < 3:
+        return ""
+    turned = {name: (*x[:-3], x[-2], x[-3], x[-1]) for name, x in given.items()}
+    seeming = [name for name, x in given.items() if x[-3] > x[-2]]
+    for names in (seeming, ["q", "k", "v"] if seeming[-2:] == ["k", "v"] else []):
+        if names and _heads_fit(*(turned[x] if x in names else given[x] for x in "qkv")):
+            return (
+                "; if axes are (..., length, heads, head dim), pass x.swapaxes(-2, -3) for "
+                f"{', '.join(names)}"
+            )
+    return ""
+
+
+def _turned(name: str, given: Spec, shape: tuple[int, ...]) -> str:
+    """How to pass what has heads and rows the wrong way round, or nothing."""
+    own = given.shape
+    if len(own) > 2 and (*own[:-3], own[-2], own[-3], own[-1]) == shape:
+        return f", as {name.split()[0]}.swapaxes(-2, -3) is"
+    return ""
 
 
 def _group(q: Spec, k: Spec, v: Spec, enable_gqa: bool, given: str) -> int:
@@ -152,16 +194,17 @@ def _group(q: Spec, k: Spec, v: Spec, enable_gqa: bool, given: str) -> int:
     if min(heads[1:]) not in (1, key_heads):
         raise ValueError(
             f"k and v have {heads[1]} and {heads[2]} heads: they must be equal ({given})"
+            f"{_hint_of_axes(q, k, v)}"
         )
     if heads[0] % key_heads:
         raise ValueError(
             f"q has {heads[0]} heads and k, v have {key_heads} ({given}): give as many, one, or "
-            "with enable_gqa=True a number that divides those of q"
+            f"with enable_gqa=True a number that divides those of q{_hint_of_axes(q, k, v)}"
         )
     if not enable_gqa:
         raise ValueError(
             f"q has {heads[0]} heads and k, v have {key_heads} ({given}): "
-            "pass enable_gqa=True for grouped heads"
+            f"pass enable_gqa=True for grouped heads{_hint_of_axes(q, k, v)}"
         )
     return heads[0] // key_heads
 
@@ -220,7 +263,8 @@ def _leading_axes(q: Spec, k: Spec, v: Spec, enable_gqa: bool) -> tuple[tuple[in
     try:
         return np.broadcast_shapes(*shapes), group
     except ValueError:
-        raise ValueError(f"leading axes do not broadcast: {given}") from None
+        hint = _hint_of_axes(q, k, v)
+        raise ValueError(f"leading axes do not broadcast: {given}{hint}") from None
 
 
 def _grouped(name: str, steps: tuple[int, ...], group: int) -> tuple[int, ...]:
@@ -232,10 +276,25 @@ def _grouped(name: str, steps: tuple[int, ...], group: int) -> tuple[int, ...]:
     return (*steps[:-1], steps[-1] * group, steps[-1])
 
 
+def _hint_of_mask(given: tuple[int, ...], shape: tuple[int, ...]) -> str:
+    """How to pass a mask that lacks axes between those of `shape`, (..., H, N, M), or nothing."""
+    *batch, _, queries, keys = shape if len(shape) > 2 else (0, *shape)
+    colons = ", ".join(":" * len(batch))
+    if batch and given == (*batch, keys):
+        return (
+            f"; if it says which keys of a batch entry are valid, pass mask[{colons}, None, None] "
+            "or kv_lengths="
+        )
+    if batch and given == (*batch, queries, keys):
+        return f"; for the same in all heads its shape is {(*batch, 1, queries, keys)}"
+    return ""
+
+
 def _mask_layout(mask: Spec, shape: tuple[int, ...]) -> tuple[MaskLayout, tuple[int, ...]]:
     """The layout of a mask that broadcasts to `shape`, and its steps along the leading axes."""
     if not _broadcasts(mask.shape, shape):
-        raise ValueError(f"mask has shape {mask.shape}: it must broadcast to {shape}")
+        hint = _hint_of_mask(mask.shape, shape)
+        raise ValueError(f"mask has shape {mask.shape}: it must broadcast to {shape}{hint}")
     strides = _spread(mask, shape, 0)
     own = [size if step else 1 for size, step in zip(shape, strides[:-2])]
     steps = Spec.contiguous(own, np.bool_).element_strides()
@@ -357,13 +416,17 @@ def make_problem(
 def check_out(name: str, given: Spec, shape: tuple[int, ...], dtype) -> None:
     """Raise where `given` cannot take a result of that shape and type."""
     if given.shape != shape:
-        raise ValueError(f"{name} has shape {given.shape}: it must be {shape}")
+        turned = _turned(name, given, shape)
+        raise ValueError(f"{name} has shape {given.shape}: it must be {shape}{turned}")
     if given.dtype != dtype:
         raise TypeError(f"{name} has dtype {given.dtype}: it must be {np.dtype(dtype)}")
     if 0 in given.shape:
         return  # NumPy gives such arrays strides of 0
-    if any(n > 1 and s == 0 for n, s in zip(given.shape, given.strides)):
-        raise ValueError(f"{name} has strides {given.strides}: its elements share memory")
+    if (shared := _overlaps_itself(given)) is not False:
+        share = "share" if shared else "may share"
+        raise ValueError(
+            f"{name} has strides {given.strides}: its elements {share} memory, give each its own"
+        )
     if not given.strides_are_whole():
         raise ValueError(
             f"{name} has strides {given.strides}: they must be multiples of its item's "
@@ -377,7 +440,8 @@ def check_read(name: str, given: Spec, shape: tuple[int, ...], dtype, exact: boo
     With `exact` it must be of type `dtype`, else of one that converts to it without loss.
     """
     if given.shape != shape:
-        raise ValueError(f"{name} has shape {given.shape}: it must be {shape}")
+        turned = _turned(name, given, shape)
+        raise ValueError(f"{name} has shape {given.shape}: it must be {shape}{turned}")
     if exact:
         if given.dtype != dtype:
             raise TypeError(f"{name} has dtype {given.dtype}: it must be {np.dtype(dtype)}")
@@ -389,8 +453,66 @@ def check_read(name: str, given: Spec, shape: tuple[int, ...], dtype, exact: boo
 
 
 def clearance(a: Spec, b: Spec) -> tuple[int, int]:
-    """Arrays overlap iff `low < address of b - address of a < high`, by the bytes they span."""
+    """The bytes that two arrays span meet iff `low < address of b - address of a < high`."""
     if 0 in a.shape or 0 in b.shape:
         return 0, 0
     (a_low, a_high), (b_low, b_high) = a.extent(), b.extent()
     return a_low - b_high, a_high - b_low
+
+
+class _Place:
+    """Where an array would lie, for NumPy to compare: nothing is read or written there."""
+
+    def __init__(self, spec: Spec, address: int):
+        self.__array_interface__ = {
+            "version": 3,
+            "shape": spec.shape,
+            "strides": spec.strides,
+            "typestr": f"|V{spec.dtype.itemsize}",
+            "data": (address, True),
+        }
+
+
+@functools.lru_cache(maxsize=1024)
+def shares_memory(a: Spec, b: Spec, distance: int) -> bool | None:
+    """Whether arrays have a byte in common; None where that would take too long to find out.
+
+    Arrays that interleave have none. `distance` is the address of `b` less that of `a`.
+    """
+    base = 1 << 62  # far from 0, whatever the distance
+    places = np.asarray(_Place(a, base)), np.asarray(_Place(b, base + distance))
+    try:
+        return np.shares_memory(*places, max_work=_SEARCH_STEPS)
+    except np.exceptions.TooHardError:
+        return None
+
+
+def _overlaps_itself(x: Spec) -> bool | None:
+    """Whether elements of one array share a byte; None where that takes too long to find out.
+
+    If two do, their indices differ along some axis. Moved down along it, one has index 0 there and
+    the other does not.
+    """
+    unsure = False
+    for axis, (size, stride) in enumerate(zip(x.shape, x.strides)):
+        if size > 1:
+            first, others = (
+                x._replace(shape=(*x.shape[:axis], n, *x.shape[axis + 1 :])) for n in (1, size - 1)
+            )
+            shared = shares_memory(first, others, stride)
+            if shared:
+                return True
+            unsure = unsure or shared is None
+    return None if unsure else False
+
+
+def check_apart(name: str, other: str, a: Spec, b: Spec, distance: int) -> None:
+    """Raise a ValueError if `name` shares memory with `other`, whose address is `distance` on."""
+    shared = shares_memory(a, b, distance)
+    if shared is None:
+        raise ValueError(
+            f"{name} may overlap {other} in memory, which strides {a.strides} and {b.strides} "
+            "leave too hard to decide: give it memory of its own"
+        )
+    if shared:
+        raise ValueError(f"{name} overlaps {other} in memory: give it memory of its own")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
+import operator
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -27,6 +29,7 @@ SHARED_BYTES = {
     70: 98304, 72: 98304, 75: 65536, 80: 166912, 86: 101376, 87: 166912, 88: 101376, 89: 101376,
     90: 232448, 100: 232448, 103: 232448, 110: 232448, 120: 101376, 121: 101376,
 }  # fmt: skip
+LEAST_ARCH = 70
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Device:
     Parameters
     ----------
     arch : int
-        Compute capability times ten (90 for an H200); 0 for the CPU.
+        Compute capability times ten (90 for an H200), from 70 on; 0 for the CPU.
     name : str
         For printing.
     multiprocessors : int
@@ -47,6 +50,11 @@ class Device:
         Size of the L2 cache.
     has_features : bool
         Whether its own instructions (sm_90a) can be compiled: by NVRTC 12.9 and later.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For what is no number of that kind.
 
     Examples
     --------
@@ -62,8 +70,30 @@ class Device:
     has_features: bool = True
 
     def __post_init__(self):
+        arch = "compute capability times ten, as 90 for an H200, or 0 for the CPU"
+        self._check_integer("arch", 0, arch)
+        if self.arch and not LEAST_ARCH <= self.arch <= 999:
+            raise ValueError(f"arch={self.arch}: give {arch}; GPUs are served from 70 on")
+        self._check_integer("multiprocessors", 1, "how many there are, 1 or more")
+        self._check_integer("shared_bytes", 0, "bytes of one block, or 0 for the architecture's")
+        self._check_integer("cache_bytes", 0, "bytes, 0 or more")
+        if not isinstance(self.name, str):
+            raise TypeError(f"name={self.name!r}: give a string")
+        if not isinstance(self.has_features, bool):
+            raise TypeError(f"has_features={self.has_features!r}: give True or False")
         if not self.shared_bytes:
             object.__setattr__(self, "shared_bytes", SHARED_BYTES.get(self.arch, 49152))
+
+    def _check_integer(self, name: str, least: int, wanted: str) -> None:
+        """Make a field an int, or raise where it is none or less than `least`."""
+        value = getattr(self, name)
+        try:
+            number = operator.index(None if isinstance(value, bool) else value)
+        except TypeError:
+            raise TypeError(f"{name}={value!r}: give an integer, {wanted}") from None
+        if number < least:
+            raise ValueError(f"{name}={value!r}: give {wanted}")
+        object.__setattr__(self, name, number)
 
     @property
     def is_cpu(self) -> bool:
@@ -357,11 +387,15 @@ class Tile:
             )
         return ""
 
+    @property
+    def kind(self) -> str:
+        """Algorithm and engine in words."""
+        return f"{self.algo}{' backward' if self.backward else ''} {self.engine}"
+
     def __str__(self):
         if self.engine == "numpy":
             return f"{self.algo} numpy {self.block_q}x{self.block_k}"
-        algo = f"{self.algo} backward" if self.backward else self.algo
-        text = f"{algo} {self.engine} {self.block_q}x{self.block_k}, {self.warps} warps"
+        text = f"{self.kind} {self.block_q}x{self.block_k}, {self.warps} warps"
         return text + (f", {self.stages} stages" if self.stages > 1 else "")
 
 
@@ -635,8 +669,19 @@ class Plan:
             f"traffic    {self.traffic / 1e9:.3f} GB without caches, unfused "
             f"{self.unfused_traffic / 1e9:.3f} GB",
         ]
-        lines += [f"rejected   {row}: {reason}" for row, reason in self.rejected]
+        lines += [f"rejected   {line}" for line in _reasons(self.rejected)]
         return "\n".join(lines)
+
+
+def _reasons(rejected):
+    """Lines of text, one for each reason, that say which rows it is of: one row, or how many."""
+    rows_of: dict[str, list[Tile]] = {}
+    for row, reason in rejected:
+        rows_of.setdefault(reason, []).append(row)
+    for reason, rows in rows_of.items():
+        counts = Counter(row.kind for row in rows)
+        several = ", ".join(f"{kind} ({n} row{'s' * (n > 1)})" for kind, n in counts.items())
+        yield f"{rows[0] if len(rows) == 1 else several}: {reason}"
 
 
 def _simt(algo, dtypes, max_dim, block_k, warps, row_lanes, lane_rows, **more):
@@ -761,7 +806,7 @@ def make_plan(problem: Problem, device: Device, algo=None, engine=None) -> Plan:
     ValueError
         If `algo` or `engine` is unknown.
     NotImplementedError
-        If no row serves; the message lists each row's reason.
+        If no row serves; the message lists the reasons, and which rows each is of.
     """
     if algo not in (None, *ALGOS):
         raise ValueError(f"algo={algo!r}: choose one of {', '.join(map(repr, ALGOS))}, or None")
@@ -789,7 +834,7 @@ def _first_that_serves(problem, device, algo, engine) -> Plan:
                 return Plan(problem, device, row, tuple(rejected))
             rejected.append((row, reason))
     asked = ", ".join(f"{n}={v!r}" for n, v in (("algo", algo), ("engine", engine)) if v)
-    reasons = "\n".join(f"  {row}: {reason}" for row, reason in rejected)
+    reasons = "\n".join(f"  {line}" for line in _reasons(rejected))
     reasons = reasons or "  there is no kernel of that kind"
     raise NotImplementedError(
         f"no kernel serves {problem} on {device}{' with ' + asked if asked else ''}:\n{reasons}"

@@ -3,6 +3,7 @@
 import copy
 import itertools
 import math
+import operator
 import pickle
 import subprocess
 import sys
@@ -142,11 +143,21 @@ def test_combining_needs_masks_that_fit():
     two, three = (BlockMask(np.ones((n, 1, 1), bool)) for n in (2, 3))
     with pytest.raises(ValueError, match=r"shapes \(2, 128, 128\) and \(3, 128, 128\) .*broadcast"):
         two | three
-    for other in (True, np.ones((64, 64), bool), None):
-        with pytest.raises(TypeError, match="unsupported operand|does not support ufuncs"):
+    for other in (True, None, "mask"):
+        with pytest.raises(TypeError, match="unsupported operand"):
             mask & other
-        with pytest.raises(TypeError, match="unsupported operand|does not support ufuncs"):
+        with pytest.raises(TypeError, match="unsupported operand"):
             other | mask
+    message = r"BlockMask and a ndarray do not combine: .*with BlockMask.from_dense\(x, block_size"
+    for array in (np.ones((64, 64), bool), np.ones((64, 64))):
+        for combine in (operator.and_, operator.or_):
+            for pair in ((mask, array), (array, mask)):
+                with pytest.raises(TypeError, match=message):
+                    combine(*pair)
+    with pytest.raises(
+        TypeError, match=r"and a csr_array do not .*BlockMask.from_scipy\(x, block_s"
+    ):
+        mask & scipy.sparse.csr_array(np.ones((64, 64)))
 
 
 def test_what_takes_several_chunks(monkeypatch):
@@ -157,6 +168,9 @@ def test_what_takes_several_chunks(monkeypatch):
     assert_is(mask.T, dense.swapaxes(1, 2))
     assert_tiles(mask, dense, 50, 70)
     assert_is(causal, reference.visible_keys((300, 200), causal=True))
+    for block_size in (128, 1024):  # of one of which only some rows are looked at together
+        assert_is(BlockMask.from_dense(dense, block_size), dense)
+        assert_is(BlockMask.causal((300, 200), block_size=block_size), causal.to_dense())
 
 
 @settings(max_examples=50)
@@ -413,6 +427,31 @@ def test_global_local(shape, tokens, block_size):
     assert_is(mask, dense)
 
 
+def test_numbers_of_any_size_and_type():
+    """What lies beyond the mask counts as its end."""
+    shape, huge = (40, 300), 1 << 70
+    assert BlockMask.dilated(shape, None, huge) == BlockMask.sliding_window(shape, 0)
+    assert BlockMask.dilated(shape, (huge, huge), huge) == BlockMask.sliding_window(shape, 0)
+    assert BlockMask.dilated(shape, huge, 1) == BlockMask.sliding_window(shape, None)
+    assert BlockMask.sliding_window(shape, (huge, 0)) == BlockMask.causal(shape)
+    assert BlockMask.sliding_window(shape, np.array(7)) == BlockMask.sliding_window(shape, 7)
+    everything = BlockMask.sliding_window(shape, None)
+    for length in (huge, 1 << 63, np.uint64(1 << 63), np.array(1 << 64 - 1, np.uint64)):
+        assert BlockMask.prefix(shape, length) == everything
+    assert BlockMask.prefix(shape, np.int8(100)) == BlockMask.prefix(shape, 100)
+    assert BlockMask.global_local(shape, huge, 0) == everything
+    for dtype in (np.uint8, np.int8, np.uint64):
+        tokens = [1, 100]
+        for turned in (shape, shape[::-1]):
+            some = [token for token in tokens if token < turned[1]]
+            assert BlockMask.global_local(turned, 2, np.array(some, dtype)) == (
+                BlockMask.global_local(turned, 2, some)
+            )
+    ids = np.array([1 << 63, (1 << 63) + 1, 0, 1 << 63], np.uint64)
+    assert_is(BlockMask.documents(ids), ids[:, None] == ids)
+    assert not BlockMask.documents(ids, np.array([-(1 << 63), -1])).density
+
+
 def test_no_elements():
     for shape in ((0, 5), (5, 0), (0, 0)):
         for mask in (
@@ -534,6 +573,87 @@ def test_svg(n):
     assert crossed.get("fill") == "none"
 
 
+def patterns_of(shape, block_size):
+    """One of each kind, and what it shows, from another way to make it."""
+    n, m = shape
+    q, k = np.arange(n)[:, None], np.arange(m)
+    ids = (np.arange(n) // 30, np.arange(m) // 30)
+    dense = (q * 7 + k * k) % 5 < 2
+    size = {"block_size": block_size}
+    shown = {
+        "dense": (BlockMask.from_dense(dense, **size), dense),
+        "function": (
+            BlockMask.from_function(lambda b, h, q, k: (q * 7 + k * k) % 5 < 2, shape, **size),
+            dense,
+        ),
+        "sparse": (BlockMask.from_scipy(scipy.sparse.csr_array(dense), **size), dense),
+        "prefix": (BlockMask.prefix(shape, 20, "top_left", **size), (k <= q) | (k < 20)),
+        "documents": (BlockMask.documents(*ids, **size), ids[0][:, None] == ids[1]),
+        "dilated": (
+            BlockMask.dilated(shape, 40, 3, "top_left", **size),
+            (abs(q - k) <= 40) & ((q - k) % 3 == 0),
+        ),
+        "global": (
+            BlockMask.global_local(shape, 9, [5, 15], **size),
+            (abs(k - q - m + n) <= 9) | np.isin(k, [5, 15]) | np.isin(q + m - n, [5, 15]),
+        ),
+    }
+    for name in ("causal", "sliding_window"):
+        window = {"window": (12, 30)} if name == "sliding_window" else {}
+        mask = getattr(BlockMask, name)(shape, **window, **size)
+        shown[name] = mask, reference.visible_keys(shape, causal=name == "causal", **window)
+    return shown
+
+
+@pytest.mark.parametrize("block_size", [256, (16, 4096), (4096, 48), 1 << 70])
+def test_blocks_larger_than_the_mask(block_size):
+    for shape in ((100, 130), (1, 20), (33, 16)):
+        for mask, dense in patterns_of(shape, block_size).values():
+            size = block_size if isinstance(block_size, tuple) else (block_size, block_size)
+            assert mask.block_size == size
+            np.testing.assert_array_equal(mask.to_dense(), dense)
+            np.testing.assert_array_equal(mask.T.to_dense(), dense.T)
+            assert mask.T.block_size == size[::-1]
+            assert_tiles(mask, dense, 32, 64)
+            assert_tiles(mask, dense, 256, 100)
+            assert mask.density == dense.mean()
+            assert mask == BlockMask.from_dense(dense, block_size)
+            small = BlockMask.causal(shape, block_size=48)
+            for both in (mask & small, small & mask):
+                assert_is(both, dense & small.to_dense())
+                assert both.block_size == tuple(math.gcd(n, 48) for n in size)
+            assert pickle.loads(pickle.dumps(mask)) == mask
+
+
+@pytest.mark.parametrize(("n", "block_size"), [(100, 16384), (1500, 1 << 20)])
+def test_memory_is_that_of_the_masks_own_elements(n, block_size):
+    shape, dense = (n, n), np.tri(n, dtype=bool)
+    sparse, ids = scipy.sparse.eye_array(n, format="csr"), np.arange(n) // 7
+    size = {"block_size": block_size}
+    for make in (
+        lambda: BlockMask.causal(shape, **size),
+        lambda: BlockMask.sliding_window(shape, 30, **size),
+        lambda: BlockMask.prefix(shape, 30, **size),
+        lambda: BlockMask.dilated(shape, 90, 3, **size),
+        lambda: BlockMask.documents(ids, **size),
+        lambda: BlockMask.global_local(shape, 9, [5, 50], **size),
+        lambda: BlockMask.from_dense(dense, **size),
+        lambda: BlockMask.from_function(lambda b, h, q, k: k <= q, shape, **size),
+        lambda: BlockMask.from_scipy(sparse, **size),
+        lambda: BlockMask.from_dense(dense, **size).T,
+        lambda: BlockMask.from_dense(dense, **size) & BlockMask.causal(shape, **size),
+    ):
+        tracemalloc.start()
+        try:
+            made = make()
+            held, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert held < n * n + 20_000  # a byte for each, to start with
+        assert peak < 8 * n * n + 500_000
+        assert made.block_size == (block_size, block_size)
+
+
 def test_a_large_mask_takes_little_memory():
     n, block = 32768, 128
     tracemalloc.start()
@@ -631,6 +751,7 @@ def returning(x):
         (lambda: BlockMask.prefix((2, 2), 1.0), TypeError, "length has dtype float64: give int"),
         (lambda: BlockMask.prefix((2, 2), 1, "up"), ValueError, "alignment='up': give"),
         (lambda: BlockMask.documents([0.5]), TypeError, "query_ids has dtype float64: give int"),
+        (lambda: BlockMask.documents([1 << 70]), TypeError, "give integers of at most 64 bits"),
         (lambda: BlockMask.documents(3), ValueError, r"query_ids has shape \(\): give an axis"),
         (lambda: BlockMask.documents([1], [True]), TypeError, "key_ids has dtype bool: give int"),
         (lambda: BlockMask.documents([[1]] * 2, [[1]] * 3), ValueError,
@@ -641,6 +762,8 @@ def returning(x):
          "global_tokens=3: give a number of tokens up to 2"),
         (lambda: BlockMask.global_local((2, 2), 1, [2]), ValueError, r"global_tokens=\[2\]: "),
         (lambda: BlockMask.global_local((2, 2), 1, [-1]), ValueError, r"global_tokens=\[-1\]: "),
+        (lambda: BlockMask.global_local((2, 2), 1, 1 << 70), ValueError, "number of tokens up t"),
+        (lambda: BlockMask.prefix((2, 2), -1 << 70), ValueError, "length=-.*a prefix has 0 keys"),
         (lambda: BlockMask.global_local((2, 2), 1, -1), ValueError, "global_tokens=-1: give"),
         (lambda: BlockMask.global_local((2, 2), 1, [[1]]), ValueError, r"global_tokens=\[\[1\]\]"),
         (lambda: BlockMask.global_local((2, 2), 1, [0.5]), TypeError, "global_tokens has dtype fl"),
@@ -652,3 +775,46 @@ def returning(x):
 def test_errors_say_what_was_given_and_what_would_work(make, kind, message):
     with pytest.raises(kind, match=message):
         make()
+
+
+def test_masked_arrays_are_refused():
+    """Their masks would be lost."""
+    masked = np.ma.array(ones, mask=[[0, 1], [0, 0]])
+    numbers = masked.astype(int)
+    for make, instead in (
+        (lambda: BlockMask(masked), r"blocks.filled\(False\)"),
+        (lambda: BlockMask.from_dense(masked), r"mask.filled\(False\)"),
+        (lambda: BlockMask.documents(numbers), r"query_ids.filled\(...\)"),
+        (lambda: BlockMask.documents([1, 2], numbers[0]), r"key_ids.filled\(...\)"),
+        (lambda: BlockMask.prefix((2, 2), numbers), r"length.filled\(...\)"),
+        (lambda: BlockMask.global_local((2, 2), 1, numbers[0]), r"global_tokens.filled\(...\)"),
+    ):
+        with pytest.raises(TypeError, match=f"is a MaskedArray, .* ignored: give {instead}"):
+            make()
+
+
+@pytest.mark.parametrize(
+    ("f", "kind", "message"),
+    [
+        (
+            lambda q, k: k <= q,
+            TypeError,
+            r"f takes \(q, k\): give a function f\(b, h, q, k\) of bat",
+        ),
+        (np.less, TypeError, r"f takes .*: give a function f\(b, h, q, k\)"),
+        (lambda b, h, q, k: k <= q and q - k < 9, ValueError, "write & | ~ for and, or, not"),
+        (lambda b, h, q, k: 0 <= q - k < 9, ValueError, "f asks for one truth value of many el"),
+        (lambda b, h, q, k: k < q if h else k > q + b, None, ""),  # one head and batch entry
+        (lambda b, h, q, k: k < q if k > 3 else k > q, ValueError, "numpy.where for if"),
+        (lambda b, h, q, k: int("q"), ValueError, "invalid literal"),
+        (lambda b, h, q, k: q.missing(), AttributeError, "missing"),
+        (lambda *positions: positions[3] <= positions[2], None, ""),
+        (lambda b, h, q, k, near=9: q - k < near, None, ""),
+    ],
+)
+def test_functions_that_do_not_do(f, kind, message):
+    if kind is None:
+        BlockMask.from_function(f, (20, 20))
+        return
+    with pytest.raises(kind, match=message):
+        BlockMask.from_function(f, (20, 20))

@@ -834,6 +834,9 @@ def test_workspace_that_does_not_do(cupy, engine):
         with pytest.raises((TypeError, ValueError), match=message):
             cuflash.attention(q, k, v, out=out, workspace=workspace, **kernel)
         assert (out.get() == 7).all()
+    assert not cuflash.plan(q, k, v, algo="fa2").workspace_bytes
+    with pytest.raises(ValueError, match="workspace is a str: give a contiguous CuPy array"):
+        cuflash.attention(q, k, v, algo="fa2", workspace="nonsense")
 
 
 @EACH_KERNEL
@@ -969,8 +972,18 @@ def test_lengths_of_any_kind(cupy):
         tuple(values),
         cupy.asarray(values, np.int64),
         cupy.asarray(values, np.uint8),
+        np.array(values, np.int32),
+        np.array(values, np.uint8),
     ):
         assert same_bits(cuflash.attention(q, k, v, kv_lengths=lengths), expected)
+    largest = [1 << 63, 7, (1 << 64) - 1]
+    expected = cuflash.attention(q, k, v, kv_lengths=cupy.asarray([40, 7, 40]))
+    for lengths in (largest, np.array(largest, np.uint64), cupy.asarray(largest, np.uint64)):
+        assert same_bits(cuflash.attention(q, k, v, kv_lengths=lengths), expected)
+    both = {"q_lengths": np.array([3, 4, 5]), "kv_lengths": cupy.asarray(values, np.int32)}
+    on_device = {name: cupy.asarray(x) for name, x in both.items()}
+    expected = cuflash.attention(q, k, v, **on_device)
+    assert same_bits(cuflash.attention(q, k, v, **both), expected)
     one = cuflash.attention(q, k, v, kv_lengths=7)
     assert same_bits(one, cuflash.attention(q, k, v, kv_lengths=cupy.full(3, 7, np.int32)))
 
@@ -983,9 +996,32 @@ def test_arrays_in_different_places(cupy):
         cuflash.attention(q, k.get(), v)
     with pytest.raises(ValueError, match="out on the CPU"):
         cuflash.attention(q, k, v, out=out)
-    with pytest.raises(ValueError, match="kv_lengths on the CPU"):
-        cuflash.attention(q[:, None], k[:, None], v[:, None], kv_lengths=np.array([1, 2]))
+    with pytest.raises(ValueError, match="kv_lengths on GPU"):
+        cuflash.attention(*(x.get() for x in (q, k, v)), kv_lengths=cupy.array(1))
     assert (out == 7).all()
+
+
+def test_results_that_interleave(cupy):
+    """In one buffer with each other or an input, but without an element in common."""
+    x = random(cupy, "float16", 2, 70, 3, 64).swapaxes(1, 2)
+    dout = random(cupy, "float16", 2, 3, 70, 64, seed=1)
+    out, lse = cuflash.attention(x, x, x, return_lse=True)
+    expected = cuflash.attention_backward(dout, x, x, x, out, lse)
+    packed = cupy.full((2, 70, 3, 3, 64), 7, np.float16)
+    grads = tuple(packed[:, :, i].swapaxes(1, 2) for i in range(3))
+    got = cuflash.attention_backward(dout, x, x, x, out, lse, grads_out=grads)
+    for a, b, c in zip(got, grads, expected, strict=True):
+        assert a is b
+        assert same_bits(a, c)
+    q, beside = (packed[:, :, i].swapaxes(1, 2) for i in range(2))
+    q[...] = x
+    cuflash.attention(q, x, x, out=beside)
+    assert same_bits(beside, out)
+    with pytest.raises(ValueError, match="out overlaps q in memory"):
+        cuflash.attention(q, x, x, out=q[:, ::-1])
+    lengths = cupy.ndarray(2, np.int32, out.data)
+    with pytest.raises(ValueError, match="out overlaps kv_lengths in memory"):
+        cuflash.attention(q, x, x, out=out, kv_lengths=lengths)
 
 
 def test_errors_leave_out_alone(cupy):

@@ -389,6 +389,32 @@ def test_copies_and_stages(launch):
     assert grads[1].dtype == np.float32
 
 
+def test_a_workspace_that_is_not_needed(launch):
+    given = {name: make(2, 8, 100, 64) for name in "qkv"}
+    call, *rest = call_of(ForwardCall, given)
+    assert not call.plan.workspace_bytes
+    launch.run(call, *rest, 1, make(8))
+    with pytest.raises(ValueError, match="workspace is a str: give a contiguous CuPy array"):
+        launch.run(call, *rest, 1, "nonsense")
+    assert len(launch.launched) == 1
+
+
+def test_lengths_of_the_host_beside_device_arrays(launch):
+    q, k, v = (make(2, 8, 100, 64) for _ in range(3))
+    host = np.array([60, 7], np.int32)
+    for kv_lengths in (host, [60, 7], 7):
+        arrays = sys.modules["cuflash.attention"]._forward_arrays(
+            q, k, v, None, False, None, kv_lengths
+        )
+        call, device_id, addresses = find_call(ForwardCall, arrays, OPTIONS, H200)
+        launch.run(call, device_id, arrays, addresses, 1, None)
+        place = ForwardCall.operands.index("kv_lengths")
+        assert launch.launched[-1][-1]["kv_lengths"] == arrays[place].data.ptr
+        np.testing.assert_array_equal(arrays[place].values, kv_lengths)
+        with capturing(), pytest.raises(RuntimeError, match="no copy, lengths on the device among"):
+            cuflash.attention(q, k, v, kv_lengths=kv_lengths)
+
+
 @pytest.mark.parametrize("kind", [ForwardCall, BackwardCall])
 def test_empty_calls_launch_nothing(launch, kind):
     given = {name: make(2, 3, 0 if name in "kv" else 5, 8) for name in "qkv"}

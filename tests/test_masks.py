@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cuflash import reference
-from cuflash.masks import ALIGNMENTS, Band
+from cuflash.masks import ALIGNMENTS, Band, integers_of, window_sides
 from cuflash.scores import ScoreMod, softcap
 
 lengths = st.integers(0, 12)
@@ -65,6 +65,47 @@ def test_options(causal, window):
     for n, m in ((5, 8), (8, 5), (4, 4)):
         expected = reference.visible_keys((n, m), causal=causal, window=window)
         np.testing.assert_array_equal(band.to_dense(n, m), expected)
+
+
+def test_windows_of_any_integers():
+    for two in (2, np.int8(2), np.array(2), np.array(2, np.uint64)):
+        for window, sides in ((two, (2, 2)), ((two, None), (2, None)), ([None, two], (None, 2))):
+            assert window_sides(window) == sides
+            assert {type(side) for side in window_sides(window)} <= {int, type(None)}
+    for wrong in (np.array([2]), np.array(2.0), np.array(True), "2", (2, np.array([3]))):
+        with pytest.raises(TypeError, match="window=.*: widths are integers or None; give one or"):
+            window_sides(wrong)
+
+    class OnDevice:
+        __cuda_array_interface__ = None
+
+        def __index__(self):
+            raise AssertionError("a device's value is not read back")
+
+    with pytest.raises(TypeError, match="widths are integers or None"):
+        window_sides(OnDevice())
+
+
+def test_a_negative_width_is_no_open_side():
+    for window in (-1, (-1, -1), (3, -1)):
+        with pytest.raises(ValueError, match=r"not negative; None leaves a side open, as -1 does"):
+            window_sides(window)
+    with pytest.raises(ValueError, match=r"widths are not negative$"):
+        window_sides(-2)
+
+
+def test_integers_of_any_size():
+    least, greatest = -(1 << 63), (1 << 63) - 1
+    for values, expected in (
+        (3, 3), ([], []), ([[]], [[]]), (1 << 63, greatest), (1 << 70, greatest), (-1 << 70, least),
+        ([1 << 64, 5], [greatest, 5]), ([1 << 63, -1], [greatest, -1]),
+        (np.uint64(1 << 63), greatest), ([np.int64(4), 1 << 90], [4, greatest]),
+    ):  # fmt: skip
+        got = integers_of(values)
+        assert got.dtype == np.int64
+        np.testing.assert_array_equal(got, expected)
+    for other in (1.5, [1.0, 2.0], True, [1, None], [1 << 70, True], "3"):
+        assert integers_of(other).dtype.kind not in "iu"
 
 
 def test_drawing():

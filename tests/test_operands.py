@@ -11,12 +11,15 @@ from cuflash.operands import (
     MAX_AXES,
     MAX_LENGTH,
     Spec,
+    check_apart,
+    check_out,
     check_read,
     check_shapes,
     clearance,
     conformed,
     make_layout,
     result_dtype,
+    shares_memory,
 )
 
 as_strided = np.lib.stride_tricks.as_strided
@@ -223,6 +226,39 @@ def test_too_many_irregular_axes():
     make_layout(*[spec_of(x[0])] * 3)
 
 
+HINTS = {  # shapes of q, k and v, what the error says first, and which operands to turn
+    "all": ((2, 128, 8, 4), (2, 96, 8, 4), (2, 96, 8, 4), "q has 128 heads", "q, k, v"),
+    "heads that divide": ((128, 8, 4), (64, 8, 4), (64, 8, 4), "pass enable_gqa=True", "q, k, v"),
+    "grouped": ((2, 128, 8, 4), (2, 96, 2, 4), (2, 96, 2, 4), "q has 128 heads", "q, k, v"),
+    "one key head": ((2, 128, 8, 4), (2, 96, 1, 4), (2, 96, 1, 4), "q has 128", "q, k, v"),
+    "few queries": ((2, 3, 8, 4), (2, 96, 8, 4), (2, 96, 8, 4), "q has 3 heads", "q, k, v"),
+    "queries": ((2, 128, 8, 4), (2, 8, 96, 4), (2, 8, 96, 4), "q has 128 heads", "q"),
+    "keys": ((2, 8, 128, 4), (2, 96, 8, 4), (2, 96, 8, 4), "k, v have 96", "k, v"),
+    "values": ((2, 8, 128, 4), (2, 8, 96, 4), (2, 96, 8, 4), "lengths 96 and 8", "v"),
+    "other heads of keys": ((2, 8, 9, 4), (2, 96, 8, 4), (2, 8, 96, 4), "lengths 8 and 96", "k"),
+    "grouped heads": ((2, 6, 50, 4), (2, 3, 70, 4), (2, 3, 70, 4), "pass enable_gqa=True", ""),
+    "decoding": ((2, 32, 1, 4), (2, 8, 96, 4), (2, 8, 96, 4), "pass enable_gqa=True", ""),
+    "batch": ((2, 8, 9, 4), (3, 8, 9, 4), (3, 8, 9, 4), "do not broadcast", ""),
+    "lengths": ((2, 8, 9, 4), (2, 8, 9, 4), (2, 8, 7, 4), "lengths 9 and 7", ""),
+    "one head": ((9, 4), (9, 4), (7, 4), "lengths 9 and 7", ""),
+    "no heads": ((2, 8, 0, 4), (2, 9, 0, 4), (2, 9, 0, 4), "q has 8 heads", ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HINTS)
+def test_hints_of_axes_the_other_way_round(name):
+    *shapes, message, names = HINTS[name]
+    with pytest.raises(ValueError, match=message) as caught:
+        make_layout(*(Spec.contiguous(shape, np.dtype("f4")) for shape in shapes))
+    hint = "; if axes are (..., length, heads, head dim), pass x.swapaxes(-2, -3) for "
+    assert str(caught.value).partition(hint)[2] == names
+    if names:  # and that is right
+        turned = [(*s[:-3], s[-2], s[-3], s[-1]) if n in names else s
+                  for n, s in zip("qkv", shapes, strict=True)]  # fmt: skip
+        turned = [Spec.contiguous(shape, np.dtype("f4")) for shape in turned]
+        make_layout(*turned, enable_gqa=True)
+
+
 def test_longest_sequence():
     long = Spec.contiguous((MAX_LENGTH + 1, 1), np.dtype("f4"))
     with pytest.raises(ValueError, match=f"lengths up to {MAX_LENGTH}"):
@@ -247,6 +283,74 @@ def test_overlap_is_that_of_byte_ranges(data):
     a, b = part(), part()
     got = overlap(a, b)
     assert got == np.may_share_memory(a, b)
+
+
+def pieces(data, memory):
+    """A view of memory with strides of its own: steps, directions and repeated elements."""
+    shape = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    strides = [data.draw(st.integers(-9, 9)) for _ in shape]
+    reach = [(n - 1) * s for n, s in zip(shape, strides, strict=True)]
+    low, high = -sum(r for r in reach if r < 0), sum(r for r in reach if r > 0)
+    itemsize = data.draw(st.sampled_from([1, 2, 4]))
+    begin = data.draw(st.integers(low, len(memory) - high - itemsize))
+    return as_strided(memory[begin : begin + itemsize].view(f"V{itemsize}"), shape, strides)
+
+
+def bytes_of(x):
+    """Addresses of all bytes of all elements, each as often as an element has it."""
+    places = np.array([x.ctypes.data])
+    for n, s in zip(x.shape, x.strides, strict=True):
+        places = (places[:, None] + s * np.arange(n)).ravel()
+    return (places[:, None] + np.arange(x.itemsize)).ravel()
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_shared_memory_is_that_of_elements(data):
+    memory = np.zeros(150, np.uint8)
+    a, b = pieces(data, memory), pieces(data, memory)
+    distance = b.ctypes.data - a.ctypes.data
+    expected = bool(set(bytes_of(a)) & set(bytes_of(b)))
+    assert shares_memory(spec_of(a), spec_of(b), distance) == expected
+    assert shares_memory(spec_of(b), spec_of(a), -distance) == expected
+    assert not (expected and not overlap(a, b))  # what shares memory spans the same bytes
+
+
+@settings(max_examples=300)
+@given(st.data())
+def test_a_result_has_no_byte_twice(data):
+    x = pieces(data, np.zeros(150, np.uint8))
+    spec = spec_of(x)._replace(dtype=np.dtype(f"i{x.itemsize}"))
+    places = bytes_of(x)
+    if len(set(places)) < len(places):
+        with pytest.raises(ValueError, match="its elements share memory, give each its own"):
+            check_out("out", spec, spec.shape, spec.dtype)
+    elif spec.strides_are_whole():
+        check_out("out", spec, spec.shape, spec.dtype)
+
+
+def test_places_that_are_too_hard_to_compare(monkeypatch):
+    rng = np.random.default_rng(0)
+    shape = (30,) * 6
+    a, b = (Spec(shape, tuple(8 * rng.integers(1, 9999, 6)), np.dtype("f4")) for _ in range(2))
+    assert shares_memory(a, b, 4) is False  # strides are multiples of 8
+    monkeypatch.setattr("cuflash.operands._SEARCH_STEPS", 1)
+    shares_memory.cache_clear()
+    a = Spec(shape, tuple(rng.integers(1, 9999, 6).tolist()), np.dtype("i1"))
+    b = Spec(shape, tuple(rng.integers(1, 9999, 6).tolist()), np.dtype("i1"))
+    distance = 2 * sum(b.strides) + 1
+    assert shares_memory(a, b, distance) is None
+    with pytest.raises(ValueError, match="out may overlap q in memory, .*give it memory of its"):
+        check_apart("out", "q", a, b, distance)
+    with pytest.raises(ValueError, match="its elements may share memory, give each its own"):
+        check_out("out", a, a.shape, a.dtype)
+    shares_memory.cache_clear()
+
+
+@pytest.mark.parametrize("distance", [0, 2, -(1 << 47), 1 << 47])
+def test_places_far_apart(distance):
+    wide = Spec((2, 3), (1 << 40, 4), np.dtype("f2"))
+    assert shares_memory(wide, wide, distance) == (distance == 0)
 
 
 def test_an_empty_array_overlaps_nothing():

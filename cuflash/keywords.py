@@ -1,0 +1,89 @@
+"""What other libraries' arguments are called here: said where one of them is given."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import TypeVar
+
+Function = TypeVar("Function", bound=Callable)
+
+_MASK = "mask= takes an array of bool, True where a query may attend, or a BlockMask"
+_NO_ADDEND = f"nothing is added to scores; {_MASK}"
+_NO_DROPOUT = "there is no dropout here"
+_NO_WEIGHTS = "weights are never in memory; return_lse=True gives each row's sum of exponentials"
+_PACKED = "packed sequences are one here, in which mask=BlockMask.documents(ids) keeps them apart"
+_KERNEL = "algo= and engine= choose the kernel"
+_ON_KEYS = "kv_lengths= says how many keys are valid"
+_ON_QUERIES = "q_lengths= says how many queries are valid"
+_POSITIONS = "leave the name out, or call it"
+
+# Of PyTorch and its flex_attention, flash-attn, JAX, xformers, cuDNN and Triton's tutorial.
+ELSEWHERE = {
+    "query": f"{_POSITIONS} q",
+    "key": f"{_POSITIONS} k",
+    "value": f"{_POSITIONS} v",
+    "is_causal": "causal=True ends the diagonal at the last query and key, causal='top_left' "
+    "starts it at the first ones, as is_causal does in PyTorch and JAX",
+    "attn_mask": f"{_MASK}; nothing is added to scores",
+    "attn_bias": _NO_ADDEND,
+    "bias": _NO_ADDEND,
+    "alibi_slopes": _NO_ADDEND,
+    "score_mod": "softcap= is the only change of scores",
+    "block_mask": _MASK,
+    "key_padding_mask": "kv_lengths= hides padding at the end, mask=seen[:, None, None] any keys "
+    "that seen, of shape (B, M), is False for",
+    "dropout_p": _NO_DROPOUT,
+    "dropout": _NO_DROPOUT,
+    "dropout_rate": _NO_DROPOUT,
+    "p": _NO_DROPOUT,
+    "softmax_scale": "scale= is what q.k is multiplied by",
+    "sm_scale": "scale= is what q.k is multiplied by",
+    "window_size": "it is window=(left, right) here, with None, not -1, for an open side",
+    "local_window_size": "it is window=(left, right) here, with None for an open side",
+    "query_seq_lengths": _ON_QUERIES,
+    "key_value_seq_lengths": _ON_KEYS,
+    "seqused_k": _ON_KEYS,
+    "cache_seqlens": f"{_ON_KEYS}, those just appended included",
+    "cu_seqlens": _PACKED,
+    "cu_seqlens_q": _PACKED,
+    "cu_seqlens_k": _PACKED,
+    "return_attn_probs": _NO_WEIGHTS,
+    "need_weights": _NO_WEIGHTS,
+    "return_residual": "return_lse=True returns the logarithm of each row's sum of exponentials",
+    "return_softmax_lse": "return_lse=True returns it",
+    "implementation": _KERNEL,
+    "backend": _KERNEL,
+    "op": _KERNEL,
+    "deterministic": "the result always is; attention_backward takes deterministic=",
+}
+
+
+def explains_keywords(function: Function) -> Function:
+    """`function`, whose TypeError for an argument of another library says what to give instead.
+
+    Its signature stays as it is: no other keyword is taken.
+    """
+
+    @functools.wraps(function)
+    def call(*args, **options):
+        try:
+            return function(*args, **options)
+        except TypeError as error:
+            if error.__traceback__.tb_next is None:  # raised by the call itself, not inside
+                _explain(function, options)
+            raise
+
+    return call
+
+
+def _explain(function, options) -> None:
+    """Raise a TypeError for the first keyword that is another library's, if there is one."""
+    known = inspect.signature(function).parameters
+    for name in options:
+        if name not in known and name in ELSEWHERE:
+            raise TypeError(
+                f"{function.__name__}() got an unexpected keyword argument {name!r}: "
+                f"{ELSEWHERE[name]}"
+            ) from None
