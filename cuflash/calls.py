@@ -8,7 +8,7 @@ from functools import cache
 import numpy as np
 
 from . import host
-from .arrays import check_places, conform
+from .arrays import check_places, conform, memory_module
 from .block_mask import BlockMask
 from .head import head_masks
 from .masks import Band, window_sides
@@ -28,6 +28,7 @@ from .plan import CHUNK_BYTES, CPU, Device, make_plan
 from .scores import UNSCALED, checked_scale
 from .scores import softcap as softcap_score
 
+_LARGEST_ITEM = 8  # bytes
 _MAX_CALLS = 1024  # kinds of call that are remembered
 _calls: dict[tuple, _Call] = {}
 _LENGTHS = ("q_lengths", "kv_lengths")
@@ -324,7 +325,31 @@ def run_call(kind: type[_Call], arrays, options, count: int, mask=None, workspac
                 "arrays leave it out"
             )
         return _run_host(call, list(arrays), mask, count)
+    bits = 0
+    for address in addresses:
+        bits |= address
+    if bits % _LARGEST_ITEM and (wrong := _not_on_whole_items(arrays, addresses)):
+        return _run_on_copies(wrong, call, arrays, options, count, mask, workspace)
     return launch_module().run(call, device_id, arrays, addresses, count, workspace, mask)
+
+
+def _not_on_whole_items(arrays, addresses) -> list[int]:
+    """Operands whose address is not a multiple of their item's size."""
+    given = ((i, x) for i, x in enumerate(arrays) if x is not None)
+    return [i for i, x in given if addresses[i] % x.dtype.itemsize]
+
+
+def _run_on_copies(wrong, call: _Call, arrays, options, count: int, mask, workspace):
+    """Run a call on CuPy arrays of which copies stand for the operands `wrong`."""
+    memory = memory_module()
+    with arrays[0].device:
+        copies = [memory.on_whole_items(x) if i in wrong else x for i, x in enumerate(arrays)]
+        results = run_call(type(call), tuple(copies), options, count, mask, workspace)
+        for number, (slot, _) in enumerate(call.results[:count]):
+            if slot in wrong:
+                memory.copy_bytes(arrays[slot], results[number])
+                results[number] = arrays[slot]
+    return results
 
 
 def _run_host(call: _Call, arrays, mask, count: int):

@@ -6,11 +6,12 @@ import ctypes
 import functools
 import struct
 import sys
+import threading
 
 import cupy
 import numpy as np
 
-from .memory import conform, device_lists, empty, workspace
+from .memory import FIRST_CALL, conform, device_lists, empty, refuse_capture, workspace
 from .params import pack, pointers, workspace_pointers
 from .plan import Device, Launch, Plan
 from .tensor_maps import MAP_BYTES, OPERANDS, TABLES_BYTES, TensorMap, tensor_maps
@@ -39,6 +40,7 @@ def device_facts(device_id: int) -> Device:
 
 @functools.lru_cache(maxsize=512)
 def _load(source: str, name: str, options: tuple, shared_bytes: int, device_id: int):
+    refuse_capture(FIRST_CALL)
     with cupy.cuda.Device(device_id):
         kernel = cupy.RawKernel(source, name, options)
         try:
@@ -75,17 +77,34 @@ def _encode_function():
     return function
 
 
-@functools.lru_cache(maxsize=64)
+_ORDER_BYTES = 64 << 20  # of one device, for the orders of work of all kinds of call: thousands
+_orders: dict[tuple, cupy.ndarray] = {}
+_ordering = threading.Lock()
+
+
 def _order_on_device(plan: Plan, device_id: int):
-    """The plan's order of work in device memory, for all streams, or None where it has none."""
+    """The plan's order of work in device memory, for all streams, or None where it has none.
+
+    A captured CUDA graph holds its address, and nobody knows how long: it stays as long as the
+    process. Where orders take too much by now a plan does without one, which is right, and slower
+    under a mask that gives items different lengths.
+    """
     order = work_order(plan)
     if order is None:
         return None
-    with cupy.cuda.Device(device_id):
-        held = empty(order.shape, order.dtype)
-        held.set(order)
-        cupy.cuda.get_current_stream().synchronize()
-    return held
+    key = device_id, order.shape, order.tobytes()
+    with _ordering:
+        if key not in _orders:
+            refuse_capture(FIRST_CALL)
+            taken = sum(x.nbytes for (device, *_), x in _orders.items() if device == device_id)
+            if taken + order.nbytes > _ORDER_BYTES:
+                return None
+            with cupy.cuda.Device(device_id):
+                held = empty(order.shape, order.dtype)
+                held.set(order)
+                cupy.cuda.get_current_stream().synchronize()
+            _orders[key] = held
+        return _orders[key]
 
 
 def table_maker(maps: dict[str, TensorMap], dtype: str, order):

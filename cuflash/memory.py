@@ -23,14 +23,24 @@ def as_array(x) -> cupy.ndarray:
     return cupy.asarray(x)
 
 
-def refuse_capture() -> None:
+_NO_MEMORY = (
+    "pass out= (or grads_out=), workspace= where plan.workspace_bytes is not 0, and arrays that "
+    "need no copy, lengths on the device among them: memory taken now would be reused later"
+)
+FIRST_CALL = (
+    "only kinds of call that have run before are taken, since the first one compiles and copies: "
+    "call once before capturing"
+)
+_FIRST_USE = (
+    "only masks that have been used before, in a call of this kind, are taken, since their first "
+    "use copies lists to the device: call once before capturing, and keep the mask"
+)
+
+
+def refuse_capture(reason: str = _NO_MEMORY) -> None:
     """Raise a RuntimeError while the current stream records into a CUDA graph."""
     if cupy.cuda.get_current_stream().is_capturing():
-        raise RuntimeError(
-            "while a CUDA graph is captured, pass out= (or grads_out=), workspace= where "
-            "plan.workspace_bytes is not 0, and arrays that need no copy, lengths on the device "
-            "among them: memory taken now would be reused later"
-        )
+        raise RuntimeError(f"while a CUDA graph is captured, {reason}")
 
 
 def empty(shape, dtype) -> cupy.ndarray:
@@ -47,6 +57,24 @@ def conform(x: cupy.ndarray, wanted) -> cupy.ndarray:
         copy = empty(wanted.shape, wanted.dtype)
         copy[...] = x
     return copy
+
+
+def on_whole_items(x: cupy.ndarray) -> cupy.ndarray:
+    """`x`, or a copy where its address is not a multiple of its item's size: kernels need that."""
+    if x.data.ptr % x.itemsize == 0:
+        return x
+    copy = empty(x.shape, x.dtype)
+    copy_bytes(copy, x)
+    return copy
+
+
+def copy_bytes(target: cupy.ndarray, source: cupy.ndarray) -> None:
+    """`target[...] = source` for arrays of one shape and type, at any addresses."""
+    target, source = (
+        cupy.ndarray((*x.shape, x.itemsize), np.uint8, x.data, (*x.strides, 1))
+        for x in (target, source)
+    )
+    target[...] = source
 
 
 def as_int64(x: cupy.ndarray) -> cupy.ndarray:
@@ -84,7 +112,7 @@ def device_lists(mask: BlockMask, plan: Plan, device_id: int) -> TileLists:
         with _building:
             lists = mask.device_lists.get(key)
             if lists is None:
-                refuse_capture()
+                refuse_capture(_FIRST_USE)
                 made = tile_lists(mask.T if turned else mask, *key[2:])
                 lists = TileLists(*(None if x is None else cupy.asarray(x) for x in made))
                 cupy.cuda.get_current_stream().synchronize()

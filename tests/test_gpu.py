@@ -1,6 +1,8 @@
 """attention() and its gradients on a GPU: the emulator's cases, larger ones, what devices show."""
 
 import functools
+import gc
+import importlib
 import threading
 import time
 import warnings
@@ -26,6 +28,7 @@ from cases import (
 from tolerance import assert_backward_close, assert_forward_close
 
 import cuflash
+from cuflash import calls
 from cuflash.plan import HALF
 
 pytestmark = pytest.mark.gpu
@@ -482,7 +485,7 @@ def test_capture_with_a_mask(cupy, algo, engine):
             try:
                 cuflash.attention(q, k, v, mask=given, **options)
                 if given is mask:
-                    with pytest.raises(RuntimeError, match="captured"):
+                    with pytest.raises(RuntimeError, match="captured, .*keep the mask"):
                         cuflash.attention(q, k, v, mask=other, **options)
             finally:
                 graph = stream.end_capture()
@@ -769,6 +772,124 @@ def test_capture_takes_no_memory(cupy, algo, engine):
         result = cuflash.attention(q, k, v, **kernel)
     stream.synchronize()
     assert_forward_close(result, None, q, k, v)
+
+
+@pytest.fixture
+def capture(cupy):
+    """capture(call): the graph of a call that has run before, and the stream it was made on."""
+    stream = cupy.cuda.Stream(non_blocking=True)
+
+    def capture(call):
+        cupy.cuda.Device().synchronize()
+        with stream:
+            stream.begin_capture()
+            try:
+                call()
+            finally:
+                graph = stream.end_capture()
+        return graph, stream
+
+    return capture
+
+
+def test_graphs_outlive_what_is_remembered(cupy, capture):
+    """What a captured graph reads: an order of work, tensor maps, the lists of a mask."""
+    shape = (4, 8, 1000, 64)
+    q, k, v = random(cupy, "bfloat16", 3, *shape)
+    mask = block_mask(8, 1000)
+    graphs = []
+    for options in (
+        {"algo": "fa3", "causal": True},
+        {"algo": "fa3", "causal": True, "window": (300, 0)},
+        {"algo": "fa3", "mask": mask, "causal": True},
+        {"algo": "fa2", "engine": "mma", "mask": mask},
+    ):
+        out = cupy.zeros(shape, v.dtype)
+        call = functools.partial(cuflash.attention, q, k, v, out=out, **options)
+        call()
+        expected = out.copy()
+        graphs.append((*capture(call), out, expected, options))
+    # Other kinds of call, more than any table remembers, and new owners of all freed memory.
+    for n in range(1, 1100):
+        few = [x[:1, :, :n] for x in (q, k, v)]
+        cuflash.attention(*few, algo="fa3", causal=True)
+        if n % 10 == 0:
+            many = [x[:, :, :n] for x in (q, k, v)]
+            cuflash.attention(*many, algo="fa3", causal=True, window=(n // 2, 0))
+    calls._calls.clear()
+    launch = importlib.import_module("cuflash.launch")
+    launch._load.cache_clear()
+    launch.compiled.cache_clear()
+    gc.collect()
+    taken = [cupy.full(size, -1, np.int32) for size in [*range(128, 33000, 128)] * 4]
+    for graph, stream, out, expected, options in graphs:
+        out.fill(0)
+        cupy.cuda.Device().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        assert same_bits(out, expected), options
+    del taken
+
+
+@EACH_KERNEL
+def test_a_first_call_cannot_be_captured(cupy, capture, algo, engine):
+    """It says so where out is given, and asks for out where it is not."""
+    kernel, dtype, dim = wants(algo, engine)
+    q, k, v = random(cupy, dtype, 3, 2, 4, 100, dim)
+    out, workspace = cupy.empty_like(q), cupy.empty(1 << 22, np.uint8)
+    call = functools.partial(cuflash.attention, q, k, v, workspace=workspace, **kernel)
+    # A score of its own makes a kernel of its own.
+    with pytest.raises(RuntimeError, match="captured, pass out="):
+        capture(functools.partial(call, softcap=3.0))
+    importlib.import_module("cuflash.launch")._load.cache_clear()
+    importlib.import_module("cuflash.launch").compiled.cache_clear()
+    calls._calls.clear()
+    with pytest.raises(RuntimeError, match="captured, .*: call once before capturing"):
+        capture(functools.partial(call, softcap=3.0, out=out))
+    call(softcap=3.0, out=out)
+    expected = out.copy()
+    graph, stream = capture(functools.partial(call, softcap=3.0, out=out))
+    out.fill(0)
+    cupy.cuda.Device().synchronize()
+    graph.launch(stream)
+    stream.synchronize()
+    assert same_bits(out, expected)
+
+
+@EACH_KERNEL
+def test_arrays_that_do_not_begin_on_whole_items(cupy, algo, engine):
+    """They are copied, as results are into them; kernels could not read them."""
+    for dtype in DTYPES[engine]:
+        kernel, _, dim = wants(algo, engine)
+        whole = [random(cupy, dtype, 2, 3, 70, dim, seed=i) for i in range(3)]
+
+        def shifted(x):
+            memory = cupy.zeros(x.nbytes + 16, np.uint8)
+            view = memory[1 : 1 + x.nbytes].view(x.dtype).reshape(x.shape)
+            view.view(np.uint8)[...] = x.view(np.uint8)
+            return view
+
+        q, k, v = map(shifted, whole)
+        lengths = shifted(cupy.asarray([60, 7], np.int32))
+        expected = cuflash.attention(*whole, kv_lengths=[60, 7], **kernel, return_lse=True)
+        out, lse = shifted(cupy.zeros_like(expected[0])), shifted(cupy.zeros_like(expected[1]))
+        for given in (None, (out, lse)):
+            options = dict(kernel, kv_lengths=lengths, return_lse=True, out=given)
+            got = cuflash.attention(q, k, v, **options)
+            assert given is None or got[0] is out
+            got = [x.get() for x in got]
+            assert_forward_close(*got, *whole, kv_lengths=np.array([60, 7]))
+        if engine == "wgmma":
+            continue
+        dout = shifted(random(cupy, dtype, 2, 3, 70, dim, seed=3))
+        grads_out = tuple(shifted(cupy.zeros_like(x)) for x in whole)
+        grads = cuflash.attention_backward(
+            dout, q, k, v, out, lse, kv_lengths=lengths, grads_out=grads_out, **kernel
+        )
+        assert all(a is b for a, b in zip(grads, grads_out))
+        plain = [x.get() for x in (dout, *whole)]
+        results = [x.get() for x in grads]
+        assert_backward_close(results, *plain, kv_lengths=np.array([60, 7]))
 
 
 # ------------------------------------------------------------------------------ memory, grid

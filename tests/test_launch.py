@@ -446,3 +446,62 @@ def test_capture_takes_no_memory(launch):
             launch.run(copied, *rest, 3, workspace)
     with pytest.raises(ValueError, match=f"workspace has 16 bytes: give {workspace.nbytes}"):
         launch.run(call, *call_of(BackwardCall, given)[1:], 3, make(16, dtype=np.uint8))
+
+
+def test_orders_of_work_stay_until_there_are_too_many(launch, monkeypatch):
+    """A captured graph holds their addresses."""
+    monkeypatch.setattr(
+        Array, "set", lambda self, x: self.values.__setitem__(..., x), raising=False
+    )
+    sys.modules["cupy"].cuda.Device = Place
+
+    def order_of(n):
+        q = np.zeros((4, 64, n, 64), np.float16)
+        return launch._order_on_device(cuflash.plan(q, q, q, causal=True, device=H200), 0)
+
+    first = order_of(512)
+    assert first.values.shape[1] == H200.multiprocessors
+    assert order_of(512) is first
+    addresses = {order_of(512 + 192 * i).data.ptr for i in range(100)}
+    assert len(addresses) == 100
+    assert order_of(512) is first  # others come and go
+    with capturing():
+        assert order_of(512) is first
+        with pytest.raises(RuntimeError, match="captured, .*call once before capturing"):
+            order_of(192 * 117)
+    taken = sum(x.nbytes for x in launch._orders.values())
+    monkeypatch.setattr(launch, "_ORDER_BYTES", taken + 100)
+    assert order_of(192 * 117) is None
+    assert order_of(512) is first
+
+
+@kinds
+def test_addresses_that_are_not_those_of_whole_items(launch, kind, monkeypatch):
+    """Kernels get copies, and write into copies."""
+    memory = sys.modules["cuflash.memory"]
+    copies = []
+    monkeypatch.setattr(calls, "memory_module", lambda: memory)
+    monkeypatch.setattr(calls, "launch_module", lambda: launch)
+    monkeypatch.setattr(memory, "copy_bytes", lambda *pair: copies.append(pair))
+    monkeypatch.setattr(Array, "itemsize", property(lambda x: x.dtype.itemsize), raising=False)
+    grads = {name: make(2, 4, 90, 64) for name in ("dk", "dv")} | {"dq": make(2, 8, 100, 64)}
+    given = backward_operands(**grads)
+    if kind is ForwardCall:
+        given = {name: given[name] for name in ("q", "k", "v", "out", "lse")}
+    wrong = ("k", "out", "lse") if kind is ForwardCall else ("k", "lse", "dv")
+    for name in wrong:
+        given[name].data.ptr += 1
+    arrays = tuple(given.get(name) for name in kind.operands)
+    options = (None, "mma", False, None, None, None, True, True)
+    monkeypatch.setattr(calls, "_device_facts", lambda number: H200)
+    results = calls.run_call(kind, arrays, options, len(kind.written))
+    params = launch.launched[-1][-1]
+    for name, x in given.items():
+        assert (params[name] == x.data.ptr) == (name not in wrong)
+        assert params[name] % x.dtype.itemsize == 0
+    assert [next(n for n in given if given[n] is x) for x in results] == list(kind.written)
+    written = [n for n in kind.written if n in wrong]
+    assert len(copies) == len(wrong) + len(written)
+    for name in written:
+        (source,) = [b for a, b in copies if a is given[name]]
+        assert source.data.ptr == params[name]
