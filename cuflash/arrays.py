@@ -57,27 +57,31 @@ def check_places(arrays: dict[str, object]) -> None:
         raise ValueError(f"arrays are in different places: {listing}; move them to one device")
 
 
-def _as_lengths(name: str, lengths, like):
-    """Lengths as an array of int32 or int64 where `like` is; None stays None."""
-    if lengths is None:
+def _as_integers(name: str, integers, like):
+    """Lengths or offsets as an array of int32 or int64 where `like` is; None stays None."""
+    if integers is None:
         return None
-    if isinstance(lengths, (int, np.integer, list, tuple)):
-        lengths = np.asarray(lengths)
-        lengths = memory_module().as_array(lengths) if _is_cupy(like) else lengths
-    lengths = as_array(name, lengths)
-    if lengths.dtype.kind not in "iu":
-        raise TypeError(f"{name} has dtype {lengths.dtype}: lengths are integers")
-    whole = all(s % lengths.itemsize == 0 for s in lengths.strides)
-    if whole and lengths.dtype.name in ("int32", "int64"):
-        return lengths
-    return _converted(lengths, np.int64)
+    if isinstance(integers, (int, np.integer, list, tuple)):
+        integers = np.asarray(integers)
+    integers = as_array(name, integers)
+    if integers.dtype.kind not in "iu":
+        what = "offsets" if name == "q_offset" else "lengths"
+        raise TypeError(f"{name} has dtype {integers.dtype}: {what} are integers")
+    if isinstance(integers, np.ndarray):
+        if integers.dtype == np.uint64:  # of which int64 lacks those beyond every position
+            integers = np.minimum(integers, np.uint64(1 << 62))
+        integers = memory_module().as_array(integers) if _is_cupy(like) else integers
+    whole = all(s % integers.itemsize == 0 for s in integers.strides)
+    if whole and integers.dtype.name in ("int32", "int64"):
+        return integers
+    return _converted(integers, np.int64)
 
 
-def _converted(lengths, dtype):
-    if isinstance(lengths, np.ndarray):
-        return lengths.astype(dtype, order="C")
-    wanted = Spec.contiguous(lengths.shape, dtype)
-    return memory_module().conform(lengths, wanted)
+def _converted(integers, dtype):
+    if isinstance(integers, np.ndarray):
+        return integers.astype(dtype, order="C")
+    wanted = Spec.contiguous(integers.shape, dtype)
+    return memory_module().conform(integers, wanted)
 
 
 def as_mask(mask):
@@ -93,15 +97,25 @@ def as_mask(mask):
     return mask
 
 
-def both_lengths(q_lengths, kv_lengths, like):
-    """Both lengths in the one type that a kernel reads them as."""
-    if q_lengths is None and kv_lengths is None:
-        return None, None
-    q_lengths = _as_lengths("q_lengths", q_lengths, like)
-    kv_lengths = _as_lengths("kv_lengths", kv_lengths, like)
-    if q_lengths is not None and kv_lengths is not None and q_lengths.dtype != kv_lengths.dtype:
-        q_lengths, kv_lengths = (_converted(x, np.int64) for x in (q_lengths, kv_lengths))
-    return q_lengths, kv_lengths
+def split_offset(q_offset):
+    """`q_offset` as the integer of all batch entries and as what :func:`of_batch` takes.
+
+    Of the two the other one is None: an integer travels without an array.
+    """
+    if isinstance(q_offset, (int, np.integer)) and not isinstance(q_offset, bool):
+        return int(q_offset), None
+    return None, q_offset
+
+
+def of_batch(q_lengths, kv_lengths, offsets, like) -> tuple:
+    """Lengths and offsets in the one type that a kernel reads them as; None for those not given."""
+    if q_lengths is None and kv_lengths is None and offsets is None:
+        return None, None, None
+    given = {"q_lengths": q_lengths, "kv_lengths": kv_lengths, "q_offset": offsets}
+    made = [_as_integers(name, x, like) for name, x in given.items()]
+    if len({x.dtype for x in made if x is not None}) > 1:
+        made = [x if x is None else _converted(x, np.int64) for x in made]
+    return tuple(made)
 
 
 def conform(x: np.ndarray, wanted: Spec) -> np.ndarray:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from .arrays import as_array, as_mask, both_lengths
+from .arrays import as_array, as_mask, of_batch, split_offset
 from .calls import BackwardCall, ForwardCall, find_call, run_call
 from .plan import Device, Plan
 
 
 def attention(
     q, k, v, *, algo=None, engine=None, causal=False, window=None, mask=None, softcap=None,
-    q_lengths=None, kv_lengths=None, scale=None, enable_gqa=False, return_lse=False, out=None,
-    workspace=None,
+    q_lengths=None, kv_lengths=None, q_offset=None, scale=None, enable_gqa=False,
+    return_lse=False, out=None, workspace=None,
 ):  # fmt: skip
     """Exact attention, `softmax(scale * q @ k.T) @ v`, without the matrix of scores in memory.
 
@@ -35,7 +35,8 @@ def attention(
         fastest that serves.
     causal : bool or {"bottom_right", "top_left"}
         Query i sees key j iff `j <= i + shift`. True is the same as "bottom_right", where shift
-        is the valid key length minus the valid query length; with "top_left" it is 0.
+        is the valid key length minus the valid query length, or `q_offset`; with "top_left" it
+        is 0.
     window : int or (int or None, int or None), optional
         Query i sees keys from `i + shift - left` to `i + shift + right`, inclusive. None leaves a
         side open; one number stands for both sides.
@@ -48,6 +49,11 @@ def attention(
     q_lengths, kv_lengths : int or array of int, optional
         Valid queries and keys of each batch entry: shape of the leading axes but the heads, or
         broadcastable to it. Rows beyond are 0, keys beyond are hidden. Clamped to [0, N], [0, M].
+    q_offset : int or array of int, optional
+        The shift of `causal` and `window` itself: the position, among the keys, of the first query.
+        It may be negative or beyond the keys. One for all batch entries, or an array shaped as
+        lengths are. An int is at most 2^29 either way, an array is clamped to that. An int costs
+        no array, and another one no compilation.
     scale : float, optional
         By default `1 / sqrt(D)`.
     enable_gqa : bool
@@ -109,6 +115,13 @@ def attention(
     >>> cuflash.attention(q[:, :, :1], k, v, kv_lengths=np.array([40, 70])).shape
     (2, 8, 1, 64)
 
+    Queries chunk by chunk, as a long prompt is worked on:
+
+    >>> whole = cuflash.attention(q, k, v, causal=True)
+    >>> chunk = cuflash.attention(q[:, :, 40:60], k, v, causal=True, q_offset=40)
+    >>> np.allclose(chunk, whole[:, :, 40:60], atol=1e-6)
+    True
+
     Three documents in one sequence, each of which attends to itself:
 
     >>> documents = cuflash.BlockMask.documents(np.repeat([0, 1, 2], [48, 20, 32]), block_size=16)
@@ -117,8 +130,9 @@ def attention(
     >>> np.allclose(out[:, :, :48], own, atol=1e-6)
     True
     """
-    arrays = _forward_arrays(q, k, v, out, return_lse, q_lengths, kv_lengths)
-    options = (algo, engine, causal, window, softcap, scale, enable_gqa, True)
+    offset, offsets = split_offset(q_offset)
+    arrays = _forward_arrays(q, k, v, out, return_lse, q_lengths, kv_lengths, offsets)
+    options = (algo, engine, causal, window, offset, softcap, scale, enable_gqa, True)
     count = 1 + bool(return_lse)
     results = run_call(ForwardCall, arrays, options, count, as_mask(mask), workspace)
     if not return_lse:
@@ -128,8 +142,8 @@ def attention(
 
 def attention_backward(
     dout, q, k, v, out, lse, *, algo=None, engine=None, causal=False, window=None, mask=None,
-    softcap=None, q_lengths=None, kv_lengths=None, scale=None, enable_gqa=False, dlse=None,
-    deterministic=True, grads_out=None, workspace=None,
+    softcap=None, q_lengths=None, kv_lengths=None, q_offset=None, scale=None, enable_gqa=False,
+    dlse=None, deterministic=True, grads_out=None, workspace=None,
 ):  # fmt: skip
     r"""Gradients of :func:`attention` with respect to q, k and v, given that of its result.
 
@@ -151,7 +165,7 @@ def attention_backward(
         tile). By default the fastest. It need not be that of the forward call.
     engine : {"numpy", "simt", "mma"}, optional
         As in :func:`attention`; there are no gradients on wgmma.
-    causal, window, mask, softcap, q_lengths, kv_lengths, scale, enable_gqa
+    causal, window, mask, softcap, q_lengths, kv_lengths, q_offset, scale, enable_gqa
         As given to :func:`attention`.
     dlse : array, shape (..., H, N), optional
         Gradient with respect to `lse`, of a float type that converts to that of `lse` without
@@ -233,16 +247,17 @@ def attention_backward(
     inputs = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
     for name in ("dout", "out", "lse"):
         inputs[name] = as_array(name, inputs[name])
-    arrays = _backward_arrays(inputs, grads_out, q_lengths, kv_lengths)
-    options = (algo, engine, causal, window, softcap, scale, enable_gqa, deterministic)
+    offset, offsets = split_offset(q_offset)
+    arrays = _backward_arrays(inputs, grads_out, q_lengths, kv_lengths, offsets)
+    options = (algo, engine, causal, window, offset, softcap, scale, enable_gqa, deterministic)
     results = run_call(BackwardCall, arrays, options, 3, as_mask(mask), workspace)
     return tuple(x if mine is None else mine for x, mine in zip(results, grads_out or (None,) * 3))
 
 
 def attention_vjp(
     q, k, v, *, algo=None, engine=None, causal=False, window=None, mask=None, softcap=None,
-    q_lengths=None, kv_lengths=None, scale=None, enable_gqa=False, deterministic=True,
-    return_lse=False,
+    q_lengths=None, kv_lengths=None, q_offset=None, scale=None, enable_gqa=False,
+    deterministic=True, return_lse=False,
 ):  # fmt: skip
     """:func:`attention`, and the function from its result's gradient to those of q, k and v.
 
@@ -253,7 +268,7 @@ def attention_vjp(
     algo, engine : str, optional
         As in :func:`attention`. Gradients of fa3 and wgmma, which have none of their own, are
         those of the default kernel.
-    causal, window, mask, softcap, q_lengths, kv_lengths, scale, enable_gqa
+    causal, window, mask, softcap, q_lengths, kv_lengths, q_offset, scale, enable_gqa
         As in :func:`attention`.
     deterministic : bool
         As in :func:`attention_backward`.
@@ -301,7 +316,7 @@ def attention_vjp(
     """
     options = {
         "causal": causal, "window": window, "mask": mask, "softcap": softcap,
-        "q_lengths": q_lengths, "kv_lengths": kv_lengths, "scale": scale,
+        "q_lengths": q_lengths, "kv_lengths": kv_lengths, "q_offset": q_offset, "scale": scale,
         "enable_gqa": enable_gqa,
     }  # fmt: skip
     kernel = {"algo": algo, "engine": engine}
@@ -319,8 +334,8 @@ def attention_vjp(
 
 def plan(
     q, k, v, *, algo=None, engine=None, causal=False, window=None, mask=None, softcap=None,
-    q_lengths=None, kv_lengths=None, scale=None, enable_gqa=False, out=None, device=None,
-    backward=False, deterministic=True,
+    q_lengths=None, kv_lengths=None, q_offset=None, scale=None, enable_gqa=False, out=None,
+    device=None, backward=False, deterministic=True,
 ) -> Plan:  # fmt: skip
     """What :func:`attention` or :func:`attention_backward` would run for these arguments.
 
@@ -328,7 +343,7 @@ def plan(
     ----------
     q, k, v, algo, engine, causal, window, mask, softcap
         As in :func:`attention`.
-    q_lengths, kv_lengths, scale, enable_gqa
+    q_lengths, kv_lengths, q_offset, scale, enable_gqa
         As in :func:`attention`.
     out : array or tuple of array, optional
         As in :func:`attention`; with `backward`, as `grads_out` of :func:`attention_backward`.
@@ -366,18 +381,19 @@ def plan(
     """
     if not (device is None or isinstance(device, Device)):
         raise TypeError(f"device={device!r}: give a cuflash.Device, or None for the arrays' own")
-    options = (algo, engine, causal, window, softcap, scale, enable_gqa, deterministic)
-    lengths, mask = (q_lengths, kv_lengths), as_mask(mask)
+    offset, offsets = split_offset(q_offset)
+    options = (algo, engine, causal, window, offset, softcap, scale, enable_gqa, deterministic)
+    integers, mask = (q_lengths, kv_lengths, offsets), as_mask(mask)
     if backward:
         inputs = dict.fromkeys(("dout", "q", "k", "v", "out", "lse", "dlse"))
         inputs.update(q=q, k=k, v=v)
-        arrays = _backward_arrays(inputs, out, *lengths)
+        arrays = _backward_arrays(inputs, out, *integers)
         return find_call(BackwardCall, arrays, options, device, mask)[0].plan
-    arrays = _forward_arrays(q, k, v, out, isinstance(out, tuple), *lengths)
+    arrays = _forward_arrays(q, k, v, out, isinstance(out, tuple), *integers)
     return find_call(ForwardCall, arrays, options, device, mask)[0].plan
 
 
-def _forward_arrays(q, k, v, out, return_lse, q_lengths, kv_lengths) -> tuple:
+def _forward_arrays(q, k, v, out, return_lse, q_lengths, kv_lengths, offsets) -> tuple:
     """The arrays of a call in the order of ForwardCall.operands, None for those not given."""
     q = as_array("q", q)
     out, lse = _split_out(out, return_lse)
@@ -387,11 +403,11 @@ def _forward_arrays(q, k, v, out, return_lse, q_lengths, kv_lengths) -> tuple:
         as_array("v", v),
         None if out is None else as_array("out", out),
         None if lse is None else as_array("lse", lse),
-        *both_lengths(q_lengths, kv_lengths, q),
+        *of_batch(q_lengths, kv_lengths, offsets, q),
     )
 
 
-def _backward_arrays(inputs, grads_out, q_lengths, kv_lengths) -> tuple:
+def _backward_arrays(inputs, grads_out, q_lengths, kv_lengths, offsets) -> tuple:
     """The arrays of a call in the order of BackwardCall.operands, None for those not given.
 
     `inputs` maps the names of what is read to the arrays.
@@ -403,7 +419,7 @@ def _backward_arrays(inputs, grads_out, q_lengths, kv_lengths) -> tuple:
         name: x if x is None and name not in "qkv" else as_array(name, x)
         for name, x in (inputs | gradients).items()
     }
-    return (*arrays.values(), *both_lengths(q_lengths, kv_lengths, arrays["q"]))
+    return (*arrays.values(), *of_batch(q_lengths, kv_lengths, offsets, arrays["q"]))
 
 
 def _split_out(out, return_lse):

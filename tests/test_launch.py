@@ -17,7 +17,7 @@ from cuflash.tile_lists import tile_lists
 
 H200 = cuflash.Device(90, "NVIDIA H200", multiprocessors=132)
 # The engine mma, since tensor maps are the driver's to make.
-OPTIONS = (None, "mma", False, None, None, None, True, True)
+OPTIONS = (None, "mma", False, None, None, None, None, True, True)
 BASE = 1 << 20  # where the first array of the stand-in lies
 
 

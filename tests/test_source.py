@@ -181,7 +181,7 @@ def test_packing():
     assert params["q_axis_stride"][0] == 6400
     assert params["k_row_stride"] == 64
     assert params["band_right"] == 0
-    assert params["band_left"] == (1 << 30) - 2
+    assert params["band_left"] == (1 << 30) - 1
     assert params["bottom_right"] == 0
     assert params["softcap"] == 7
     assert params["scale"] > 0  # the smallest that keeps -infinity * scale infinite
