@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import calls
+from cuflash import arrays, calls
+from cuflash.arrays import of_batch, split_offset
 from cuflash.calls import BackwardCall, ForwardCall, find_call
 from cuflash.params import params_dtype, pointers
 from cuflash.tile_lists import tile_lists
@@ -35,7 +36,7 @@ class Array:
     def __init__(self, values):
         self.values = values
         self.shape, self.strides, self.dtype = values.shape, values.strides, values.dtype
-        self.flags, self.nbytes = values.flags, values.nbytes
+        self.flags, self.nbytes, self.itemsize = values.flags, values.nbytes, values.itemsize
         self.device = Place()
         self.made.append(self)
         address = BASE * len(self.made)
@@ -161,7 +162,7 @@ def test_pointers_of_a_backward_call(launch, algo):
         assert params == launch.launched[0][-1]
     for name, x in {**given, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}.items():
         assert params[name] == x.data.ptr
-    assert params["dlse"] == params["q_lengths"] == params["kv_lengths"] == 0
+    assert params["dlse"] == params["q_lengths"] == params["kv_lengths"] == params["q_offset"] == 0
     sizes = dict(plan.workspace)
     parts = pointers(plan)[len(BackwardCall.operands) :]
     assert set(sizes) <= set(parts)
@@ -365,6 +366,46 @@ def test_one_pointer_for_each_operand():
         x = np.zeros((2, 3, 4), np.float16)
         plan = cuflash.plan(x, x, x, device=H200, backward=backward)
         assert pointers(plan)[: len(kind.operands)] == kind.operands
+
+
+@kinds
+def test_offsets_reach_the_kernels(launch, kind):
+    """One as a number in Params, those of an array where they lie."""
+    given = backward_operands()
+    for q_offset in (9, -4):
+        call, *rest = call_of(kind, given, (*OPTIONS[:4], q_offset, *OPTIONS[5:]))
+        launch.run(call, *rest, 1, None)
+        params = launch.launched[-1][-1]
+        assert (params["q_offset"], params["shift"], params["bottom_right"]) == (0, q_offset, 0)
+    offsets = make(2, dtype=np.int64)
+    call, *rest = call_of(kind, {**given, "q_offset": offsets})
+    launch.run(call, *rest, 1, None)
+    params = launch.launched[-1][-1]
+    assert params["q_offset"] == offsets.data.ptr
+    assert params["kv_lengths"] == 0
+    assert params["q_offset_stride"][0] == 1
+    assert params["kv_lengths_stride"][0] == 0
+
+
+def test_integers_of_the_host_are_copied_and_one_offset_is_not(launch, monkeypatch):
+    monkeypatch.setattr(arrays, "memory_module", lambda: sys.modules["cuflash.memory"])
+    monkeypatch.setattr(arrays, "_array_types", {np.ndarray})
+    q = make(2, 8, 100, 64)
+    assert split_offset(7) == split_offset(np.int32(7)) == (7, None)
+    for given in ([3, 4], np.array([3, 4]), np.array([3, 2**63], np.uint64)):
+        copied = of_batch(given, None, given, q)
+        assert copied[1] is None
+        for x in (copied[0], copied[2]):
+            assert isinstance(x, Array)
+            assert x.dtype == np.int64
+            assert x.values.tolist() == np.minimum(given, np.uint64(2**62)).tolist()
+    mixed = of_batch(make(2, dtype=np.int32), None, make(2, dtype=np.int64), q)
+    assert [x and x.dtype for x in mixed] == [np.int64, None, np.int64]
+    with capturing():
+        assert of_batch(None, None, None, q) == (None, None, None)
+        for given in ([3, 4], np.array([3, 4])):
+            with pytest.raises(RuntimeError, match="captured, .* and arrays that need no copy"):
+                of_batch(None, None, given, q)
 
 
 def test_copies_and_stages(launch):
