@@ -38,8 +38,8 @@ def attention(
         is the valid key length minus the valid query length, or `q_offset`; with "top_left" it
         is 0.
     window : int or (int or None, int or None), optional
-        Query i sees keys from `i + shift - left` to `i + shift + right`, inclusive. None leaves a
-        side open; one number stands for both sides.
+        Query i sees keys from `i + shift - left` to `i + shift + right`, inclusive, with the same
+        shift as of `causal`. None leaves a side open; one number stands for both sides.
     mask : BlockMask or array of bool, broadcastable to (..., H, N, M), optional
         True where a query may attend to a key. Tiles that show nothing are skipped: a
         :class:`BlockMask` knows them beforehand, those of an array are found in each call. What
@@ -50,10 +50,10 @@ def attention(
         Valid queries and keys of each batch entry: shape of the leading axes but the heads, or
         broadcastable to it. Rows beyond are 0, keys beyond are hidden. Clamped to [0, N], [0, M].
     q_offset : int or array of int, optional
-        The shift of `causal` and `window` itself: the position, among the keys, of the first query.
-        It may be negative or beyond the keys. One for all batch entries, or an array shaped as
-        lengths are. An int is at most 2^29 either way, an array is clamped to that. An int costs
-        no array, and another one no compilation.
+        The shift itself, for `causal` and for `window`: the position of query 0 among the keys,
+        which may be negative or beyond them; 0 aligns at the top left. A number for all batch
+        entries, or an array shaped as lengths are. Numbers go up to 2^29 either way, arrays are
+        clamped to that. A number needs no array on the device, and another one no other kernel.
     scale : float, optional
         By default `1 / sqrt(D)`.
     enable_gqa : bool
