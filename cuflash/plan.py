@@ -154,7 +154,7 @@ class Problem:
 
     @property
     def flops(self) -> int:
-        """Of the products, per visible pair of query and key; a mask or lengths hide none here.
+        """Of the products, per pair of query and key that the band shows; no more is hidden here.
 
         Forward q.k and P v; backward q.k, dS k and dS q over D, and P dout and dout.v over Dv.
         """

@@ -6,6 +6,7 @@ import functools
 import re
 from importlib.resources import files
 
+from .masks import MAX_SHIFT
 from .params import fields, params_dtype
 from .plan import BARRIER_BYTES, Plan
 
@@ -49,6 +50,7 @@ def _constants(plan: Plan) -> dict[str, int | bool]:
         "ALIGNED": plan.problem.aligned,
         "SHARED_BYTES": plan.shared_bytes,
         "SHIFT_IS_GIVEN": plan.problem.shift_is_given,
+        "MAX_SHIFT": MAX_SHIFT,
         "SCORE_IS_MODIFIED": bool(plan.problem.score),
         "MASKED": bool(plan.problem.mask),
         "MASK_ROWS": tile.scored[0],

@@ -22,10 +22,10 @@ __device__ __forceinline__ int valid_length(const Length* length, i64 offset, in
 // Where the diagonal lies, once the lengths are known. A shift on the device is not checked by the
 // host either: it is clamped to as far as the host lets a number go.
 __device__ __forceinline__ int find_shift(const Params& p, const Head& head, i64 offset) {
-    constexpr i64 LARGEST = 1 << 29;
+    constexpr i64 FARTHEST = MAX_SHIFT;
     if constexpr (SHIFT_IS_GIVEN)
         return p.q_offset == nullptr ? p.shift
-                                     : int(min(max(i64(p.q_offset[offset]), -LARGEST), LARGEST));
+                                     : int(min(max(i64(p.q_offset[offset]), -FARTHEST), FARTHEST));
     else
         return p.bottom_right ? head.key_length - head.query_length : 0;
 }
