@@ -329,7 +329,7 @@ class Shape:
         arrays = (*self.read, *missing, *written)
         self.arrays = (*arrays, *[None] * (len(kind.operands) - len(arrays)))
         options = (
-            case.algo, case.engine, self.causal, None, None, None, False, deterministic,
+            case.algo, case.engine, self.causal, None, None, None, None, False, deterministic,
         )  # fmt: skip
         self.call, self.device_id, self.addresses = find_call(kind, self.arrays, options)
 

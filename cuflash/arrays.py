@@ -65,25 +65,26 @@ def check_places(arrays: dict[str, object]) -> None:
         raise ValueError(f"arrays are in different places: {listing}; move them to one device")
 
 
-def _as_lengths(name: str, lengths):
-    """Lengths as an array of int32 or int64; None stays None."""
-    if lengths is None:
+def _as_integers(name: str, integers):
+    """Lengths or offsets as an array of int32 or int64; None stays None."""
+    if integers is None:
         return None
-    if isinstance(lengths, (int, np.integer, list, tuple)):
-        lengths = integers_of(lengths)
-    lengths = as_array(name, lengths)
-    if lengths.dtype.kind not in "iu":
-        raise TypeError(f"{name} has dtype {lengths.dtype}: lengths are integers")
-    whole = all(s % lengths.itemsize == 0 for s in lengths.strides)
-    if whole and lengths.dtype.name in ("int32", "int64"):
-        return lengths
-    return _int64_copy(lengths)
+    if isinstance(integers, (int, np.integer, list, tuple)):
+        integers = integers_of(integers)
+    integers = as_array(name, integers)
+    if integers.dtype.kind not in "iu":
+        what = "offsets" if name == "q_offset" else "lengths"
+        raise TypeError(f"{name} has dtype {integers.dtype}: {what} are integers")
+    whole = all(s % integers.itemsize == 0 for s in integers.strides)
+    if whole and integers.dtype.name in ("int32", "int64"):
+        return integers
+    return _int64_copy(integers)
 
 
-def _int64_copy(lengths):
-    if isinstance(lengths, np.ndarray):
-        return as_int64(lengths)
-    return memory_module().as_int64(lengths)
+def _int64_copy(integers):
+    if isinstance(integers, np.ndarray):
+        return as_int64(integers)
+    return memory_module().as_int64(integers)
 
 
 def as_mask(mask):
@@ -99,29 +100,36 @@ def as_mask(mask):
     return mask
 
 
-def both_lengths(q_lengths, kv_lengths, like):
-    """Both lengths in the one type that a kernel reads them as, those of the host where `like` is.
+def split_offset(q_offset):
+    """`q_offset` as the integer of all batch entries and as what :func:`of_batch` takes.
 
-    Lengths on a device stay there.
+    Of the two the other one is None: an integer travels without an array.
     """
-    if q_lengths is None and kv_lengths is None:
-        return None, None
-    q_lengths = _as_lengths("q_lengths", q_lengths)
-    kv_lengths = _as_lengths("kv_lengths", kv_lengths)
-    if q_lengths is not None and kv_lengths is not None and q_lengths.dtype != kv_lengths.dtype:
-        if q_lengths.dtype == np.int64:
-            kv_lengths = _int64_copy(kv_lengths)
-        else:
-            q_lengths = _int64_copy(q_lengths)
-    return _beside(like, q_lengths), _beside(like, kv_lengths)
+    if isinstance(q_offset, (int, np.integer)) and not isinstance(q_offset, bool):
+        return int(q_offset), None
+    return None, q_offset
 
 
-def _beside(like, lengths):
+def of_batch(q_lengths, kv_lengths, offsets, like) -> tuple:
+    """Lengths and offsets in the one type that a kernel reads them as; None for those not given.
+
+    Those of the host come where `like` is, those on a device stay there.
+    """
+    if q_lengths is None and kv_lengths is None and offsets is None:
+        return None, None, None
+    given = {"q_lengths": q_lengths, "kv_lengths": kv_lengths, "q_offset": offsets}
+    made = [_as_integers(name, x) for name, x in given.items()]
+    if len({x.dtype for x in made if x is not None}) > 1:
+        made = [x if x is None or x.dtype == np.int64 else _int64_copy(x) for x in made]
+    return tuple(_beside(like, x) for x in made)
+
+
+def _beside(like, integers):
     """A copy of a NumPy array on the device of `like`, if that is a CuPy array."""
-    if not isinstance(lengths, np.ndarray) or not _is_cupy(like):
-        return lengths
+    if not isinstance(integers, np.ndarray) or not _is_cupy(like):
+        return integers
     with like.device:
-        return memory_module().as_array(lengths)
+        return memory_module().as_array(integers)
 
 
 def conform(x: np.ndarray, wanted: Spec) -> np.ndarray:

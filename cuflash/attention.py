@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .arrays import as_array, as_mask, both_lengths
+from .arrays import as_array, as_mask, of_batch, split_offset
 from .calls import BackwardCall, ForwardCall, find_call, run_call
 from .keywords import explains_keywords
 from .plan import Device, Plan
@@ -11,8 +11,8 @@ from .plan import Device, Plan
 @explains_keywords
 def attention(
     q, k, v, *, algo=None, engine=None, causal=False, window=None, mask=None, softcap=None,
-    q_lengths=None, kv_lengths=None, scale=None, enable_gqa=False, return_lse=False, out=None,
-    workspace=None,
+    q_lengths=None, kv_lengths=None, q_offset=None, scale=None, enable_gqa=False,
+    return_lse=False, out=None, workspace=None,
 ):  # fmt: skip
     """Exact attention, `softmax(scale * q @ k.T) @ v`, without the matrix of scores in memory.
 
@@ -37,10 +37,11 @@ def attention(
         fastest that serves.
     causal : bool or {"bottom_right", "top_left"}
         Query i sees key j iff `j <= i + shift`. True is the same as "bottom_right", where shift
-        is the valid key length minus the valid query length; with "top_left" it is 0.
+        is the valid key length minus the valid query length, or `q_offset`; with "top_left" it
+        is 0.
     window : int or (int or None, int or None), optional
-        Query i sees keys from `i + shift - left` to `i + shift + right`, inclusive. None leaves a
-        side open; one number stands for both sides.
+        Query i sees keys from `i + shift - left` to `i + shift + right`, inclusive, with the same
+        shift as of `causal`. None leaves a side open; one number stands for both sides.
     mask : BlockMask or array of bool, broadcastable to (..., H, N, M), optional
         True where a query may attend to a key. Tiles that show nothing are skipped: a
         :class:`BlockMask` knows them beforehand, those of an array are found in each call. What
@@ -51,6 +52,11 @@ def attention(
         Valid queries and keys of each batch entry: shape of the leading axes but the heads, or
         broadcastable to it. Rows beyond are 0, keys beyond are hidden. Clamped to [0, N], [0, M].
         Beside CuPy arrays, numbers and NumPy arrays are copied to the device in each call.
+    q_offset : int or array of int, optional
+        The shift itself, for `causal` and for `window`: the position of query 0 among the keys,
+        which may be negative or beyond them; 0 aligns at the top left. A number for all batch
+        entries, or an array shaped as lengths are. Numbers go up to 2^29 either way, arrays are
+        clamped to that. A number needs no array on the device, and another one no other kernel.
     scale : float, optional
         By default `1 / sqrt(D)`.
     enable_gqa : bool
@@ -112,6 +118,13 @@ def attention(
     >>> cuflash.attention(q[:, :, :1], k, v, kv_lengths=np.array([40, 70])).shape
     (2, 8, 1, 64)
 
+    Queries chunk by chunk, as a long prompt is worked on:
+
+    >>> whole = cuflash.attention(q, k, v, causal=True)
+    >>> chunk = cuflash.attention(q[:, :, 40:60], k, v, causal=True, q_offset=40)
+    >>> np.allclose(chunk, whole[:, :, 40:60], atol=1e-6)
+    True
+
     Three documents in one sequence, each of which attends to itself:
 
     >>> documents = cuflash.BlockMask.documents(np.repeat([0, 1, 2], [48, 20, 32]), block_size=16)
@@ -120,8 +133,9 @@ def attention(
     >>> np.allclose(out[:, :, :48], own, atol=1e-6)
     True
     """
-    arrays = _forward_arrays(q, k, v, out, return_lse, q_lengths, kv_lengths)
-    options = (algo, engine, causal, window, softcap, scale, enable_gqa, True)
+    offset, offsets = split_offset(q_offset)
+    arrays = _forward_arrays(q, k, v, out, return_lse, q_lengths, kv_lengths, offsets)
+    options = (algo, engine, causal, window, offset, softcap, scale, enable_gqa, True)
     count = 1 + bool(return_lse)
     results = run_call(ForwardCall, arrays, options, count, as_mask(mask), workspace)
     if not return_lse:
@@ -132,8 +146,8 @@ def attention(
 @explains_keywords
 def attention_backward(
     dout, q, k, v, out, lse, *, algo=None, engine=None, causal=False, window=None, mask=None,
-    softcap=None, q_lengths=None, kv_lengths=None, scale=None, enable_gqa=False, dlse=None,
-    deterministic=True, grads_out=None, workspace=None,
+    softcap=None, q_lengths=None, kv_lengths=None, q_offset=None, scale=None, enable_gqa=False,
+    dlse=None, deterministic=True, grads_out=None, workspace=None,
 ):  # fmt: skip
     r"""Gradients of :func:`attention` with respect to q, k and v, given that of its result.
 
@@ -155,7 +169,7 @@ def attention_backward(
         tile). By default the fastest. It need not be that of the forward call.
     engine : {"numpy", "simt", "mma"}, optional
         As in :func:`attention`; there are no gradients on wgmma.
-    causal, window, mask, softcap, q_lengths, kv_lengths, scale, enable_gqa
+    causal, window, mask, softcap, q_lengths, kv_lengths, q_offset, scale, enable_gqa
         As given to :func:`attention`.
     dlse : array, shape (..., H, N), optional
         Gradient with respect to `lse`, of a float type that converts to that of `lse` without
@@ -238,8 +252,9 @@ def attention_backward(
     inputs = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
     for name in ("dout", "out", "lse"):
         inputs[name] = as_array(name, inputs[name])
-    arrays = _backward_arrays(inputs, grads_out, q_lengths, kv_lengths)
-    options = (algo, engine, causal, window, softcap, scale, enable_gqa, deterministic)
+    offset, offsets = split_offset(q_offset)
+    arrays = _backward_arrays(inputs, grads_out, q_lengths, kv_lengths, offsets)
+    options = (algo, engine, causal, window, offset, softcap, scale, enable_gqa, deterministic)
     results = run_call(BackwardCall, arrays, options, 3, as_mask(mask), workspace)
     return tuple(x if mine is None else mine for x, mine in zip(results, grads_out or (None,) * 3))
 
@@ -247,8 +262,8 @@ def attention_backward(
 @explains_keywords
 def attention_vjp(
     q, k, v, *, algo=None, engine=None, causal=False, window=None, mask=None, softcap=None,
-    q_lengths=None, kv_lengths=None, scale=None, enable_gqa=False, deterministic=True,
-    return_lse=False,
+    q_lengths=None, kv_lengths=None, q_offset=None, scale=None, enable_gqa=False,
+    deterministic=True, return_lse=False,
 ):  # fmt: skip
     """:func:`attention`, and the function from its result's gradient to those of q, k and v.
 
@@ -259,7 +274,7 @@ def attention_vjp(
     algo, engine : str, optional
         As in :func:`attention`. Gradients of fa3 and wgmma, which have none of their own, are
         those of the default kernel.
-    causal, window, mask, softcap, q_lengths, kv_lengths, scale, enable_gqa
+    causal, window, mask, softcap, q_lengths, kv_lengths, q_offset, scale, enable_gqa
         As in :func:`attention`.
     deterministic : bool
         As in :func:`attention_backward`.
@@ -307,7 +322,7 @@ def attention_vjp(
     """
     options = {
         "causal": causal, "window": window, "mask": mask, "softcap": softcap,
-        "q_lengths": q_lengths, "kv_lengths": kv_lengths, "scale": scale,
+        "q_lengths": q_lengths, "kv_lengths": kv_lengths, "q_offset": q_offset, "scale": scale,
         "enable_gqa": enable_gqa,
     }  # fmt: skip
     kernel = {"algo": algo, "engine": engine}
@@ -326,8 +341,8 @@ def attention_vjp(
 @explains_keywords
 def plan(
     q, k, v, *, algo=None, engine=None, causal=False, window=None, mask=None, softcap=None,
-    q_lengths=None, kv_lengths=None, scale=None, enable_gqa=False, out=None, device=None,
-    backward=False, deterministic=True,
+    q_lengths=None, kv_lengths=None, q_offset=None, scale=None, enable_gqa=False, out=None,
+    device=None, backward=False, deterministic=True,
 ) -> Plan:  # fmt: skip
     """What :func:`attention` or :func:`attention_backward` would run for these arguments.
 
@@ -335,7 +350,7 @@ def plan(
     ----------
     q, k, v, algo, engine, causal, window, mask, softcap
         As in :func:`attention`.
-    q_lengths, kv_lengths, scale, enable_gqa
+    q_lengths, kv_lengths, q_offset, scale, enable_gqa
         As in :func:`attention`.
     out : array or tuple of array, optional
         As in :func:`attention`; with `backward`, as `grads_out` of :func:`attention_backward`.
@@ -373,18 +388,19 @@ def plan(
     """
     if not (device is None or isinstance(device, Device)):
         raise TypeError(f"device={device!r}: give a cuflash.Device, or None for the arrays' own")
-    options = (algo, engine, causal, window, softcap, scale, enable_gqa, deterministic)
-    lengths, mask = (q_lengths, kv_lengths), as_mask(mask)
+    offset, offsets = split_offset(q_offset)
+    options = (algo, engine, causal, window, offset, softcap, scale, enable_gqa, deterministic)
+    integers, mask = (q_lengths, kv_lengths, offsets), as_mask(mask)
     if backward:
         inputs = dict.fromkeys(("dout", "q", "k", "v", "out", "lse", "dlse"))
         inputs.update(q=q, k=k, v=v)
-        arrays = _backward_arrays(inputs, out, *lengths)
+        arrays = _backward_arrays(inputs, out, *integers)
         return find_call(BackwardCall, arrays, options, device, mask)[0].plan
-    arrays = _forward_arrays(q, k, v, out, isinstance(out, tuple), *lengths)
+    arrays = _forward_arrays(q, k, v, out, isinstance(out, tuple), *integers)
     return find_call(ForwardCall, arrays, options, device, mask)[0].plan
 
 
-def _forward_arrays(q, k, v, out, return_lse, q_lengths, kv_lengths) -> tuple:
+def _forward_arrays(q, k, v, out, return_lse, q_lengths, kv_lengths, offsets) -> tuple:
     """The arrays of a call in the order of ForwardCall.operands, None for those not given."""
     q = as_array("q", q)
     out, lse = _split_out(out, return_lse)
@@ -394,11 +410,11 @@ def _forward_arrays(q, k, v, out, return_lse, q_lengths, kv_lengths) -> tuple:
         as_array("v", v),
         None if out is None else as_array("out", out),
         None if lse is None else as_array("lse", lse),
-        *both_lengths(q_lengths, kv_lengths, q),
+        *of_batch(q_lengths, kv_lengths, offsets, q),
     )
 
 
-def _backward_arrays(inputs, grads_out, q_lengths, kv_lengths) -> tuple:
+def _backward_arrays(inputs, grads_out, q_lengths, kv_lengths, offsets) -> tuple:
     """The arrays of a call in the order of BackwardCall.operands, None for those not given.
 
     `inputs` maps the names of what is read to the arrays.
@@ -410,7 +426,7 @@ def _backward_arrays(inputs, grads_out, q_lengths, kv_lengths) -> tuple:
         name: x if x is None and name not in "qkv" else as_array(name, x)
         for name, x in (inputs | gradients).items()
     }
-    return (*arrays.values(), *both_lengths(q_lengths, kv_lengths, arrays["q"]))
+    return (*arrays.values(), *of_batch(q_lengths, kv_lengths, offsets, arrays["q"]))
 
 
 def _split_out(out, return_lse):

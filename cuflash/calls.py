@@ -31,8 +31,8 @@ from .scores import softcap as softcap_score
 _LARGEST_ITEM = 8  # bytes
 _MAX_CALLS = 1024  # kinds of call that are remembered
 _calls: dict[tuple, _Call] = {}
-_LENGTHS = ("q_lengths", "kv_lengths")
-_TRAILING = {"lse": 1, "dlse": 1, "q_lengths": 0, "kv_lengths": 0}  # axes; 2 of all others
+_LENGTHS = ("q_lengths", "kv_lengths", "q_offset")  # integers over the batch axes
+_TRAILING = {"lse": 1, "dlse": 1, **dict.fromkeys(_LENGTHS, 0)}  # axes; 2 of all others
 
 
 class _Call:
@@ -52,13 +52,13 @@ class _Call:
     backward: bool
 
     def __init__(self, given, device_id, options):
-        algo, engine, causal, window, cap, scale, gqa, deterministic, *facts = options
+        algo, engine, causal, window, offset, cap, scale, gqa, deterministic, *facts = options
         mask_kind, aligned, device = facts
         inputs = q, k, v = tuple(given[name] for name in "qkv")
         check_shapes(q, k, v)
         self.out_dtype = result_dtype(q.dtype, k.dtype, v.dtype)
         self.lse_dtype = np.dtype("float64" if self.out_dtype == np.float64 else "float32")
-        band = Band.from_options(causal, window)
+        band = Band.from_options(causal, window, given.get("q_offset", offset))
         accumulator = self.lse_dtype.name
         default = 1.0 / math.sqrt(q.shape[-1])
         self.scale = default if scale is None else checked_scale(scale, accumulator)
@@ -245,7 +245,8 @@ def find_call(kind: type[_Call], arrays, options, device=None, mask=None):
     arrays : tuple
         In the order of `kind.operands`, None for those not given.
     options : tuple
-        algo, engine, causal, window, softcap, scale, enable_gqa, deterministic.
+        algo, engine, causal, window, q_offset (an int or None), softcap, scale, enable_gqa,
+        deterministic.
     device : Device, optional
         To plan for, instead of the arrays' own.
     mask : BlockMask or array of bool, optional
@@ -271,15 +272,15 @@ def find_call(kind: type[_Call], arrays, options, device=None, mask=None):
         bits |= addresses[place]
     aligned = bits % CHUNK_BYTES == 0
     mask_kind = "" if mask is None else _add_mask(mask, specs, places, addresses)
-    algo, engine, causal, window, cap, scale, enable_gqa, deterministic = options
+    algo, engine, causal, window, offset, cap, scale, enable_gqa, deterministic = options
     # 2 == 2.0 and 1 == True, but not all of these are right.
     types = (type(causal), type(cap), type(scale))
     if window is not None and type(window) is not int:
         window = window_sides(window)
     enable_gqa, deterministic = bool(enable_gqa), bool(deterministic)
     options = (
-        algo, engine, causal, window, cap, scale, enable_gqa, deterministic, mask_kind, aligned,
-        device,
+        algo, engine, causal, window, offset, cap, scale, enable_gqa, deterministic, mask_kind,
+        aligned, device,
     )  # fmt: skip
     key = (kind, tuple(specs), tuple(places), options, types)
     try:

@@ -84,8 +84,11 @@ class Head:
     ones: np.ndarray
 
     @classmethod
-    def load(cls, plan, arrays, *, scale, score, mask, place) -> Head:
-        """The head of `arrays`, which are its valid queries, keys and values."""
+    def load(cls, plan, arrays, *, scale, score, mask, place, shift=None) -> Head:
+        """The head of `arrays`, which are its valid queries, keys and values.
+
+        By default its shift is that of the plan's band.
+        """
         q, k, v = arrays
         dtype = np.dtype(plan.problem.accumulator)
         rows, keys = len(q), len(k)
@@ -99,7 +102,7 @@ class Head:
             keys=_matrix(k, dtype),
             values=_matrix(v, dtype),
             band=plan.problem.band,
-            shift=plan.problem.band.shift(rows, keys),
+            shift=plan.problem.band.shift(rows, keys) if shift is None else shift,
             score=score,
             mask=mask,
             place=place,

@@ -29,6 +29,7 @@ from __future__ import annotations
 import numpy as np
 
 from .head import Head, HeadBackward, rows_of, tiles_of
+from .masks import MAX_SHIFT
 
 
 def default_blocks(algo: str, head_dim: int, value_dim: int) -> tuple[int, int]:
@@ -55,6 +56,7 @@ def forward(
     lse,
     q_lengths=None,
     kv_lengths=None,
+    q_offset=None,
     *,
     scale,
     score=None,
@@ -72,6 +74,8 @@ def forward(
         The results; any strides. `lse` may be None.
     q_lengths, kv_lengths : ndarray of int, shape leading, optional
         Valid queries and keys of each head, clamped to the arrays' lengths.
+    q_offset : ndarray of int, shape leading, optional
+        The shift of each head, where the plan's band does not know it.
     scale : float
         What the products q.k are multiplied by.
     score : ScoreMod, optional
@@ -99,6 +103,7 @@ def forward(
                     score=score,
                     mask=mask and mask(index),
                     place=divmod(number, problem.heads),
+                    shift=_shift(q_offset, index),
                 ),
                 out[index][:rows],
                 None if lse is None else lse[index][:rows],
@@ -119,6 +124,7 @@ def backward(
     dv,
     q_lengths=None,
     kv_lengths=None,
+    q_offset=None,
     *,
     scale,
     score=None,
@@ -139,7 +145,7 @@ def backward(
     dq, dk, dv : ndarray, shapes of `q`, `k` and `v`
         In the type of the sums, and zero. Heads may share memory (a stride of 0), where their
         gradients are summed in the order of the heads.
-    q_lengths, kv_lengths, scale, score, mask
+    q_lengths, kv_lengths, q_offset, scale, score, mask
         As :func:`forward` had them.
     """
     problem = plan.problem
@@ -157,6 +163,7 @@ def backward(
                 score=score,
                 mask=mask and mask(index),
                 place=divmod(number, problem.heads),
+                shift=_shift(q_offset, index),
             )
             given = (None if x is None else x[index][:rows] for x in (dout, out, lse, dlse))
             walk(
@@ -169,6 +176,10 @@ def backward(
 
 def _clamped(lengths, index, length: int) -> int:
     return length if lengths is None else min(max(int(lengths[index]), 0), length)
+
+
+def _shift(q_offset, index) -> int | None:
+    return None if q_offset is None else min(max(int(q_offset[index]), -MAX_SHIFT), MAX_SHIFT)
 
 
 def _walk_fa1(head: Head, out, lse) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 ALIGNMENTS = ("bottom_right", "top_left")
+MAX_SHIFT = 1 << 29  # either way, as far as the longest sequence
 _INT64 = np.iinfo(np.int64)
 
 
@@ -77,9 +78,9 @@ class Band:
     left, right : int or None
         Widths in keys; None leaves that side open. A negative width means that
         even the diagonal is hidden (two masks combined can ask for that).
-    alignment : {"bottom_right", "top_left"}
+    alignment : {"bottom_right", "top_left"} or int
         Where the diagonal lies: `shift = key_length - query_length` puts it through
-        the last query and the last key, `shift = 0` through the first ones.
+        the last query and the last key, `shift = 0` through the first ones; or the shift itself.
 
     Examples
     --------
@@ -91,16 +92,20 @@ class Band:
 
     left: int | None = None
     right: int | None = None
-    alignment: str = "bottom_right"
+    alignment: str | int = "bottom_right"
 
     @classmethod
-    def from_options(cls, causal=False, window=None) -> Band:
-        """The band that the options `causal=` and `window=` of :func:`cuflash.attention` name.
+    def from_options(cls, causal=False, window=None, q_offset=None) -> Band:
+        """The band that options of :func:`cuflash.attention` name.
+
+        An integer `q_offset` becomes the alignment. Anything else but None stands for shifts that
+        the band does not know, and only must not contradict `causal`.
 
         Raises
         ------
         ValueError
-            For an unknown alignment or a window that is negative or not one or two widths.
+            For an unknown alignment, a second one in `q_offset`, one that is too far off, or a
+            window that is negative or not one or two widths.
         TypeError
             For a width that is not an integer.
         """
@@ -109,6 +114,15 @@ class Band:
         ):
             raise ValueError(f"causal={causal!r}: give False, True, 'bottom_right' or 'top_left'")
         alignment = causal if isinstance(causal, str) else "bottom_right"
+        if q_offset is not None and alignment == "top_left":
+            raise ValueError(
+                "causal='top_left' stands for q_offset=0: give one of them, or q_offset with "
+                "causal=True"
+            )
+        if isinstance(q_offset, (int, np.integer)):
+            alignment = int(q_offset)
+            if abs(alignment) > MAX_SHIFT:
+                raise ValueError(f"q_offset={q_offset}: give {-MAX_SHIFT} to {MAX_SHIFT} (2^29)")
         left, right = window_sides(window)
         if causal:
             right = 0
@@ -121,7 +135,9 @@ class Band:
 
     def shift(self, query_length: int, key_length: int) -> int:
         """The diagonal's offset for one batch entry of these valid lengths."""
-        return key_length - query_length if self.alignment == "bottom_right" else 0
+        if self.alignment == "bottom_right":
+            return key_length - query_length
+        return 0 if self.alignment == "top_left" else self.alignment
 
     def key_range(self, q_begin: int, q_end: int, shift: int, key_length: int) -> tuple[int, int]:
         """Half-open range of keys that some query of `[q_begin, q_end)` may see."""
@@ -157,8 +173,9 @@ class Band:
 
     def count(self, query_length: int, key_length: int) -> int:
         """Number of visible (query, key) pairs of one head, without building the mask."""
-        diagonal = np.arange(query_length, dtype=np.int64) + self.shift(query_length, key_length)
-        widest = query_length + key_length  # hides nothing, and sums stay an int64
+        shift = self.shift(query_length, key_length)
+        diagonal = np.arange(query_length, dtype=np.int64) + shift
+        widest = query_length + key_length + abs(shift)  # hides nothing, and sums stay an int64
         left, right = (widest if x is None else min(x, widest) for x in (self.left, self.right))
         first = np.clip(diagonal - left, 0, key_length)
         last = np.clip(diagonal + right + 1, 0, key_length)

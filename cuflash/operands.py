@@ -223,8 +223,8 @@ def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
         return False
 
 
-def _length_steps(name: str, spec: Spec, batch: tuple[int, ...], given: str) -> tuple[int, ...]:
-    """Element strides of lengths along the batch axes."""
+def _batch_steps(name: str, spec: Spec, batch: tuple[int, ...], given: str) -> tuple[int, ...]:
+    """Element strides of lengths or offsets along the batch axes."""
     if not _broadcasts(spec.shape, batch):
         raise ValueError(
             f"{name} has shape {spec.shape} ({given}): it must broadcast to {batch}, the leading "
@@ -303,8 +303,8 @@ def _mask_layout(mask: Spec, shape: tuple[int, ...]) -> tuple[MaskLayout, tuple[
 
 
 def make_layout(
-    q, k, v, out=None, lse=None, *, gradients=None, q_lengths=None, kv_lengths=None, mask=None,
-    enable_gqa=False,
+    q, k, v, out=None, lse=None, *, gradients=None, q_lengths=None, kv_lengths=None, q_offset=None,
+    mask=None, enable_gqa=False,
 ):  # fmt: skip
     """Broadcast the operands' leading axes.
 
@@ -317,7 +317,7 @@ def make_layout(
         Of a backward pass: any of dout, dlse, dq, dk and dv; contiguous where not in it. The
         last three have the shapes of q, k and v, whose broadcast axes they sum over: there their
         strides are 0.
-    q_lengths, kv_lengths : Spec, optional
+    q_lengths, kv_lengths, q_offset : Spec, optional
         Over the batch axes: all leading axes but the heads.
     mask : Spec, optional
         Of bool, broadcastable to (..., H, N, M).
@@ -350,8 +350,9 @@ def make_layout(
         strides[name] = _grouped(name, _spread(spec, whole, trailing), group)
         rows[name] = spec.element_strides()[-trailing]
     given = f"q {q.shape}, k {k.shape}, v {v.shape}"
-    for name, spec in (("q_lengths", q_lengths), ("kv_lengths", kv_lengths)):
-        steps = (0,) * len(batch) if spec is None else _length_steps(name, spec, batch, given)
+    of_batch = {"q_lengths": q_lengths, "kv_lengths": kv_lengths, "q_offset": q_offset}
+    for name, spec in of_batch.items():
+        steps = (0,) * len(batch) if spec is None else _batch_steps(name, spec, batch, given)
         strides[name] = steps + (0,) * (len(heads) + (group > 1))
     mask_layout = None
     if mask is not None:
@@ -403,6 +404,7 @@ def make_problem(
         captures=score.names if score else (),
         q_lengths=lengths.get("q_lengths", ""),
         kv_lengths=lengths.get("kv_lengths", ""),
+        q_offset=lengths.get("q_offset", ""),
         aligned=aligned,
         unmappable="" if backward else _unmappable(layout, q.shape[-2], k.shape[-2]),
         backward=backward,

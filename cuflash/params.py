@@ -6,10 +6,13 @@ import functools
 
 import numpy as np
 
-from .operands import MAX_AXES, Layout
+from .masks import MAX_SHIFT
+from .operands import MAX_AXES, MAX_LENGTH, Layout
 from .plan import Plan
 
-OPEN_WIDTH = (1 << 30) - 2  # a band's open side: beyond every position, and sums stay an int
+# A band's open side: as far as a shift and a position can be from another position. The sum of all
+# three is still an int.
+OPEN_WIDTH = MAX_SHIFT + MAX_LENGTH - 1
 
 # Operands that have rows along the leading axes, by direction, and their C types.
 _OPERANDS = {
@@ -19,7 +22,7 @@ _OPERANDS = {
            "v": "const Element*", "out": "const Element*", "lse": "const Accumulator*",
            "dlse": "const Accumulator*", "dq": "Element*", "dk": "Element*", "dv": "Element*"},
 }  # fmt: skip
-_LENGTHS = ("q_lengths", "kv_lengths")
+_LENGTHS = ("q_lengths", "kv_lengths", "q_offset")  # integers over the batch axes
 # A mask's lists of tiles: given, or made in the workspace of a given array.
 _LISTS = {"mask_ranges": "int2*", "mask_entries": "int4*", "mask_order": "int*",
           "mask_bits": "unsigned int*"}  # fmt: skip
@@ -36,7 +39,7 @@ _WORKSPACE = {
 _SCALARS = (
     (("axis_size",), "i4 axes", "int"),
     (("axes", "heads", "head_count", "query_length", "key_length"), "i4", "int"),
-    (("band_left", "band_right", "bottom_right"), "i4", "int"),
+    (("band_left", "band_right", "bottom_right", "shift"), "i4", "int"),
     (("query_tiles", "key_tiles", "section"), "i4", "int"),
     (("mask_axis_stride",), "i4 axes", "int"),  # in lists
     (("mask_rows", "mask_columns"), "i4", "int"),  # tiles of one list
@@ -122,6 +125,7 @@ def pack(plan: Plan, layout: Layout, scale: float, captured: tuple[float, ...]) 
     params["band_left"] = OPEN_WIDTH if band.left is None else min(band.left, OPEN_WIDTH)
     params["band_right"] = OPEN_WIDTH if band.right is None else min(band.right, OPEN_WIDTH)
     params["bottom_right"] = band.alignment == "bottom_right"
+    params["shift"] = band.shift(problem.query_length, problem.key_length)
     params["query_tiles"], params["key_tiles"] = plan.query_tiles, plan.key_tiles
     if problem.mask:
         params["mask_axis_stride"][0, : len(layout.axes)] = layout.axis_strides["mask"]

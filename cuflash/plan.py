@@ -127,6 +127,8 @@ class Problem:
         The score modification's expression, empty for none; `captures` names its scalars.
     q_lengths, kv_lengths : str
         Integer type of the lengths, empty where there are none.
+    q_offset : str
+        Integer type of the shifts, empty where the band says what they are.
     aligned : bool
         Whether every row of q, k, v and out (and of the gradients) starts on a multiple of 16
         bytes.
@@ -156,6 +158,7 @@ class Problem:
     captures: tuple[str, ...] = ()
     q_lengths: str = ""
     kv_lengths: str = ""
+    q_offset: str = ""
     aligned: bool = True
     unmappable: str = ""
     backward: bool = False
@@ -175,8 +178,13 @@ class Problem:
         return ACCUMULATORS[self.dtype]
 
     @property
+    def shift_is_given(self) -> bool:
+        """Whether the caller says where the diagonal lies, by a number or an array of them."""
+        return bool(self.q_offset) or isinstance(self.band.alignment, int)
+
+    @property
     def flops(self) -> int:
-        """Of the products, per visible pair of query and key; a mask or lengths hide none here.
+        """Of the products, per pair of query and key that the band shows; no more is hidden here.
 
         Forward q.k and P v; backward q.k, dS k and dS q over D, and P dout and dout.v over Dv.
         """
@@ -197,7 +205,7 @@ class Problem:
             text += f", mask of {self.mask}"
         if self.score:
             text += f", score {self.score}"
-        for name in ("q_lengths", "kv_lengths"):
+        for name in ("q_lengths", "kv_lengths", "q_offset"):
             if getattr(self, name):
                 text += f", {name}"
         if self.backward:

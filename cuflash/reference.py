@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .block_mask import BlockMask
-from .masks import Band
+from .masks import MAX_SHIFT, Band, integers_of
 
 
 def attention(
@@ -22,6 +22,7 @@ def attention(
     softcap=None,
     q_lengths=None,
     kv_lengths=None,
+    q_offset=None,
     scale=None,
     enable_gqa=False,
     return_lse=False,
@@ -33,7 +34,7 @@ def attention(
     ----------
     q, k, v : array_like, shapes (..., N, D), (..., M, D) and (..., M, E)
         Leading axes broadcast as in :func:`numpy.matmul`.
-    causal, window, mask, softcap, q_lengths, kv_lengths, scale, enable_gqa, return_lse
+    causal, window, mask, softcap, q_lengths, kv_lengths, q_offset, scale, enable_gqa, return_lse
         As in :func:`cuflash.attention`.
     dtype : scalar type, default numpy.float64
         Of the arithmetic and the results; `numpy.longdouble` checks float64 results.
@@ -67,6 +68,7 @@ def attention(
         mask=mask,
         q_lengths=q_lengths,
         kv_lengths=kv_lengths,
+        q_offset=q_offset,
     )
     return (dense.out, dense.lse) if return_lse else dense.out
 
@@ -84,6 +86,7 @@ def attention_backward(
     softcap=None,
     q_lengths=None,
     kv_lengths=None,
+    q_offset=None,
     scale=None,
     enable_gqa=False,
     dtype=np.float64,
@@ -98,7 +101,7 @@ def attention_backward(
         As given to :func:`attention`.
     dlse : array_like, shape (..., N), optional
         Gradient of the same number with respect to `lse`, by default 0.
-    causal, window, mask, softcap, q_lengths, kv_lengths, scale, enable_gqa
+    causal, window, mask, softcap, q_lengths, kv_lengths, q_offset, scale, enable_gqa
         As given to :func:`attention`.
     dtype : scalar type, default numpy.float64
         Of the arithmetic and the results; `numpy.longdouble` checks float64 results.
@@ -143,6 +146,7 @@ def attention_backward(
         mask=mask,
         q_lengths=q_lengths,
         kv_lengths=kv_lengths,
+        q_offset=q_offset,
     )
     dout = np.asarray(dout).astype(dtype)
     with np.errstate(all="ignore"):
@@ -219,10 +223,19 @@ def _own_sum(gradient, shape):
     return gradient.reshape(*split, *gradient.shape[-2:]).sum(axis=sharing).reshape(shape)
 
 
-def visible_keys(shape, *, causal=False, window=None, mask=None, q_lengths=None, kv_lengths=None):
+def visible_keys(
+    shape,
+    *,
+    causal=False,
+    window=None,
+    mask=None,
+    q_lengths=None,
+    kv_lengths=None,
+    q_offset=None,
+):
     """Which keys each query may attend to, as a bool array of `shape` (..., N, M).
 
-    Lengths broadcast to the batch axes, which are all leading axes but the last one.
+    Lengths and offsets broadcast to the batch axes, which are all leading axes but the last one.
 
     Examples
     --------
@@ -230,20 +243,26 @@ def visible_keys(shape, *, causal=False, window=None, mask=None, q_lengths=None,
     array([[1, 1, 0],
            [1, 1, 1]])
     """
-    band = Band.from_options(causal, window)
+    band = Band.from_options(causal, window, q_offset)
 
-    def valid(lengths, longest):
-        lengths = longest if lengths is None else np.clip(np.asarray(lengths), 0, longest)
-        lengths = np.asarray(lengths, np.int64)
+    def of_batch(name, numbers, low, high):
+        numbers = integers_of(high if numbers is None else numbers)
+        if numbers.dtype.kind not in "iu":
+            raise TypeError(f"{name} has dtype {numbers.dtype}: give integers")
+        clamped = np.clip(numbers.astype(np.int64), low, high)
         # Behind the batch axes: heads, unless there is one matrix only, queries and keys.
-        return lengths[(..., *[None] * min(len(shape), 3))]
+        return clamped[(..., *[None] * min(len(shape), 3))]
 
-    queries, keys = valid(q_lengths, shape[-2]), valid(kv_lengths, shape[-1])
-    shift = keys - queries if band.alignment == "bottom_right" else 0
+    queries = of_batch("q_lengths", q_lengths, 0, shape[-2])
+    keys = of_batch("kv_lengths", kv_lengths, 0, shape[-1])
+    if q_offset is None:
+        shift = keys - queries if band.alignment == "bottom_right" else 0
+    else:
+        shift = of_batch("q_offset", q_offset, -MAX_SHIFT, MAX_SHIFT)
     i, j = np.arange(shape[-2])[:, None], np.arange(shape[-1])
     visible = (i < queries) & (j < keys)
     # No position is further from the diagonal than this, so a wider side hides nothing.
-    widest = shape[-2] + shape[-1]
+    widest = shape[-2] + shape[-1] + MAX_SHIFT
     if band.left is not None:
         visible = visible & (j >= i + shift - min(band.left, widest))
     if band.right is not None:

@@ -6,6 +6,7 @@ import functools
 import re
 from importlib.resources import files
 
+from .masks import MAX_SHIFT
 from .params import fields, params_dtype
 from .plan import BARRIER_BYTES, Plan
 
@@ -48,6 +49,8 @@ def _constants(plan: Plan) -> dict[str, int | bool]:
         "HEAD_DIM_V": plan.problem.value_dim,
         "ALIGNED": plan.problem.aligned,
         "SHARED_BYTES": plan.shared_bytes,
+        "SHIFT_IS_GIVEN": plan.problem.shift_is_given,
+        "MAX_SHIFT": MAX_SHIFT,
         "SCORE_IS_MODIFIED": bool(plan.problem.score),
         "MASKED": bool(plan.problem.mask),
         "MASK_ROWS": tile.scored[0],
@@ -136,6 +139,7 @@ __device__ __forceinline__ T modify(T score, int batch, int head, int q, int k, 
 def prelude(plan: Plan) -> str:
     """What only this plan's kernel needs: types, constants, Params and the score expression."""
     problem = plan.problem
+    integers = problem.q_lengths or problem.kv_lengths or problem.q_offset
     constants = [
         f"constexpr {'bool' if isinstance(value, bool) else 'int'} {name} = {str(value).lower()};"
         for name, value in _constants(plan).items()
@@ -147,7 +151,7 @@ def prelude(plan: Plan) -> str:
             "#include <cuda_fp16.h>",
             f"using Element = {C_TYPES[problem.dtype]};",
             f"using Accumulator = {C_TYPES[problem.accumulator]};",
-            f"using Length = {C_INTEGERS[problem.q_lengths or problem.kv_lengths]};",
+            f"using Length = {C_INTEGERS[integers]};",
             *constants,
             _params_struct(plan),
             _score_function(plan),

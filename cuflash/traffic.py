@@ -1,8 +1,8 @@
 """How many bytes an algorithm moves between the chip and device memory, as the papers count them.
 
 Every load and store of a tile counts, whatever a cache may serve: N queries, M keys, widths D and
-Dv; a query tile "visits" each key tile that it sees. Lengths are taken as full, and masks other
-than the band hide nothing.
+Dv; a query tile "visits" each key tile that it sees. Lengths are taken as full, an array of offsets
+as not given, and masks other than the band hide nothing.
 
     unfused  Q K V out, and 4 N M    S is written and read, then P
     fa1      K V once; at each visit Q again, and O, l, m read and written in the type of sums,

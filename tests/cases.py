@@ -27,7 +27,8 @@ DIMS = {
     "wgmma": 64,
 }  # where a case is not about head dims: few kernels to compile
 UNMAPPABLE = {"odd", "offset", "reversed"}  # layouts that no tensor map describes
-OPTIONS = "causal window mask softcap scale enable_gqa q_lengths kv_lengths".split()
+OPTIONS = "causal window mask softcap scale enable_gqa q_lengths kv_lengths q_offset".split()
+FAR = 1 << 29  # the largest shift
 
 
 def numpy_dtype(name):
@@ -45,7 +46,7 @@ class Case:
     q, k, v : tuple of int
         Shapes.
     options : dict
-        Of attention(); lengths as arrays.
+        Of attention(); lengths as arrays, offsets as arrays or integers.
     layouts : dict
         Where q, k, v and out are not contiguous: how they lie in memory, see :func:`place`.
     poison : str
@@ -114,7 +115,7 @@ class Case:
 
     def _seen(self):
         """Which query sees which key."""
-        names = ("causal", "window", "mask", "q_lengths", "kv_lengths")
+        names = ("causal", "window", "mask", "q_lengths", "kv_lengths", "q_offset")
         shape = (*self.q[:-1], self.k[-2])
         return reference.visible_keys(
             shape, **{n: self.options[n] for n in names if n in self.options}
@@ -323,6 +324,10 @@ def _edges(*sizes):
     return sorted({1, *around, _next_prime(max(sizes) * 3 // 2)} - {0})
 
 
+def _text(options):
+    return " ".join(f"{name} {value}" for name, value in options.items())
+
+
 class _Cases:
     """Collects the cases of one kernel."""
 
@@ -429,6 +434,57 @@ class _Cases:
         self.add("lengths at the edges", dtype, (3, 2, n + 1, dim), (3, 2, m + 1, dim), causal=True,
                  q_lengths=np.int32([n - 1, n, n + 1]),
                  kv_lengths=np.int32([m, m + 1, m - 1]))  # fmt: skip
+
+    def offsets(self):
+        """Diagonals that the caller places: one for all, then one for each batch entry."""
+        block_q, block_k, dim = self.sizes(self.dtypes[0])
+        n, m = block_q + 9, 2 * block_k + 3
+        bands = [{"causal": True}, {"window": (9, 4)}, {"causal": True, "window": (block_k, None)},
+                 {"window": (None, 3)}, {"window": (5, None)}]  # fmt: skip
+        places = [0, m - n, -3, 4 - n, m // 2, m - 1, m + 10, -n - 10, block_k, FAR, -FAR]
+        for i, place in enumerate(places):
+            for band in bands[i % 2 :: 2]:
+                name = f"offsets {place} {_text(band)}"
+                self.add(name, self.turn(), (2, n, dim), (2, m, dim), q_offset=place, **band)
+        self.add("offsets 3 without band", self.turn(), (n, dim), (m, dim), q_offset=3)
+        self._offsets_of_batch(70, 83)
+
+    def _offsets_of_batch(self, n, m):
+        dtype, dim = self.dtypes[0], DIMS[self.engine]
+        q, k = (7, 1, n, dim), (7, 1, m, dim)
+        far = np.int64([0, m - n, -5, m + 9, 1 << 40, -(1 << 62), 11])
+        near = np.int32([7, 1 - n, 0, m, FAR, -FAR, m - n])
+        lengths = {"q_lengths": np.int32([n, n - 9, 3, n, 0, n, n + 7]),
+                   "kv_lengths": np.int32([m, 5, m - 3, 0, m, m, m + 20])}  # fmt: skip
+        for band in ({"causal": True}, {"window": (9, 4)}, {"causal": True, "window": 11}):
+            text = _text(band)
+            self.add(f"offsets of batch {text}", dtype, q, k, q_offset=far, **band)
+            self.add(f"offsets of batch, lengths, {text}", self.dtypes[-1], q, k, q_offset=near,
+                     **band, **lengths)  # fmt: skip
+        self.add("offsets 4, lengths", dtype, q, k, q_offset=4, causal=True, **lengths)
+        self.add("offsets of batch without band", dtype, q, k, q_offset=far)
+        self.add("offsets of two integer types", dtype, q, k, q_offset=far, causal=True, **lengths)
+        self.add("offsets of batch, hidden nonfinite", dtype, q, k, q_offset=far, window=(20, 3),
+                 poison="hidden")  # fmt: skip
+        self.add("offsets -6, hidden nonfinite", dtype, q, k, q_offset=-6, causal=True,
+                 poison="hidden")  # fmt: skip
+        count = np.arange(6).reshape(2, 3) * 9 - 20
+        axes = (2, 3, 2, 9, dim), (2, 3, 2, 40, dim)
+        self.add("offsets of two batch axes", dtype, *axes, q_offset=count, causal=True)
+        self.add("offsets of one batch axis", dtype, *axes, q_offset=count[:, :1], window=8)
+        self.add("offsets with strides", dtype, *axes, q_offset=count[::-1, ::-1], causal=True)
+        self.add("offsets of one for all", dtype, *axes, q_offset=count[0, 2:], causal=True)
+        one = (9, dim), (40, dim)
+        self.add("offsets of one head", dtype, *one, q_offset=np.array(13), causal=True)
+        q, k, size = (2, 4, n, dim), (2, 2, m, dim), (n, m)
+        groups = {"enable_gqa": True, "causal": True}
+        self.add("offsets of groups", dtype, q, k, q_offset=far[2:4], **groups)
+        for kind, place in (("int", -7), ("batch", far[2:4])):
+            more = {"q_offset": place, **groups}
+            mask = BlockMask.from_dense(random_mask((4, *size), 32, seed=7), 32)
+            self.add(f"offsets of {kind} and blocks", dtype, q, k, mask=mask, **more)
+            mask = random_mask((2, 1, *size), 16, seed=8)
+            self.add(f"offsets of {kind} and elements", dtype, q, k, mask=mask, **more)
 
     def heads(self):
         n, m, dim = 9, 21, DIMS[self.engine]
@@ -707,6 +763,16 @@ class _BackwardCases(_Cases):
         self.add("lengths of two batch axes", dtype, (2, 3, 2, 9, dim), (2, 3, 2, 17, dim),
                  q_lengths=count[:, :1], kv_lengths=count, causal=True)  # fmt: skip
 
+    def offsets(self):
+        n, m, dim = self.sizes(self.dtypes[0])
+        bands = [{"causal": True}, {"window": (9, 4)}, {"window": (m, None)}, {"window": (None, 3)}]
+        places = [0, m - n, -3, 4 - n, m // 2, m + 10, -n - 10, FAR, -FAR]
+        for i, place in enumerate(places):
+            for band in bands[i % 2 :: 2]:
+                self.add(f"offsets {place} {_text(band)}", self.turn(), (2, n + 5, dim),
+                         (2, m + 9, dim), q_offset=place, **band)  # fmt: skip
+        self._offsets_of_batch(39, 47)
+
     def heads(self):
         super().heads()
         n, m, dim = 9, 21, DIMS[self.engine]
@@ -802,7 +868,7 @@ def _all_cases(kind, kernels):
 
 FAMILIES = (
     "edges windows softcaps lengths heads axes strides dims masked extremes blocks elements "
-    "scales orders"
+    "scales orders offsets"
 ).split()
 CASES = _all_cases(_Cases, KERNELS)
 BACKWARD_CASES = _all_cases(_BackwardCases, BACKWARD_KERNELS)

@@ -11,7 +11,7 @@ from emulator import Memory, Module
 from emulator.memory import TensorMap
 
 import cuflash
-from cuflash.arrays import both_lengths, conform
+from cuflash.arrays import conform, of_batch, split_offset
 from cuflash.calls import BackwardCall, find_call
 from cuflash.operands import Spec, conformed, make_layout
 from cuflash.params import pack
@@ -33,7 +33,8 @@ class Result(NamedTuple):
 
 def attention(
     q, k, v, *, out=None, return_lse=True, scale=None, softcap=None, enable_gqa=False, mask=None,
-    q_lengths=None, kv_lengths=None, mode="check", seed=0, row=None, device=H200, **options,
+    q_lengths=None, kv_lengths=None, q_offset=None, mode="check", seed=0, row=None, device=H200,
+    **options,
 ):  # fmt: skip
     """attention() as `device` would run it; `row` forces a row of the table, `mode` and `seed`
     are the emulator's.
@@ -43,8 +44,10 @@ def attention(
     lengths = {"q_lengths": q_lengths, "kv_lengths": kv_lengths}
     plan = cuflash.plan(
         q, k, v, out=out, scale=scale, softcap=softcap, enable_gqa=enable_gqa, mask=mask,
-        device=device, **lengths, **options,
+        device=device, q_offset=q_offset, **lengths, **options,
     )  # fmt: skip
+    if plan.problem.q_offset:
+        lengths["q_offset"] = q_offset
     if row is not None:
         plan = on_row(plan, row)
     dtype = np.dtype(plan.problem.dtype) if plan.problem.dtype != "bfloat16" else v.dtype
@@ -105,16 +108,17 @@ class Gradients(NamedTuple):
 
 def attention_backward(
     dout, q, k, v, out, lse, *, dlse=None, grads_out=None, algo=None, engine=None, causal=False,
-    window=None, mask=None, softcap=None, q_lengths=None, kv_lengths=None, scale=None,
-    enable_gqa=False, deterministic=True, mode="check", seed=0, row=None, device=H200,
+    window=None, mask=None, softcap=None, q_lengths=None, kv_lengths=None, q_offset=None,
+    scale=None, enable_gqa=False, deterministic=True, mode="check", seed=0, row=None, device=H200,
 ):  # fmt: skip
     """attention_backward() as `device` would run it; `row`, `mode` and `seed` as in attention().
 
     New gradients are never-written memory to the kernels; `grads_out=` counts as written.
     """
     given = (dout, q, k, v, out, lse, dlse, *(grads_out or (None,) * 3))
-    arrays = [*given, *both_lengths(q_lengths, kv_lengths, q)]
-    options = (algo, engine, causal, window, softcap, scale, enable_gqa, deterministic)
+    offset, offsets = split_offset(q_offset)
+    arrays = [*given, *of_batch(q_lengths, kv_lengths, offsets, q)]
+    options = (algo, engine, causal, window, offset, softcap, scale, enable_gqa, deterministic)
     call = find_call(BackwardCall, tuple(arrays), options, device, mask)[0]
     plan = call.plan if row is None else on_row(call.plan, row)
     results, fresh = [], set()

@@ -202,6 +202,45 @@ ERRORS = {
     ),
     "bool lengths": ((Q, K, V), {"kv_lengths": True}, TypeError, "kv_lengths has dtype bool"),
     "lengths of another kind": ((Q, K, V), {"kv_lengths": "7"}, TypeError, "kv_lengths is a str"),
+    "too many offsets": (
+        (Q, K, V),
+        {"q_offset": [1, 2, 3]},
+        ValueError,
+        r"q_offset has shape \(3,\) .*must broadcast to \(2,\), the leading axes but the heads",
+    ),
+    "offsets for one head": (
+        (Q[0, 0], K[0, 0], V[0, 0]),
+        {"q_offset": [1]},
+        ValueError,
+        r"q_offset has shape \(1,\) .*must broadcast to \(\)",
+    ),
+    "float offset": ((Q, K, V), {"q_offset": 2.0}, TypeError, "q_offset is a float: give a NumPy"),
+    "float offsets": (
+        (Q, K, V),
+        {"q_offset": [1.0, 2.0]},
+        TypeError,
+        "q_offset has dtype float64: offsets are integers",
+    ),
+    "bool offset": ((Q, K, V), {"q_offset": True}, TypeError, "q_offset has dtype bool"),
+    "an offset too far": (
+        (Q, K, V),
+        {"q_offset": 2**29 + 1, "causal": True},
+        ValueError,
+        r"q_offset=536870913: give -536870912 to 536870912 \(2\^29\)",
+    ),
+    "an offset too far back": ((Q, K, V), {"q_offset": -(2**40)}, ValueError, "q_offset=-1099511"),
+    "an offset and top_left": (
+        (Q, K, V),
+        {"q_offset": 0, "causal": "top_left"},
+        ValueError,
+        "causal='top_left' stands for q_offset=0: give one of them, or q_offset with causal=True",
+    ),
+    "offsets and top_left": (
+        (Q, K, V),
+        {"q_offset": np.array([1, 2]), "causal": "top_left"},
+        ValueError,
+        "causal='top_left' stands for q_offset=0",
+    ),
     "mask of ints": (
         (Q, K, V),
         {"mask": np.ones((5, 7), np.uint8)},
@@ -805,17 +844,17 @@ def test_lengths_of_the_host_are_copied_to_where_the_operands_are(monkeypatch):
     monkeypatch.setattr(array_arguments, "memory_module", lambda: Memory)
     monkeypatch.setattr(array_arguments, "_is_cupy", lambda x: isinstance(x, OnGpu))
     for given in ([3, 4], np.array([3, 4], np.int32), np.array([3, 4], np.uint8), Dlpack(LONG)):
-        (place, values), none = array_arguments.both_lengths(given, None, OnGpu())
-        assert none is None
+        (place, values), *others = array_arguments.of_batch(given, None, None, OnGpu())
+        assert others == [None, None]
         assert place == "copy"
         assert values.dtype in (np.int32, np.int64)
         np.testing.assert_array_equal(values, [3, 4])
-        q_lengths, kv_lengths = array_arguments.both_lengths(LONG, given, OnGpu())
-        assert q_lengths[1].dtype == kv_lengths[1].dtype == np.int64
-        on_host, _ = array_arguments.both_lengths(given, None, Q)
+        made = array_arguments.of_batch(LONG, given, given, OnGpu())
+        assert {x[1].dtype for x in made} == {np.dtype(np.int64)}
+        on_host, *_ = array_arguments.of_batch(given, None, None, Q)
         np.testing.assert_array_equal(on_host, [3, 4])
     with pytest.raises(TypeError, match="kv_lengths has dtype float64: lengths are integers"):
-        array_arguments.both_lengths(None, np.ones(2), OnGpu())
+        array_arguments.of_batch(None, np.ones(2), None, OnGpu())
 
 
 def test_lengths_of_two_types_are_read_as_one():
@@ -824,6 +863,68 @@ def test_lengths_of_two_types_are_read_as_one():
     assert problem.q_lengths == problem.kv_lengths == "int64"
     problem = cuflash.plan(Q, K, V, q_lengths=q_lengths, kv_lengths=q_lengths).problem
     assert problem.q_lengths == problem.kv_lengths == "int32"
+
+
+OFFSETS = [
+    0, 2, -3, 7, 100, -100, 2**29, -(2**29), np.int64(3), np.uint8(2), [1, -2], (3,),
+    np.array([2**40, -(2**62)]), np.array([2**63, 1], np.uint64), np.array(4), np.int16([-4, 9]),
+]  # fmt: skip
+BANDS = [
+    {"causal": True}, {"causal": "bottom_right", "window": 2}, {"window": (1, 2)},
+    {"window": (None, 0)}, {},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("algo", ["fa1", "fa2"])
+@pytest.mark.parametrize("band", BANDS, ids=str)
+@pytest.mark.parametrize("q_offset", OFFSETS, ids=str)
+def test_offsets(algo, band, q_offset):
+    for lengths in ({}, {"q_lengths": [3, 5], "kv_lengths": np.array([7, 4], np.int32)}):
+        options = {"q_offset": q_offset, **band, **lengths}
+        out, lse = cuflash.attention(Q, K, V, algo=algo, return_lse=True, **options)
+        assert_forward_close(out, lse, Q, K, V, **options)
+        check_backward(Q, K, V, algo=algo, **options)
+        _, vjp = cuflash.attention_vjp(Q, K, V, algo=algo, **options)
+        expected, _ = backward(Q, K, V, DOUT, algo=algo, **options)
+        for a, b in zip(vjp(DOUT), expected, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_offsets_by_rank():
+    for leading, shape in (((), ()), ((3,), ()), ((2, 3), (2,)), ((4, 2, 3), (4, 1))):
+        offsets = np.random.default_rng(0).integers(-8, 8, shape)
+        check(*inputs(leading), causal=True, q_offset=offsets)
+    record = np.array([(3, 1), (6, 2)], [("n", "i4"), ("flag", "i1")])
+    check(Q, K, V, causal=True, q_offset=record["n"])
+
+
+def test_offsets_without_a_band_change_nothing():
+    expected = cuflash.attention(Q, K, V)
+    for q_offset in (5, [5, -90]):
+        np.testing.assert_array_equal(cuflash.attention(Q, K, V, q_offset=q_offset), expected)
+
+
+def test_a_plan_knows_one_offset_but_not_those_of_an_array():
+    q, k, v = inputs((2, 8), 64, 512, 64, 64, np.float16)
+    plans = {
+        name: cuflash.plan(q, k, v, causal=True, q_offset=offset, device=H200)
+        for name, offset in (("none", None), ("early", 10), ("late", 400), ("each", [10, 400]))
+    }
+    seen = {
+        name: reference.visible_keys((64, 512), causal=True, q_offset=offset).sum()
+        for name, offset in (("none", None), ("early", 10), ("late", 400), ("each", None))
+    }
+    for name, plan in plans.items():
+        assert plan.flops == 2 * 128 * 16 * seen[name]
+    assert plans["early"].traffic < plans["late"].traffic < plans["none"].traffic
+    assert plans["each"].problem.q_offset == "int64"
+    assert str(plans["each"].problem).endswith(", q_offset")
+    assert plans["late"].problem.q_offset == ""
+    assert "alignment=400" in str(plans["late"])
+    assert plans["late"].source() == plans["early"].source() != plans["none"].source()
+    lengths = {"kv_lengths": np.array([3, 4], np.int32), "q_offset": np.array([3, 4])}
+    problem = cuflash.plan(q, k, v, device=H200, **lengths).problem
+    assert problem.kv_lengths == problem.q_offset == "int64"
 
 
 def test_padded_causal_batches_need_both_lengths_or_top_left():
@@ -1256,6 +1357,8 @@ def test_values_that_are_equal_but_not_both_right_are_told_apart():
         ({"window": (2, None)}, {"window": (2.0, None)}, TypeError),
         ({"scale": 1.0}, {"scale": True}, TypeError),
         ({"softcap": 1.0}, {"softcap": True}, TypeError),
+        ({"q_offset": 1}, {"q_offset": True}, TypeError),
+        ({"q_offset": 1}, {"q_offset": 1.0}, TypeError),
     ):
         cuflash.attention(Q, K, V, **right)
         with pytest.raises(kind):
@@ -1283,6 +1386,8 @@ def test_arguments_of_the_same_form_are_told_apart():
     b = cuflash.attention(Q, K, V, kv_lengths=three)
     assert (a[:, :, 3:] == 0).all()
     assert (b[:, :, 3:] != 0).all()
+    for q_offset in (three, 3, 4, None):
+        check(Q, K, V, causal=True, q_offset=q_offset)
 
 
 def test_alignment_is_told_apart():

@@ -646,6 +646,7 @@ def test_the_host_does_not_wait(cupy, delay, algo, engine):
         functools.partial(
             cuflash.attention, rows, k, v, kv_lengths=lengths, q_lengths=lengths, **kernel
         ),
+        functools.partial(cuflash.attention, q, k, v, causal=True, q_offset=lengths, **kernel),
     )
     for call in calls:
         stream = cupy.cuda.Stream(non_blocking=True)
@@ -1091,6 +1092,7 @@ def test_lengths_of_any_kind(cupy):
     for lengths in (
         values,
         tuple(values),
+        np.asarray(values),
         cupy.asarray(values, np.int64),
         cupy.asarray(values, np.uint8),
         np.array(values, np.int32),
@@ -1107,6 +1109,33 @@ def test_lengths_of_any_kind(cupy):
     assert same_bits(cuflash.attention(q, k, v, **both), expected)
     one = cuflash.attention(q, k, v, kv_lengths=7)
     assert same_bits(one, cuflash.attention(q, k, v, kv_lengths=cupy.full(3, 7, np.int32)))
+
+
+def test_offsets_of_any_kind(cupy):
+    q, k, v = random(cupy, "float16", 3, 3, 2, 40, 64)
+    values = [10, -7, 39]
+    expected = cuflash.attention(q, k, v, causal=True, q_offset=cupy.asarray(values, np.int32))
+    for offsets in (values, tuple(values), np.asarray(values), cupy.asarray(values, np.int8)):
+        assert same_bits(cuflash.attention(q, k, v, causal=True, q_offset=offsets), expected)
+    for i, offset in enumerate(values):
+        one = cuflash.attention(q, k, v, causal=True, q_offset=offset)
+        assert same_bits(one[i], expected[i])
+
+
+@EACH_KERNEL
+def test_an_offset_that_grows_compiles_nothing_and_copies_nothing(cupy, algo, engine):
+    from cuflash import launch
+
+    kernel, dtype, dim = wants(algo, engine)
+    k, v = random(cupy, dtype, 2, 2, 4, 300, dim)
+    q = random(cupy, dtype, 2, 4, 3, dim)
+    options = dict(kernel, causal=True)
+    cuflash.attention(q, k, v, q_offset=0, **options)
+    first = launch._load.cache_info()
+    for offset in (1, 150, 297, 299, 400, -2):
+        out, lse = cuflash.attention(q, k, v, q_offset=offset, return_lse=True, **options)
+        assert_forward_close(out, lse, q, k, v, causal=True, q_offset=offset)
+    assert launch._load.cache_info().misses == first.misses
 
 
 # ------------------------------------------------------------------------------ errors, devices

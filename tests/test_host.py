@@ -62,6 +62,14 @@ def plan_for(algo, q, k, v, band, blocks=BLOCKS) -> Plan:
     return dataclasses.replace(plan, tile=tile)
 
 
+def spread(integers, leading):
+    """Those that are given, of batch entries, for each head."""
+    arrays = {name: np.asarray(x) for name, x in integers.items() if x is not None}
+    return {
+        name: np.broadcast_to(x[..., None] if leading else x, leading) for name, x in arrays.items()
+    }
+
+
 def run(
     algo,
     q,
@@ -74,6 +82,7 @@ def run(
     scale=None,
     q_lengths=None,
     kv_lengths=None,
+    q_offset=None,
     blocks=BLOCKS,
     score=None,
     out=None,
@@ -82,15 +91,13 @@ def run(
     """Broadcast the arrays and call the engine on results full of garbage."""
     leading = np.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
     q, k, v = (np.broadcast_to(x, leading + x.shape[-2:]) for x in (q, k, v))
-    plan = plan_for(algo, q, k, v, Band.from_options(causal, window), blocks)
+    plan = plan_for(algo, q, k, v, Band.from_options(causal, window, q_offset), blocks)
     out = np.full((*q.shape[:-1], v.shape[-1]), 77, q.dtype) if out is None else out
     kept = np.float64 if q.dtype == np.float64 else np.float32
     lse = np.full(q.shape[:-1], 77, kept) if lse is None else lse
-    lengths = {}
-    for name, length in (("q_lengths", q_lengths), ("kv_lengths", kv_lengths)):
-        if length is not None:
-            length = np.asarray(length)
-            lengths[name] = np.broadcast_to(length[..., None] if leading else length, leading)
+    lengths = {"q_lengths": q_lengths, "kv_lengths": kv_lengths}
+    lengths["q_offset"] = None if isinstance(q_offset, int) else q_offset  # the band has that
+    lengths = spread(lengths, leading)
     # A caller may have asked NumPy to raise: masks must not set that off.
     with np.errstate(all="raise"):
         host.forward(
@@ -355,6 +362,15 @@ def test_work_of_a_causal_mask_is_half(algo, blocks):
 
 
 @algos
+@pytest.mark.parametrize("q_offset", [0, 100, 384, np.array(100)])
+def test_work_follows_an_offset(algo, q_offset):
+    """Within the tiles of the diagonal, all of 64 keys."""
+    pairs = count_pairs(algo, 512, (64, 64), window=(31, 32), q_offset=q_offset)
+    assert pairs <= 512 * (64 + 64)
+    assert count_pairs(algo, 512, causal=True, q_offset=-512) == 0
+
+
+@algos
 def test_work_follows_the_lengths(algo):
     assert count_pairs(algo, 512, kv_lengths=100, q_lengths=50) == 100 * 50
 
@@ -481,17 +497,21 @@ def problems(draw):
     width = st.none() | st.integers(0, 20)
     batch, heads = draw(st.integers(1, 3)), draw(st.integers(1, 2))
     lengths = st.none() | st.lists(st.integers(-2, 45), min_size=batch, max_size=batch)
+    offset = st.integers(-60, 60) | st.integers(-(2**29), 2**29)
+    offsets = st.none() | offset | st.lists(offset, min_size=batch, max_size=batch)
+    causal = draw(st.sampled_from([*CAUSAL, "bottom_right"]))
     return {
         "shape": ((batch, heads), draw(length), draw(length)),
         "dims": (draw(st.integers(1, 20)), draw(st.integers(1, 20))),
         "blocks": (draw(st.integers(1, 20)), draw(st.integers(1, 20))),
         "dtype": draw(st.sampled_from(sorted(DTYPES))),
         "options": {
-            "causal": draw(st.sampled_from([*CAUSAL, "bottom_right"])),
+            "causal": causal,
             "window": draw(st.none() | st.tuples(width, width)),
             "softcap": draw(st.none() | st.floats(0.5, 50)),
             "q_lengths": draw(lengths),
             "kv_lengths": draw(lengths),
+            "q_offset": draw(offsets if causal != "top_left" else st.none()),
         },
     }
 

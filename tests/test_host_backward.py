@@ -25,6 +25,7 @@ from test_host import (
     plan_for,
     problems,
     run,
+    spread,
 )
 
 import cuflash
@@ -49,10 +50,10 @@ def forward(algo, q, k, v, **options):
     given["score"] = softcap(options["softcap"]) if options.get("softcap") else None
     if options.get("score"):
         given["score"] = options["score"]
-    for name in ("q_lengths", "kv_lengths"):
-        if options.get(name) is not None:
-            lengths = np.asarray(options[name])
-            given[name] = np.broadcast_to(lengths[..., None] if leading else lengths, leading)
+    integers = {name: options.get(name) for name in ("q_lengths", "kv_lengths", "q_offset")}
+    if isinstance(integers["q_offset"], int):  # the band has that
+        del integers["q_offset"]
+    given.update(spread(integers, leading))
     arrays = [np.broadcast_to(x, leading + x.shape[-2:]) for x in (q, k, v)]
     return plan, (*arrays, out, lse), given
 

@@ -14,6 +14,7 @@ from cases import (
     CASES,
     DIMS,
     DTYPES,
+    FAR,
     H200,
     HUGE,
     KERNELS,
@@ -29,12 +30,16 @@ from cases import (
     tile_of,
 )  # fmt: skip
 from emulated import attention, attention_backward
-from emulator import EAGER, available
+from emulator import EAGER, Memory, Module, available
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from tolerance import assert_backward_close, assert_forward_close
 
-from cuflash import reference
+from cuflash import reference, source
 from cuflash.masks import Band
-from cuflash.plan import TILES, Device
+from cuflash.operands import MAX_LENGTH, Spec, make_layout
+from cuflash.params import pack
+from cuflash.plan import TILES, Device, Problem, make_plan
 from cuflash.reference import UNIT_ROUNDOFF, forward_bound
 
 pytestmark = pytest.mark.skipif(available() is not None, reason=str(available()))
@@ -424,7 +429,9 @@ def test_lse_of_equal_scores_counts_the_visible_keys(algo, engine, dtype):
     u = UNIT_ROUNDOFF["float64" if dtype == "float64" else "float32"]
     lengths = {"q_lengths": n - 3, "kv_lengths": m - 2}
     choices = [{}, {"window": (9, 4)}, lengths, {**lengths, "window": (tile.block_k, 0)}]
-    for options, causal in itertools.product(choices, (False, True, "top_left")):
+    offsets = [{"q_offset": tile.block_k + 1, "window": (9, 4)}, {"q_offset": np.int32([-3])}]
+    calls = [*itertools.product(choices, (False, True, "top_left")), *zip(offsets, (False, True))]
+    for options, causal in calls:
         shaped = {name: np.int32([x]) if "lengths" in name else x for name, x in options.items()}
         result = attention(
             q[None], k[None], k[None], algo=algo, engine=engine, causal=causal, mode=mode, **shaped
@@ -642,6 +649,61 @@ def test_backward_grid_is_what_the_papers_say(algo, engine):
     inputs = with_forward(dtype, dout, q, k, v)
     result = attention_backward(*inputs, algo=algo, engine=engine, mode="fast")
     assert result.stats["blocks"] == result.plan.grid == (3 if algo == "fa1" else 3 * 3)
+
+
+EDGES = """
+// Of each head, for the first and the last tile of queries and of keys: whether they visit each
+// other and are uncut, asked from both sides; for the first and last rows of all: who sees whom.
+extern "C" __global__ void edges(Params p, int* out) {
+    const Head head = locate_head(p, blockIdx.x);
+    out += blockIdx.x * 24;
+    for (int i = 0; i < 4; ++i) {
+        const int row = i / 2 ? p.query_length / 64 - 1 : 0;
+        const int column = i % 2 ? p.key_length / 64 - 1 : 0;
+        const KeyTiles<64> keys(p, head, row, 64);
+        *out++ = keys.begin <= column && column < keys.end;
+        *out++ = !keys.is_cut({column, -1, -1});
+        const QueryTiles<64> queries(p, head, column, 64, 0);
+        *out++ = queries.end - queries.count <= row && row < queries.end;
+        *out++ = !queries.is_cut({row, -1, -1});
+        const int q = i / 2 ? p.query_length - 1 : 0, k = i % 2 ? p.key_length - 1 : 0;
+        *out++ = VisibleKeys(p, head, q).has(k);
+        *out++ = VisibleQueries(p, head, k).has(q);
+    }
+}
+"""
+SIDES = st.none() | st.sampled_from([0, 1, 10**10]) | st.integers(0, 2**30)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.tuples(SIDES, SIDES), st.lists(st.integers(-FAR, FAR), max_size=4))
+@example((None, None), [])
+@example((None, 0), [])
+@example((0, None), [])
+def test_the_farthest_shifts_of_the_longest_sequences(window, offsets):
+    """Sums of positions, shifts and widths stay integers of 32 bits."""
+    n, band = MAX_LENGTH, Band.from_options(False, window)
+    offsets = np.int64([FAR, -FAR, FAR - 64, 64 - FAR, 1 << 62, -(1 << 62), *offsets])
+    count = len(offsets)
+    spec = Spec.contiguous((count, 1, n, 8), np.dtype("f4"))
+    layout = make_layout(spec, spec, spec, q_offset=Spec((count,), (8,), offsets.dtype))
+    problem = Problem("float32", (count, 1), n, n, 8, 8, band=band, q_offset="int64")
+    plan = make_plan(problem, H200, "fa2", "simt")
+    memory, got = Memory(), np.zeros((count, 4, 6), np.int32)
+    params = pack(plan, layout, 1.0, ())
+    params["q_offset"] = memory.place(offsets)
+    module = Module(source.prelude(plan) + source.expand("key_tiles.cuh") + EDGES)
+    module.launch("edges", count, 1, [params, memory.place(got)], memory=memory)
+    memory.fetch()
+    memory.close()
+    for shift, of_head in zip(np.clip(offsets, -FAR, FAR).tolist(), got.tolist(), strict=True):
+        for i, corner in enumerate(of_head):
+            q, k = i // 2 * (n - 64), i % 2 * (n - 64)
+            first, last = band.key_range(q, q + 64, shift, n)
+            tile = first < k + 64 and k < last, band.covers(q, q + 64, k, k + 64, shift)
+            q, k = i // 2 * (n - 1), i % 2 * (n - 1)
+            seen = band.covers(q, q + 1, k, k + 1, shift)
+            assert corner == [*tile, *tile, seen, seen], (shift, i)
 
 
 def test_device_of_the_tests():

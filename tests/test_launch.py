@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import calls
+from cuflash import arrays, calls
+from cuflash.arrays import of_batch, split_offset
 from cuflash.calls import BackwardCall, ForwardCall, find_call
 from cuflash.params import params_dtype, pointers
 from cuflash.tile_lists import tile_lists
 
 H200 = cuflash.Device(90, "NVIDIA H200", multiprocessors=132)
 # The engine mma, since tensor maps are the driver's to make.
-OPTIONS = (None, "mma", False, None, None, None, True, True)
+OPTIONS = (None, "mma", False, None, None, None, None, True, True)
 BASE = 1 << 20  # where the first array of the stand-in lies
 
 
@@ -35,7 +36,7 @@ class Array:
     def __init__(self, values):
         self.values = values
         self.shape, self.strides, self.dtype = values.shape, values.strides, values.dtype
-        self.flags, self.nbytes = values.flags, values.nbytes
+        self.flags, self.nbytes, self.itemsize = values.flags, values.nbytes, values.itemsize
         self.device = Place()
         self.made.append(self)
         address = BASE * len(self.made)
@@ -60,6 +61,11 @@ class Stream:
         Stream.waits += 1
 
 
+def forget_modules():
+    arrays.memory_module.cache_clear()
+    calls.launch_module.cache_clear()
+
+
 @pytest.fixture
 def launch(monkeypatch):
     """`cuflash.launch` over a stand-in for CuPy, its kernels replaced by a list of launches."""
@@ -75,6 +81,7 @@ def launch(monkeypatch):
     monkeypatch.setattr(Stream, "waits", 0)
     monkeypatch.setattr(calls, "_calls", {})  # what is prepared in one test launches there
     monkeypatch.setitem(sys.modules, "cupy", cupy)
+    forget_modules()
     for name in ("memory", "launch"):
         monkeypatch.delitem(sys.modules, f"cuflash.{name}", raising=False)
         monkeypatch.delattr(cuflash, name, raising=False)
@@ -90,6 +97,7 @@ def launch(monkeypatch):
 
     monkeypatch.setattr(module, "compiled", compiled)
     yield module
+    forget_modules()
     for name in ("memory", "launch"):  # before monkeypatch puts back what was there
         sys.modules.pop(f"cuflash.{name}", None)
         vars(cuflash).pop(name, None)
@@ -161,7 +169,7 @@ def test_pointers_of_a_backward_call(launch, algo):
         assert params == launch.launched[0][-1]
     for name, x in {**given, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}.items():
         assert params[name] == x.data.ptr
-    assert params["dlse"] == params["q_lengths"] == params["kv_lengths"] == 0
+    assert params["dlse"] == params["q_lengths"] == params["kv_lengths"] == params["q_offset"] == 0
     sizes = dict(plan.workspace)
     parts = pointers(plan)[len(BackwardCall.operands) :]
     assert set(sizes) <= set(parts)
@@ -367,6 +375,45 @@ def test_one_pointer_for_each_operand():
         assert pointers(plan)[: len(kind.operands)] == kind.operands
 
 
+@kinds
+def test_offsets_reach_the_kernels(launch, kind):
+    """One as a number in Params, those of an array where they lie."""
+    given = backward_operands()
+    for q_offset in (9, -4):
+        call, *rest = call_of(kind, given, (*OPTIONS[:4], q_offset, *OPTIONS[5:]))
+        launch.run(call, *rest, 1, None)
+        params = launch.launched[-1][-1]
+        assert (params["q_offset"], params["shift"], params["bottom_right"]) == (0, q_offset, 0)
+    offsets = make(2, dtype=np.int64)
+    call, *rest = call_of(kind, {**given, "q_offset": offsets})
+    launch.run(call, *rest, 1, None)
+    params = launch.launched[-1][-1]
+    assert params["q_offset"] == offsets.data.ptr
+    assert params["kv_lengths"] == 0
+    assert params["q_offset_stride"][0] == 1
+    assert params["kv_lengths_stride"][0] == 0
+
+
+def test_integers_of_the_host_are_copied_and_one_offset_is_not(launch, monkeypatch):
+    monkeypatch.setattr(arrays, "_array_types", {np.ndarray})
+    q = make(2, 8, 100, 64)
+    assert split_offset(7) == split_offset(np.int32(7)) == (7, None)
+    for given in ([3, 4], np.array([3, 4]), np.array([3, 2**63], np.uint64)):
+        copied = of_batch(given, None, given, q)
+        assert copied[1] is None
+        for x in (copied[0], copied[2]):
+            assert isinstance(x, Array)
+            assert x.dtype == np.int64
+            assert x.values.tolist() == np.minimum(given, np.uint64(2**63 - 1)).tolist()
+    mixed = of_batch(make(2, dtype=np.int32), None, make(2, dtype=np.int64), q)
+    assert [x and x.dtype for x in mixed] == [np.int64, None, np.int64]
+    with capturing():
+        assert of_batch(None, None, None, q) == (None, None, None)
+        for given in ([3, 4], np.array([3, 4])):
+            with pytest.raises(RuntimeError, match="captured, .* and arrays that need no copy"):
+                of_batch(None, None, given, q)
+
+
 def test_copies_and_stages(launch):
     """Where a kernel cannot read or write, it is given memory of its own."""
     given = backward_operands(
@@ -404,7 +451,7 @@ def test_lengths_of_the_host_beside_device_arrays(launch):
     host = np.array([60, 7], np.int32)
     for kv_lengths in (host, [60, 7], 7):
         arrays = sys.modules["cuflash.attention"]._forward_arrays(
-            q, k, v, None, False, None, kv_lengths
+            q, k, v, None, False, None, kv_lengths, None
         )
         call, device_id, addresses = find_call(ForwardCall, arrays, OPTIONS, H200)
         launch.run(call, device_id, arrays, addresses, 1, None)
@@ -480,10 +527,7 @@ def test_addresses_that_are_not_those_of_whole_items(launch, kind, monkeypatch):
     """Kernels get copies, and write into copies."""
     memory = sys.modules["cuflash.memory"]
     copies = []
-    monkeypatch.setattr(calls, "memory_module", lambda: memory)
-    monkeypatch.setattr(calls, "launch_module", lambda: launch)
     monkeypatch.setattr(memory, "copy_bytes", lambda *pair: copies.append(pair))
-    monkeypatch.setattr(Array, "itemsize", property(lambda x: x.dtype.itemsize), raising=False)
     grads = {name: make(2, 4, 90, 64) for name in ("dk", "dv")} | {"dq": make(2, 8, 100, 64)}
     given = backward_operands(**grads)
     if kind is ForwardCall:
@@ -492,9 +536,8 @@ def test_addresses_that_are_not_those_of_whole_items(launch, kind, monkeypatch):
     for name in wrong:
         given[name].data.ptr += 1
     arrays = tuple(given.get(name) for name in kind.operands)
-    options = (None, "mma", False, None, None, None, True, True)
     monkeypatch.setattr(calls, "_device_facts", lambda number: H200)
-    results = calls.run_call(kind, arrays, options, len(kind.written))
+    results = calls.run_call(kind, arrays, OPTIONS, len(kind.written))
     params = launch.launched[-1][-1]
     for name, x in given.items():
         assert (params[name] == x.data.ptr) == (name not in wrong)

@@ -6,12 +6,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cuflash import reference
-from cuflash.masks import ALIGNMENTS, Band, integers_of, window_sides
+from cuflash.masks import ALIGNMENTS, MAX_SHIFT, Band, integers_of, window_sides
 from cuflash.scores import ScoreMod, softcap
 
 lengths = st.integers(0, 12)
 widths = st.none() | st.integers(-3, 15)
-bands = st.builds(Band, widths, widths, st.sampled_from(ALIGNMENTS))
+alignments = st.sampled_from(ALIGNMENTS) | st.integers(-20, 20)
+bands = st.builds(Band, widths, widths, alignments)
 
 
 def dense(band, n, m, shift):
@@ -26,7 +27,8 @@ def dense(band, n, m, shift):
 
 @given(bands, lengths, lengths)
 def test_dense_form_and_count(band, n, m):
-    expected = dense(band, n, m, m - n if band.alignment == "bottom_right" else 0)
+    shift = {"bottom_right": m - n, "top_left": 0}.get(band.alignment, band.alignment)
+    expected = dense(band, n, m, shift)
     np.testing.assert_array_equal(band.to_dense(n, m), expected)
     assert band.count(n, m) == expected.sum()
     assert band.is_open == (band.left is None and band.right is None)
@@ -108,9 +110,36 @@ def test_integers_of_any_size():
         assert integers_of(other).dtype.kind not in "iu"
 
 
+@pytest.mark.parametrize("causal", [False, True, "bottom_right"])
+@pytest.mark.parametrize("window", [None, (1, None), (3, 2)])
+@pytest.mark.parametrize("q_offset", [0, -2, 3, 100, -100, MAX_SHIFT, -MAX_SHIFT, np.int8(-1)])
+def test_an_offset_is_the_shift(causal, window, q_offset):
+    band = Band.from_options(causal, window, q_offset)
+    assert band.shift(5, 8) == band.shift(8, 5) == q_offset
+    for n, m in ((5, 8), (8, 5)):
+        expected = reference.visible_keys((n, m), causal=causal, window=window, q_offset=q_offset)
+        np.testing.assert_array_equal(band.to_dense(n, m), expected)
+        assert band.count(n, m) == expected.sum()
+
+
+def test_an_array_of_offsets_is_not_the_bands():
+    assert Band.from_options(True, None, np.arange(3)) == Band.from_options(True)
+    for q_offset in (0, np.arange(3)):
+        with pytest.raises(ValueError, match="causal='top_left' stands for q_offset=0: give one"):
+            Band.from_options("top_left", None, q_offset)
+
+
+@pytest.mark.parametrize("q_offset", [MAX_SHIFT + 1, -MAX_SHIFT - 1, 2**70, np.uint64(2**63)])
+def test_an_offset_that_is_too_far_off(q_offset):
+    message = rf"q_offset={q_offset}: give -536870912 to 536870912 \(2\^29\)"
+    with pytest.raises(ValueError, match=message):
+        Band.from_options(True, None, q_offset)
+
+
 def test_drawing():
     assert Band(1, 0).draw(3, 4) == "■■··\n·■■·\n··■■"
     assert Band(0, 0, "top_left").draw(2, 3) == "■··\n·■·"
+    assert Band(1, 0, 1).draw(3, 4) == "■■··\n·■■·\n··■■"
 
 
 def test_bands_are_values():

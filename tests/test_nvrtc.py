@@ -349,7 +349,7 @@ ptxas info    : Used 12 registers, used 1 barriers"""
 
 
 def odd_plans() -> list[Plan]:
-    """Plans with what else changes the code: odd head dims, unaligned rows, lengths, a score."""
+    """Plans with what else changes the code: odd head dims, unaligned rows, integers, a score."""
     more = {"aligned": False, "kv_lengths": "int64", "captures": ("slope",), "heads": 32}
     sizes = (32, 32), 4096, 4096, 72, 37
     more["summed"] = (1, 2, 2)
@@ -359,6 +359,7 @@ def odd_plans() -> list[Plan]:
         for dtype in ITEM_BYTES
     ]
     problems.append(dataclasses.replace(problems[-1], deterministic=False))
+    problems += [dataclasses.replace(x, q_offset="int64") for x in (problems[0], problems[4])]
     return [make_plan(p, Device(90), algo) for p in problems for algo in ("fa1", "fa2")]
 
 

@@ -126,14 +126,14 @@ def test_results_and_lengths(arrays, data):
         return
     layout = make_layout(
         *map(spec_of, arrays), spec_of(out), spec_of(lse),
-        q_lengths=spec_of(lengths), kv_lengths=spec_of(lengths),
+        q_lengths=spec_of(lengths), kv_lengths=spec_of(lengths), q_offset=spec_of(lengths),
     )  # fmt: skip
     for sizes, strides in ((layout.leading, layout.strides), (layout.axes, layout.axis_strides)):
         view = view_by(layout, "out", out, 2, sizes, strides)
         np.testing.assert_array_equal(view.reshape(out.shape), out)
         view = view_by(layout, "lse", lse, 1, sizes, strides)
         np.testing.assert_array_equal(view.reshape(lse.shape), lse)
-        for name in ("q_lengths", "kv_lengths"):
+        for name in ("q_lengths", "kv_lengths", "q_offset"):
             view = view_by(layout, name, lengths, 0, sizes, strides)
             full = np.broadcast_to(lengths, batch)
             full = np.broadcast_to(

@@ -133,7 +133,7 @@ def test_the_last_tile_of_queries_is_whole_on_hopper(n):
 @pytest.mark.parametrize("engine", ["simt", "mma"])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_backward_workspace(algo, engine, deterministic):
-    """Per query two numbers and a row of dQ; per tile of dQ a turn; nothing of size N x M."""
+    """Per query two numbers and a row of dQ; per tile a flag and a turn; nothing of size N x M."""
     for dtype in ITEM_BYTES:
         if engine == "mma" and ITEM_BYTES[dtype] > 2:
             continue
@@ -144,7 +144,7 @@ def test_backward_workspace(algo, engine, deterministic):
             queries = p.head_count * plan.query_tiles * plan.block_q
             assert list(parts) == ["rows", "dq_sum"] + ["turns"] * plan.is_ordered
             assert plan.is_ordered == (deterministic and algo == "fa2")
-            assert parts["rows"] == queries * 2 * item
+            assert parts["rows"] == queries * 2 * item + p.head_count * plan.query_tiles * 16
             assert queries * d * item <= parts["dq_sum"] <= queries * (2 * d + 64) * item
             if plan.is_ordered:
                 assert parts["turns"] == 4 * (p.head_count * plan.query_tiles + 1)

@@ -69,7 +69,7 @@ def calls(
     )
     options = {
         "algo": draw(st.sampled_from(["fa1", "fa2"])),
-        "scale": draw(st.none() | st.floats(0, 4)),
+        "scale": draw(st.none() | st.just(0) | st.floats(1e-30, 4)),
         "softcap": draw(st.none() | st.floats(0.5, 50)),
     }
     if masked:
@@ -80,6 +80,9 @@ def calls(
             shape = leading[:-1]
             if draw(st.booleans()):
                 options[name] = rng.integers(0, length + 2, shape)
+        if options["causal"] != "top_left":
+            one_or_each = st.integers(-15, 15) | st.just(rng.integers(-15, 16, leading[:-1]))
+            options["q_offset"] = draw(st.none() | one_or_each)
         options["mask"] = draw(masks((*leading, n, m), kinds, blocks))
     return q, k, v, options
 
@@ -145,8 +148,8 @@ def test_gradients_of_broadcast_heads_and_strided_views(call, data):
         arrays[i] = np.ascontiguousarray(x.transpose(order)).transpose(np.argsort(order))
     heads = {x.shape[1] for x in arrays}
     batch = np.broadcast_shapes(*(x.shape[:1] for x in arrays))
-    for name in ("q_lengths", "kv_lengths"):
-        if name in options:
+    for name in ("q_lengths", "kv_lengths", "q_offset"):
+        if isinstance(options.get(name), np.ndarray):
             options[name] = options[name][: batch[0]]
     options["mask"] = changed(
         options["mask"],
@@ -349,6 +352,58 @@ def test_the_result_is_linear_in_the_values(call, factor):
     assert (np.abs(a + factor * b - c) <= limits + 1e-300).all()
 
 
+# Offsets
+
+
+@given(calls(leading=[2, 2]), st.booleans())
+def test_the_offset_of_the_last_query_at_the_last_key_is_the_default(call, as_array):
+    """The valid keys less the valid queries."""
+    q, k, v, options = call
+    options["causal"] = bool(options["causal"])
+    lengths = []
+    for name, longest in (("kv_lengths", k.shape[-2]), ("q_lengths", q.shape[-2])):
+        lengths.append(np.minimum(options.get(name, longest), longest))
+    shift = np.subtract(*lengths)
+    options["q_offset"] = shift if as_array or shift.ndim else int(shift)
+    dout, dlse = upstream(q, k, v, options)
+    out, vjp = cuflash.attention_vjp(q, k, v, **options)
+    options["q_offset"] = None
+    expected, expected_vjp = cuflash.attention_vjp(q, k, v, **options)
+    for a, b in zip((out, *vjp(dout, dlse)), (expected, *expected_vjp(dout, dlse)), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@given(calls(leading=[2, 2], kinds=["none"]), st.data())
+def test_a_chunk_of_queries_is_rows_of_the_whole(call, data):
+    q, k, v, options = call
+    options.pop("q_lengths", None)
+    if options.get("q_offset") is None:
+        options["causal"] = bool(options["causal"])
+        options["q_offset"] = 0
+    n = q.shape[-2]
+    begin = data.draw(st.integers(0, n - 1))
+    rows = slice(begin, data.draw(st.integers(begin + 1, n)))
+    bound = bound_of(q, k, v, options)
+    whole, whole_lse = cuflash.attention(q, k, v, return_lse=True, **options)
+    options["q_offset"] = options["q_offset"] + begin
+    out, lse = cuflash.attention(q[..., rows, :], k, v, return_lse=True, **options)
+    expected = whole[..., rows, :], whole_lse[..., rows]
+    limits = bound.out_bound[..., rows, :], bound.lse_bound[..., rows]
+    assert_alike((out, lse), expected, limits)
+
+
+@given(calls(leading=[2]), st.integers(0, 14), st.integers(0, 14))
+def test_a_window_of_offset_zero_is_jaxs_local_window(call, left, right):
+    q, k, v, options = call
+    i, j = np.arange(q.shape[-2])[:, None], np.arange(k.shape[-2])
+    mask = (i <= j + left) & (i >= j - right)
+    options.update(causal=False, mask=None, window=(left, right), q_offset=0)
+    bound = bound_of(q, k, v, options)
+    out = cuflash.attention(q, k, v, **options)
+    options.update(window=None, mask=mask, q_offset=None)
+    assert_within(out, cuflash.attention(q, k, v, **options), bound.out_bound)
+
+
 # Masks
 
 
@@ -424,7 +479,7 @@ def test_all_blocks_are_no_mask(call, form):
 @given(masked_calls(kinds=["none"]), st.sampled_from(["bottom_right", "top_left"]))
 def test_a_causal_block_mask_is_causal(call, alignment):
     q, k, v, options = call
-    for name in ("q_lengths", "kv_lengths"):  # move a causal diagonal, but no mask
+    for name in ("q_lengths", "kv_lengths", "q_offset"):  # move a causal diagonal, but no mask
         options.pop(name, None)
     options["window"] = None
     by_option, limits = results_of(q, k, v, {**options, "causal": alignment})
@@ -439,7 +494,7 @@ def test_what_hides_combines_by_and(call):
     """Whatever else hides a key might as well be in the mask."""
     q, k, v, options = call
     shape = (*q.shape[:-1], k.shape[-2])
-    hiding = ("causal", "window", "mask", "q_lengths", "kv_lengths")
+    hiding = ("causal", "window", "mask", "q_lengths", "kv_lengths", "q_offset")
     visible = cuflash.reference.visible_keys(
         shape, **{name: options[name] for name in hiding if name in options}
     )

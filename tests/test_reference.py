@@ -29,9 +29,11 @@ def inputs(leading=(), n=5, m=7, d=4, e=3, dtype="float64"):
     return [normal(*shape, dtype=dtype, seed=i) for i, shape in enumerate(shapes)]
 
 
-def is_visible(i, j, n, m, causal, window):
+def is_visible(i, j, n, m, causal, window, q_offset=None):
     """Whether the contract's sentences let query i of n see key j of m."""
     shift = 0 if causal == "top_left" else m - n
+    if q_offset is not None:
+        shift = min(max(q_offset, -(2**29)), 2**29)
     left, right = window if isinstance(window, tuple) else (window, window)
     if i >= n or j >= m:
         return False
@@ -53,6 +55,7 @@ def loop(
     scale=None,
     q_lengths=None,
     kv_lengths=None,
+    q_offset=None,
 ):
     """One head's attention, a number at a time."""
     n = len(q) if q_lengths is None else min(max(q_lengths, 0), len(q))
@@ -62,7 +65,7 @@ def loop(
     for i in range(len(q)):
         scores = {}
         for j in range(len(k)):
-            if is_visible(i, j, n, m, causal, window):
+            if is_visible(i, j, n, m, causal, window, q_offset):
                 score = scale * math.fsum(a * b for a, b in zip(q[i], k[j], strict=True))
                 scores[j] = score if softcap is None else softcap * math.tanh(score / softcap)
         if scores:
@@ -113,6 +116,49 @@ def test_a_single_head_takes_scalar_lengths():
     q, k, v = inputs()
     given = {"q_lengths": 3, "kv_lengths": np.int32(4), "causal": True}
     check(reference.attention(q, k, v, return_lse=True, **given), loop(q, k, v, **given))
+
+
+OFFSETS = [0, -3, 2, 4, 7, 99, -99, 2**29, -(2**29)]
+
+
+@pytest.mark.parametrize("causal", [False, True, "bottom_right"])
+@pytest.mark.parametrize("window", [None, (1, 2), (2, None), (None, 1)])
+@pytest.mark.parametrize("lengths", [{}, {"q_lengths": 3}, {"q_lengths": 4, "kv_lengths": 5}])
+def test_offsets_match_loops(causal, window, lengths):
+    q, k, v = inputs()
+    for offset in OFFSETS:
+        options = {"causal": causal, "window": window, "q_offset": offset, **lengths}
+        check(reference.attention(q, k, v, return_lse=True, **options), loop(q, k, v, **options))
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.int8, list])
+@pytest.mark.parametrize("window", [None, (1, 2)])
+def test_offsets_of_batch_entries_match_loops(dtype, window):
+    """Beyond 2^29 they are as good as 2^29."""
+    offsets = {np.int64: [-(2**62), 2**40, -1, 0, 3], np.uint64: [2**64 - 1, 2**63, 1, 0, 3]}
+    offsets = offsets.get(dtype, [-120, 120, -1, 0, 3])
+    given = offsets if dtype is list else np.array(offsets, dtype)
+    q, k, v = inputs((5, 2))
+    options = {"causal": True, "window": window}
+    out, lse = reference.attention(q, k, v, q_offset=given, return_lse=True, **options)
+    for b, h in np.ndindex(5, 2):
+        expected = loop(q[b, h], k[b, h], v[b, h], q_offset=offsets[b], **options)
+        check((out[b, h], lse[b, h]), expected)
+
+
+@pytest.mark.parametrize(("n", "m"), [(5, 7), (7, 5)])
+def test_an_offset_of_zero_aligns_a_window_as_jax_does(n, m):
+    """Its local_window_size compares positions as they are."""
+    i, j = np.arange(n)[:, None], np.arange(m)
+    window = (i <= j + 2) & (i >= j - 1)
+    got = reference.visible_keys((n, m), window=(2, 1), q_offset=0)
+    np.testing.assert_array_equal(got, window)
+
+
+@pytest.mark.parametrize("q_offset", [True, 1.0, [1.5], "1"])
+def test_offsets_are_integers(q_offset):
+    with pytest.raises(TypeError, match="q_offset has dtype .*: give integers"):
+        reference.attention(*inputs(), q_offset=q_offset)
 
 
 @pytest.mark.parametrize("scale", [None, 0, 0.3, 2])
@@ -316,6 +362,14 @@ def test_gradients_are_differences(causal, window, softcap, lengths, heads):
         enable_gqa="grouped" in heads,
         **lengths,
     )
+
+
+@pytest.mark.parametrize("q_offset", [0, -1, 4, [1, -2]])
+@pytest.mark.parametrize("window", [None, (1, 1)])
+def test_gradients_with_offsets_are_differences(q_offset, window):
+    q, k, v = inputs((2, 2), n=3, m=5, d=3, e=2)
+    options = {"causal": window is None, "window": window, "q_offset": q_offset}
+    assert_gradients_are_differences(q, k, v, **options)
 
 
 @pytest.mark.parametrize("scale", [0, 0.3, 2])

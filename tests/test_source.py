@@ -12,6 +12,7 @@ import pytest
 from compile_kernels import compile_source, require_nvrtc
 
 from cuflash import source as source_module
+from cuflash.masks import Band
 from cuflash.params import fields, pack, params_dtype, pointers
 from cuflash.plan import CPU, TILES, Device, Plan, Problem, make_plan
 from cuflash.scores import softcap
@@ -133,7 +134,27 @@ def test_constants_are_typed():
     assert "constexpr int HEAD_DIM = 64;" in prelude
     assert "using Element = float;\nusing Accumulator = float;\nusing Length = int;" in prelude
     assert "using Length = long long;" in source_module.prelude(plan(kv_lengths="int64"))
+    assert "using Length = long long;" in source_module.prelude(plan(q_offset="int64"))
     assert "using Accumulator = double;" in source_module.prelude(plan("float64"))
+
+
+@pytest.mark.parametrize(
+    ("algo", "engine", "backward"),
+    [("fa1", "simt", False), ("fa2", "mma", False), ("fa3", "wgmma", False), ("fa1", "mma", True),
+     ("fa2", "simt", True)],
+)  # fmt: skip
+def test_an_offset_is_a_parameter(algo, engine, backward):
+    """Decoding with one that grows compiles once; without one nothing reads it."""
+
+    def text(alignment, **more):
+        band = Band(right=0, alignment=alignment)
+        return plan(algo=algo, engine=engine, band=band, backward=backward, **more).source()
+
+    assert text(-5) == text(7) == text(0) == text(1 << 29) == text("top_left", q_offset="int32")
+    assert text("bottom_right") == text("top_left") != text(0)
+    given = "constexpr bool SHIFT_IS_GIVEN = true;"
+    assert text(7).replace(given, given.replace("true", "false")) == text("bottom_right")
+    assert text("bottom_right", q_offset="int64") != text(7)
 
 
 def test_score_expression():
@@ -181,13 +202,24 @@ def test_packing():
     assert params["q_axis_stride"][0] == 6400
     assert params["k_row_stride"] == 64
     assert params["band_right"] == 0
-    assert params["band_left"] == (1 << 30) - 2
-    assert params["bottom_right"] == 0
+    assert params["band_left"] == (1 << 30) - 1
+    assert params["bottom_right"] == params["shift"] == 0
     assert params["softcap"] == 7
     assert params["scale"] == 0.5
     assert params["query_tiles"] == -(-100 // made.block_q)
     assert params["head_count"] == 6
     assert params["heads"] == 3
+
+
+@pytest.mark.parametrize("shift", [-(1 << 29), -7, 1 << 29])
+def test_packing_an_offset(shift):
+    from cuflash.operands import Spec, make_layout
+
+    made = plan(band=Band(right=0, alignment=shift))
+    specs = (Spec.contiguous((2, 3, n, 64), np.dtype("f2")) for n in (100, 90, 90))
+    params = pack(made, make_layout(*specs), 1.0, ())[0]
+    assert params["shift"] == shift
+    assert params["bottom_right"] == params["q_offset"] == 0
 
 
 def test_packing_gradients():

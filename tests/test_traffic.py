@@ -55,7 +55,7 @@ def counted(plan: Plan) -> int:
 
 bands = st.builds(
     Band, st.none() | st.integers(0, 300), st.none() | st.integers(0, 300),
-    st.sampled_from(["bottom_right", "top_left"]),
+    st.sampled_from(["bottom_right", "top_left"]) | st.integers(-800, 800),
 )  # fmt: skip
 
 

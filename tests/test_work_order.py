@@ -25,6 +25,8 @@ def plan_of(problem=CAUSAL, algo="fa3", device=H200, **changes):
         {"leading": (3,)},
         {"band": Band()},
         {"band": Band(left=9, right=5)},
+        {"query_length": 700, "band": Band(right=0, alignment=2000)},
+        {"query_length": 700, "band": Band(right=0, alignment=-300)},
     ],
 )
 def test_every_item_is_some_blocks_once(changes):
@@ -64,6 +66,16 @@ def test_key_tiles_of_queries():
         assert _key_tiles(window, begin, begin + 64) == seen
     blind = plan_of(query_length=4096, key_length=128)
     assert _key_tiles(blind, 0, 64) == 0
+
+
+def test_items_of_a_chunk_are_as_long_as_in_the_whole():
+    """Queries 1024 to 1535 of 4096, whose keys lie where the offset says."""
+    whole, chunk = plan_of(), plan_of(query_length=512, band=Band(right=0, alignment=1024))
+    for begin in range(0, 512, 64):
+        seen = _key_tiles(whole, 1024 + begin, 1088 + begin)
+        assert _key_tiles(chunk, begin, begin + 64) == seen
+    assert work_order(plan_of(query_length=384, band=Band(right=0, alignment=-384))) is None
+    assert work_order(plan_of(query_length=384, band=Band(right=0, alignment=4096))) is None
 
 
 def test_length_of_a_tile_of_queries():

@@ -2,7 +2,8 @@
 // visit, and which of them need a test of every element. Reads the prelude's Params.
 //
 // Band: key k is visible to query q iff q + shift - left <= k <= q + shift + right. An open side is
-// a width so large that no position reaches it, yet the sums stay within an int.
+// a width so large that no position reaches it, yet the sums stay within an int (those of rows that
+// do not exist may not: nobody asks what these see).
 #pragma once
 #include "numeric.cuh"
 #include "sequence.cuh"

@@ -95,7 +95,8 @@ struct Place {
         output.lse = p.lse == nullptr ? nullptr : p.lse + offset(p.lse_axis_stride);
         head = head_at(p, index, offset(p.q_axis_stride), offset(p.k_axis_stride),
                        offset(p.v_axis_stride), offset(p.q_lengths_stride),
-                       offset(p.kv_lengths_stride), offset(p.mask_axis_stride));
+                       offset(p.kv_lengths_stride), offset(p.q_offset_stride),
+                       offset(p.mask_axis_stride));
         if (!SCORE_IS_MODIFIED) head.batch = head.head = 0;  // nobody asks: no division
     }
 };

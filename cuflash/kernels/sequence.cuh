@@ -19,16 +19,27 @@ __device__ __forceinline__ int valid_length(const Length* length, i64 offset, in
     return length == nullptr ? extent : int(min(max(i64(length[offset]), i64(0)), i64(extent)));
 }
 
+// Where the diagonal lies, once the lengths are known. A shift on the device is not checked by the
+// host either: it is clamped to as far as the host lets a number go.
+__device__ __forceinline__ int find_shift(const Params& p, const Head& head, i64 offset) {
+    constexpr i64 FARTHEST = MAX_SHIFT;
+    if constexpr (SHIFT_IS_GIVEN)
+        return p.q_offset == nullptr ? p.shift
+                                     : int(min(max(i64(p.q_offset[offset]), -FARTHEST), FARTHEST));
+    else
+        return p.bottom_right ? head.key_length - head.query_length : 0;
+}
+
 // The head so far behind the first one in each operand.
 __device__ __forceinline__ Head head_at(const Params& p, int index, i64 q, i64 k, i64 v,
-                                        i64 q_length, i64 kv_length, int list) {
+                                        i64 q_length, i64 kv_length, i64 q_offset, int list) {
     Head head;
     head.q = p.q + q;
     head.k = p.k + k;
     head.v = p.v + v;
     head.query_length = valid_length(p.q_lengths, q_length, p.query_length);
     head.key_length = valid_length(p.kv_lengths, kv_length, p.key_length);
-    head.shift = p.bottom_right ? head.key_length - head.query_length : 0;
+    head.shift = find_shift(p, head, q_offset);
     head.batch = index / p.heads;
     head.head = index % p.heads;
     head.index = index;
@@ -37,7 +48,7 @@ __device__ __forceinline__ Head head_at(const Params& p, int index, i64 q, i64 k
 }
 
 __device__ __forceinline__ Head locate_head(const Params& p, int index) {
-    i64 q = 0, k = 0, v = 0, q_length = 0, kv_length = 0;
+    i64 q = 0, k = 0, v = 0, q_length = 0, kv_length = 0, q_offset = 0;
     int list = 0;
     int rest = index;
     for (int axis = p.axes - 1; axis >= 0; --axis) {
@@ -48,9 +59,10 @@ __device__ __forceinline__ Head locate_head(const Params& p, int index) {
         v += position * p.v_axis_stride[axis];
         q_length += position * p.q_lengths_stride[axis];
         kv_length += position * p.kv_lengths_stride[axis];
+        q_offset += position * p.q_offset_stride[axis];
         list += position * p.mask_axis_stride[axis];
     }
-    return head_at(p, index, q, k, v, q_length, kv_length, list);
+    return head_at(p, index, q, k, v, q_length, kv_length, q_offset, list);
 }
 
 // Where the rows of a head begin in an operand with those strides along the leading axes.
