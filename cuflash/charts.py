@@ -123,12 +123,12 @@ def picture_of_memory(experiment, rows):
             found = [r for r in mine if r["contender"] == name and r["extra_bytes"] != ""]
             found.sort(key=lambda r: r["length"])
             lines[name] = [r["length"] for r in found], [r["extra_bytes"] / 2**20 for r in found]
+        above = {name: _lines_on_top(name, lines) for name in lines}
+        step = 8 / max(4, *above.values())  # points, for a line below others to be seen
         for name, line in lines.items():
-            below = _lines_on_top(name, lines)  # a wider line, for those to leave some of it
-            axis.plot(
-                *line, "o-", lw=1.5 + 2 * below, ms=3 + 2.5 * below,
-                color=COLOURS.get(name, OTHER), label=name,
-            )  # fmt: skip
+            width = 1.5 + step * above[name]
+            colour = COLOURS.get(name, OTHER)
+            axis.plot(*line, "o-", lw=width, ms=width + 1.5, color=colour, label=name)
         axis.set_xscale("log", base=2)
         axis.set_yscale("symlog", linthresh=0.1)
         axis.margins(y=0.06)  # of what all panels show: they share this axis, and set no limits
