@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from . import __version__, attention, plan, reference
+from .extras import HOW_TO_INSTALL_CUPY
 from .plan import ALGOS, ENGINES
 
 DTYPES = {
@@ -68,7 +69,7 @@ def find_cupy():
         import cupy
     except ModuleNotFoundError as error:
         if error.name == "cupy":
-            return None, "none in use: CuPy is not installed (pip install 'cuflash[cuda13x]')"
+            return None, f"none in use: CuPy is not installed ({HOW_TO_INSTALL_CUPY})"
         return None, f"none in use: CuPy cannot be imported ({first_line(error)})"
     except Exception as error:  # a broken installation raises what it likes
         return None, f"none in use: CuPy cannot be imported ({first_line(error)})"

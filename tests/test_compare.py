@@ -304,7 +304,10 @@ def test_without_matplotlib(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit, match="2"):
         compare.main(SMALL)
-    assert "matplotlib is not installed: pip install 'cuflash[plot]'" in capsys.readouterr().err
+    assert (
+        'matplotlib is not installed: pip install ".[plot]" in a checkout, pip install '
+        '"cuflash[plot]" from an index\n'
+    ) in capsys.readouterr().err
 
 
 @pytest.mark.gpu

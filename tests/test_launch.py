@@ -420,3 +420,31 @@ def test_capture_takes_no_memory(launch):
             launch.run(copied, *rest, 3, workspace)
     with pytest.raises(ValueError, match=f"workspace has 16 bytes: give {workspace.nbytes}"):
         launch.run(call, *call_of(BackwardCall, given)[1:], 3, make(16, dtype=np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (
+            'cannot open source file "cuda_fp16.h"',
+            'the CUDA headers are missing: pip install ".[cuda13x]" in a checkout, pip install '
+            '"cuflash[cuda13x]" from an index; cuda12x for a driver of CUDA 12',
+        ),
+        ("expected a ;", "fa2_forward does not compile\nexpected a ;"),
+    ],
+)
+def test_a_kernel_that_does_not_compile_in_words(launch, monkeypatch, said, words):
+    class CompileException(Exception):
+        pass
+
+    class Kernel:
+        def __setattr__(self, name, value):
+            raise CompileException(said)
+
+    cuda = launch.cupy.cuda
+    cuda.compiler = types.SimpleNamespace(CompileException=CompileException)
+    cuda.Device = lambda device_id: contextlib.nullcontext()
+    launch.cupy.RawKernel = lambda *arguments: Kernel()
+    with pytest.raises(RuntimeError) as caught:
+        launch._load("source", "fa2_forward", (), 1024, 0)
+    assert str(caught.value) == words

@@ -28,7 +28,10 @@ def test_report_without_cupy(small, capsys):
     text = capsys.readouterr().out
     assert f"cuflash {cuflash.__version__}, Python 3." in text
     assert f"NumPy {np.__version__}" in text
-    assert "none in use: CuPy is not installed (pip install 'cuflash[cuda13x]')" in text
+    assert (
+        'none in use: CuPy is not installed (pip install ".[cuda13x]" in a checkout, pip install '
+        '"cuflash[cuda13x]" from an index; cuda12x for a driver of CUDA 12)\n'
+    ) in text
     assert "engine   numpy: usable" in text
     assert "engine   mma: not usable: it needs a GPU" in text
     assert text.endswith(
