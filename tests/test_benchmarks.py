@@ -317,6 +317,8 @@ def toy(tmp_path, monkeypatch):
     """A repository with the configuration and sweep.py of this one, and three commits."""
     if not importlib.util.find_spec("asv"):
         require("asv is not installed: pip install '.[bench]'", "CUFLASH_REQUIRE_BENCH")
+    if shutil.which("git") is None:
+        require("git is not installed", "CUFLASH_REQUIRE_BENCH")
     monkeypatch.setenv("HOME", str(tmp_path))  # where asv keeps the machine's name
     root = tmp_path / "toy"
     (root / "asv_bench" / "benchmarks").mkdir(parents=True)
@@ -422,10 +424,15 @@ def look():
         (not importlib.util.find_spec("asv"), "asv is not installed"),
         (browser is None, "chromium is not installed"),
         (shutil.which("npm") is None, "npm is not installed"),
-        (git(BENCH, "rev-parse", "--is-shallow-repository") == "true", "the clone is shallow"),
     ):
         if missing:
             require(what, "CUFLASH_REQUIRE_BROWSER")
+    if not (BENCH.parent / ".git").exists():
+        require(
+            "the pages need the history, and this is no git checkout", "CUFLASH_REQUIRE_BROWSER"
+        )
+    if git(BENCH, "rev-parse", "--is-shallow-repository") == "true":
+        require("the clone is shallow", "CUFLASH_REQUIRE_BROWSER")
     with subprocess.Popen(
         [sys.executable, "-u", "publish.py", "--serve", "0"], cwd=BENCH,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
