@@ -485,6 +485,18 @@ def test_the_results_kept_are_of_commits_and_benchmarks_of_this_repository():
         assert path.stat().st_size < 100_000
 
 
+def test_the_readme_counts_the_results_kept():
+    counts = []
+    for path in (BENCH / "results" / "nvidia-h200").glob("*-*.json"):
+        text = json.loads(path.read_text())
+        column = text["result_columns"].index("result")
+        found = (values[column] or [] for values in text["results"].values())
+        counts.append(sum(x is not None and x == x for values in found for x in values))
+    words = " ".join((BENCH / "README.md").read_text().split())
+    assert f"holds the history: {len(counts)} commits from the first kernels on, " in words
+    assert f"{min(counts)} to {max(counts)} figures each, {sum(counts)} in all" in words
+
+
 @pytest.fixture
 def look():
     """Publishes, serves, and gives what headless Chromium shows of a page."""
