@@ -6,6 +6,10 @@
 asv's pages load their scripts from other sites. Here these come from the npm registry, once, into
 html/vendor, and the pages are made to load them from there. They must be served: opened as files
 they cannot read the graphs' data.
+
+A graph opens on fa2 and fa3, commits at even distances, times on a logarithmic axis. asv has no
+setting for that: without a view in the address it takes the first values of each parameter, which
+is fa1, and a linear axis. The legend lies where a logarithmic axis has room, at the bottom.
 """
 
 from __future__ import annotations
@@ -13,10 +17,12 @@ from __future__ import annotations
 import argparse
 import functools
 import http.server
+import json
 import re
 import shutil
 import subprocess
 import sys
+import urllib.parse
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -38,6 +44,19 @@ FILES = {
     "bootstrap.min.js": "bootstrap/dist/js/bootstrap.min.js",
     "bootstrap.min.css": "bootstrap/dist/css/bootstrap.min.css",
 }
+MOST_LINES = 8  # of a graph as it opens: asv's own limit
+# Before asv's scripts: the address of a benchmark without a view gets its view, which then is the
+# address that asv reads. A view that somebody chose is left alone.
+OPENING = """<script>
+const views = VIEWS;
+function open_on_view() {
+  const view = views[location.hash.slice(1)];
+  if (view) history.replaceState(null, "", location.hash + "?" + view);
+}
+open_on_view();
+window.addEventListener("hashchange", open_on_view);
+</script>
+"""
 OUTSIDE = re.compile(r'<(script|link) [^>]*?(src|href)="https://[^"]*/([^"/]+)"[^>]*>')
 
 
@@ -65,6 +84,41 @@ def localise(page: str) -> str:
     return OUTSIDE.sub(tag, page)
 
 
+def views(benchmarks) -> dict[str, str]:
+    """What asv's address of each benchmark says after "?" for the graph to open on."""
+    found = {}
+    for name, benchmark in benchmarks.items():
+        chosen = dict(zip(benchmark["param_names"], benchmark["params"]))
+        latest = [x for x in chosen.get("algo", ()) if x.startswith(("'fa2", "'fa3"))]
+        lines = max(1, len(latest))
+        for parameter, values in chosen.items():
+            if parameter != "algo":
+                chosen[parameter] = values[: max(1, MOST_LINES // lines)]
+                lines *= len(chosen[parameter])
+        query = [("x-axis-scale", "even")]
+        if benchmark["unit"] == "seconds":
+            query.append(("y-axis-scale", "log"))
+        if latest:
+            chosen["algo"] = latest
+            query += [(f"p-{key}", value) for key, values in chosen.items() for value in values]
+        found[name] = urllib.parse.urlencode(query)
+    return found
+
+
+def with_views(page: str, benchmarks) -> str:
+    """The page with a script that opens each graph on its view, before all others."""
+    script = OPENING.replace("VIEWS", json.dumps(views(benchmarks), indent=1))
+    return page.replace("<script", script + "<script", 1)
+
+
+def with_legend_below(script: str) -> str:
+    """The script of asv's graphs with the legend in the lower left corner, not the upper."""
+    upper, lower = 'position: "nw"', 'position: "sw"'
+    if script.count(upper) != 1:
+        raise SystemExit(f"asv's graphdisplay.js has {script.count(upper)} times {upper}, not once")
+    return script.replace(upper, lower)
+
+
 def main() -> None:
     """Publish, and serve if asked to."""
     parser = argparse.ArgumentParser(
@@ -78,7 +132,10 @@ def main() -> None:
     for name, path in FILES.items():
         shutil.copy(packages / path, vendor / name)
     index = HTML / "index.html"
-    index.write_text(localise(index.read_text()))
+    benchmarks = json.loads((HTML / "index.json").read_text())["benchmarks"]
+    index.write_text(with_views(localise(index.read_text()), benchmarks))
+    graphs = HTML / "graphdisplay.js"
+    graphs.write_text(with_legend_below(graphs.read_text()))
     print(f"{index}: to be served, for example by --serve 8080")
     if options.serve is not None:
         handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=HTML)

@@ -1,10 +1,12 @@
 """`python -m cuflash`: what is here, a checked run of all that works here, and its times.
 
-`python -m cuflash compare` is a command of its own: see compare.py.
+`python -m cuflash check` is the same. `python -m cuflash compare` is another command: see
+compare.py.
 """
 
 from __future__ import annotations
 
+import argparse
 import platform
 import statistics
 import sys
@@ -15,6 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from . import __version__, attention, plan, reference
+from .extras import HOW_TO_INSTALL_CUPY
 from .plan import ALGOS, ENGINES
 
 DTYPES = {
@@ -68,7 +71,7 @@ def find_cupy():
         import cupy
     except ModuleNotFoundError as error:
         if error.name == "cupy":
-            return None, "none in use: CuPy is not installed (pip install 'cuflash[cuda13x]')"
+            return None, f"none in use: CuPy is not installed ({HOW_TO_INSTALL_CUPY})"
         return None, f"none in use: CuPy cannot be imported ({first_line(error)})"
     except Exception as error:  # a broken installation raises what it likes
         return None, f"none in use: CuPy cannot be imported ({first_line(error)})"
@@ -224,14 +227,31 @@ def table(rows: list[Row]) -> str:
     return "\n".join(text.rstrip() for text in texts)
 
 
+def command_line() -> argparse.ArgumentParser:
+    """The commands; compare.py has the options of its own."""
+    parser = argparse.ArgumentParser(
+        prog="python -m cuflash", description="Attention for NumPy and CuPy arrays."
+    )
+    parser.add_argument("--version", action="version", version=f"cuflash {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
+    check = "say what this machine can run, check all of it and time it; without a COMMAND, too"
+    commands.add_parser(
+        "check", help=check, description=f"{check.capitalize()}. Returns 1 if a check fails."
+    )
+    commands.add_parser(
+        "compare", add_help=False, help="compare with what else there is, as tables and pictures"
+    )
+    return parser
+
+
 def command() -> int:
     """What the command line asks for."""
-    if sys.argv[1:2] == ["compare"]:
+    parser, arguments = command_line(), sys.argv[1:]
+    if parser.parse_args(arguments[:1]).command == "compare":
         from .compare import main as compare
 
-        return compare(sys.argv[2:])
-    if sys.argv[1:]:
-        raise SystemExit("usage: python -m cuflash [compare ...]")
+        return compare(arguments[1:])
+    parser.parse_args(arguments)
     return main()
 
 

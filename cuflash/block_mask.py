@@ -10,6 +10,7 @@ import functools
 import inspect
 import math
 import operator
+import sys
 
 import numpy as np
 
@@ -179,7 +180,7 @@ class BlockMask:
         ----------
         matrix : sparse array or matrix of SciPy or cupyx, shape (Nq, Nk)
             BSR or CSR; another format is converted to CSR. One on a device is copied to the host.
-            A zero that is stored is hidden.
+            A zero that is stored is hidden. :meth:`to_scipy` is the way back.
         block_size : int or (int, int), optional
             Queries and keys of a block. By default those of a BSR matrix if they are multiples of
             16, else 128.
@@ -190,7 +191,7 @@ class BlockMask:
         >>> BlockMask.from_scipy(scipy.sparse.eye_array(200), 64).block_density
         0.25
         """
-        if not hasattr(matrix, "tocsr"):
+        if not _is_sparse(matrix):
             raise TypeError(
                 f"matrix is a {type(matrix).__name__}: give a sparse array of SciPy or cupyx"
             )
@@ -798,6 +799,53 @@ class BlockMask:
                     head[begin : queries.stop] = part
         return dense.reshape(self.shape)
 
+    def to_scipy(self, index=()):
+        """One of the masks along the leading axes as a sparse array of SciPy.
+
+        Parameters
+        ----------
+        index : tuple of int
+            Which one: as many indices as there are leading axes, none of a mask of two axes.
+
+        Returns
+        -------
+        scipy.sparse.bsr_array of bool, shape (Nq, Nk)
+            Of the blocks that are not empty. They are those of the mask if the lengths are whole
+            blocks; otherwise they are as large as divides both block and length, as BSR needs it,
+            and :meth:`from_scipy` is to be given the mask's block size. Hidden elements of a
+            partial block are stored zeros.
+
+        Notes
+        -----
+        Memory is a byte per element of blocks that are not empty, and up to 20 of them for a time
+        if the lengths are not whole blocks.
+
+        Examples
+        --------
+        >>> mask = BlockMask.sliding_window((512, 512), 20, block_size=64)
+        >>> matrix = mask.to_scipy()
+        >>> matrix.blocksize, matrix.nnz // 64**2, int(matrix.sum())
+        ((64, 64), 22, 20572)
+        >>> BlockMask.from_scipy(matrix) == mask
+        True
+        """
+        from scipy.sparse import bsr_array
+
+        number, (query_length, key_length) = _number_of(index, self.shape), self.shape[-2:]
+        kinds, (bq, bk) = self._kinds[number], self.block_size
+        starts = np.cumsum([0, *np.count_nonzero(kinds, axis=1)])
+        patterns = self._patterns[self._pattern_of[number][kinds != EMPTY]]
+        stored = unpack(patterns, bk), np.nonzero(kinds)[1], starts
+        matrix = bsr_array(stored, shape=(len(kinds) * bq, kinds.shape[1] * bk))
+        if matrix.shape == (query_length, key_length):
+            return matrix
+        matrix = matrix.tocsr()
+        matrix.resize(query_length, key_length)
+        matrix.eliminate_zeros()
+        matrix = matrix.tobsr((math.gcd(bq, query_length), math.gcd(bk, key_length)))
+        matrix.sort_indices()
+        return matrix
+
     def __repr__(self):
         return (
             f"BlockMask(shape={self.shape}, block_size={self.block_size}, "
@@ -872,6 +920,30 @@ def _by_block(of, values, block) -> np.ndarray:
 
 def _by(pair) -> str:
     return f"{pair[0]}x{pair[1]}"
+
+
+def _is_sparse(x) -> bool:
+    """Whether `x` is of SciPy's or cupyx's sparse types; the latter are not imported for it."""
+    from scipy.sparse import issparse
+
+    cupyx = sys.modules.get("cupyx.scipy.sparse")
+    return issparse(x) or (cupyx is not None and cupyx.issparse(x))
+
+
+def _number_of(index, shape) -> int:
+    """Which of the masks along the leading axes of `shape` an index is, in C order."""
+    *leading, _, _ = shape
+    wanted = "leave index out"
+    if leading:
+        wanted = f"give one index of each leading axis, of {tuple(leading)}"
+    try:
+        numbers = tuple(map(operator.index, index))
+    except TypeError:
+        raise TypeError(f"index={index!r}: {wanted}") from None
+    is_within = all(0 <= number < size for number, size in zip(numbers, leading))
+    if len(numbers) != len(leading) or not is_within:
+        raise ValueError(f"index={index!r} of a mask of shape {shape}: {wanted}")
+    return int(np.ravel_multi_index(numbers, leading)) if leading else 0
 
 
 def _on_host(x):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
 COLOURS = {
     "fa3 wgmma": "#1b1b3a", "fa2 wgmma": "#00a0b8", "fa2 mma": "#1f5fa8", "fa2 simt": "#6fa8dc",
     "fa2 numpy": "#1f5fa8", "fa1 wgmma": "#8ab817", "fa1 mma": "#2e8b57", "fa1 simt": "#93c9a8",
@@ -11,6 +13,8 @@ COLOURS = {
     "torch efficient": "#e3b23c", "torch math": "#c9c9c9",
 }  # fmt: skip
 OTHER = "#444444"  # what a later version adds
+BAR_INCHES = 0.1  # of a bar: more than the height of its figure, 6 points, which stands upright
+LETTER_INCHES = 0.07  # of labels of 8 points
 
 
 def draw(folder, experiments, rows) -> list[str]:
@@ -21,12 +25,14 @@ def draw(folder, experiments, rows) -> list[str]:
     files = []
     for name, experiment in experiments.items():
         mine = [row for row in rows if row["experiment"] == name]
+        figures = {}
         if any(row["tflops"] != "" for row in mine):
-            files.append(f"{name}.png")
-            _draw_rates(folder / files[-1], experiment, mine)
+            figures[f"{name}.png"] = picture_of_rates(experiment, mine)
         if experiment.over_length:
-            files.append(f"{name}-memory.png")
-            _draw_memory(folder / files[-1], experiment, mine)
+            figures[f"{name}-memory.png"] = picture_of_memory(experiment, mine)
+        for file, figure in figures.items():
+            figure.savefig(folder / file, dpi=120)
+        files += figures
     return files
 
 
@@ -44,18 +50,29 @@ def _contenders(rows, column: str) -> list[str]:
     return list(dict.fromkeys(row["contender"] for row in rows if row[column] != ""))
 
 
-def _place(row, over: str) -> int:
-    return row["batch"] * row["heads"] if over == "heads" else row["length"]
+def _places(panels, over: str):
+    """What the axes count, and a function of a row that says where the row is on them.
+
+    Over the length that is N, or (B, H, N) where a panel has a length several times.
+    """
+    if over == "heads":
+        return "B * H", lambda row: (row["batch"] * row["heads"],)
+    for rows in panels.values():
+        sizes = {(row["batch"], row["heads"], row["length"]) for row in rows}
+        if len(sizes) > len({length for _, _, length in sizes}):
+            return "B, H, N", lambda row: (row["batch"], row["heads"], row["length"])
+    return "N", lambda row: (row["length"],)
 
 
-def _grid(panels):
+def _grid(panels, panel_width: float = 3.6):
     """A figure with axes for each panel, head dims across."""
     from matplotlib.figure import Figure
 
     across = len({(dtype, width) for _, _, dtype, width in panels})
     across = across if len(panels) % across == 0 else len(panels)
     down = len(panels) // across
-    figure = Figure(figsize=(1.2 + 3.6 * across, 0.8 + 2.6 * down), layout="constrained")
+    size = 1.2 + panel_width * across, 0.8 + 2.6 * down
+    figure = Figure(figsize=size, layout="constrained")
     return figure, figure.subplots(down, across, squeeze=False, sharey=True).ravel()
 
 
@@ -64,49 +81,57 @@ def _title(panel) -> str:
     return f"{dtype}, head dim {width}" + ", causal" * causal + ", backward" * backward
 
 
-def _draw_rates(path, experiment, rows) -> None:
+def picture_of_rates(experiment, rows):
     """Bars over length or number of heads, a colour for each contender."""
     panels, names = _panels(rows), _contenders(rows, "tflops")
-    unit, factor = ("TFLOP/s", 1) if max(r["tflops"] or 0 for r in rows) > 5 else ("GFLOP/s", 1e3)
-    figure, axes = _grid(panels)
+    unit, factor = _rate_unit(rows)
+    over, place = _places(panels, experiment.over)
+    most = max(len({place(row) for row in mine}) for mine in panels.values())
+    letters = max(len(_label(place(row))) for row in rows)
+    inches = max((len(names) + 2) * BAR_INCHES, (letters + 2) * LETTER_INCHES)
+    figure, axes = _grid(panels, max(3.6, 0.6 + most * inches))
     for axis, (panel, mine) in zip(axes, panels.items()):
-        places = sorted({_place(row, experiment.over) for row in mine})
+        places = sorted({place(row) for row in mine})
         for number, name in enumerate(names):
             found = [r for r in mine if r["contender"] == name and r["tflops"] != ""]
             if not found:
                 continue
-            at = [
-                places.index(_place(r, experiment.over)) + (number + 0.5) / len(names) * 0.8 - 0.4
-                for r in found
-            ]
+            at = [places.index(place(r)) + (number + 0.5) / len(names) * 0.8 - 0.4 for r in found]
             heights = [factor * r["tflops"] for r in found]
             colour = COLOURS.get(name, OTHER)
             bars = axis.bar(at, heights, 0.8 / len(names), color=colour, label=name)
-            axis.bar_label(bars, fmt="%.3g", fontsize=5, padding=1)
-        axis.set_xticks(range(len(places)), [_short(place) for place in places])
+            labels = [_three_digits(height) for height in heights]
+            axis.bar_label(bars, labels, fontsize=6, padding=2, rotation=90)
+        axis.set_xticks(range(len(places)), [_label(where) for where in places])
         axis.set_title(_title(panel), fontsize=9)
-        axis.set_xlabel("B * H" if experiment.over == "heads" else "N", fontsize=8)
+        axis.set_xlabel(over, fontsize=8)
         axis.set_ylabel(unit, fontsize=8)
         axis.tick_params(labelsize=8)
-        axis.margins(y=0.12)
+        axis.margins(y=0.18)  # the figures on the bars are within it
         axis.spines[["top", "right"]].set_visible(False)
-    _finish(figure, axes, experiment.title, path)
+    _finish(figure, axes, experiment.title)
+    return figure
 
 
-def _draw_memory(path, experiment, rows) -> None:
+def picture_of_memory(experiment, rows):
     """Lines over length, on logarithmic axes."""
     panels, names = _panels(rows), _contenders(rows, "extra_bytes")
     figure, axes = _grid(panels)
     for axis, (panel, mine) in zip(axes, panels.items()):
+        lines = {}
         for name in names:
             found = [r for r in mine if r["contender"] == name and r["extra_bytes"] != ""]
             found.sort(key=lambda r: r["length"])
-            mebibytes = [r["extra_bytes"] / 2**20 for r in found]
-            lengths = [r["length"] for r in found]
-            axis.plot(lengths, mebibytes, "o-", ms=3, color=COLOURS.get(name, OTHER), label=name)
+            lines[name] = [r["length"] for r in found], [r["extra_bytes"] / 2**20 for r in found]
+        above = {name: _lines_on_top(name, lines) for name in lines}
+        step = 8 / max(4, *above.values())  # points, for a line below others to be seen
+        for name, line in lines.items():
+            width = 1.5 + step * above[name]
+            colour = COLOURS.get(name, OTHER)
+            axis.plot(*line, "o-", lw=width, ms=width + 1.5, color=colour, label=name)
         axis.set_xscale("log", base=2)
         axis.set_yscale("symlog", linthresh=0.1)
-        axis.set_ylim(bottom=-0.02)
+        axis.margins(y=0.06)  # of what all panels show: they share this axis, and set no limits
         lengths = sorted({row["length"] for row in mine})
         axis.set_xticks(lengths, [_short(length) for length in lengths])
         axis.set_title(_title(panel), fontsize=9)
@@ -114,10 +139,21 @@ def _draw_memory(path, experiment, rows) -> None:
         axis.set_ylabel("MiB beyond operands and result", fontsize=8)
         axis.tick_params(labelsize=8)
         axis.grid(alpha=0.3)
-    _finish(figure, axes, experiment.title, path)
+    _finish(figure, axes, experiment.title)
+    return figure
 
 
-def _finish(figure, axes, title: str, path) -> None:
+def _lines_on_top(name: str, lines) -> int:
+    """How many of the later lines show nearly the same."""
+    lengths, mebibytes = lines[name]
+    later = list(lines.values())[list(lines).index(name) + 1 :]
+    return sum(
+        other == lengths and np.allclose(values, mebibytes, rtol=0.2, atol=0.02)
+        for other, values in later
+    )
+
+
+def _finish(figure, axes, title: str) -> None:
     figure.suptitle(title, fontsize=10)
     handles = {}
     for axis in axes:
@@ -127,12 +163,25 @@ def _finish(figure, axes, title: str, path) -> None:
         handles.values(), handles, loc="outside lower center", ncols=columns, fontsize=8,
         frameon=False,
     )  # fmt: skip
-    figure.savefig(path, dpi=120)
+
+
+def _label(place) -> str:
+    return ", ".join(map(_short, place))
 
 
 def _short(number: int) -> str:
     """Such as 16k."""
     return f"{number // 1024}k" if number >= 1024 and number % 1024 == 0 else str(number)
+
+
+def _rate_unit(rows) -> tuple[str, float]:
+    """The unit of all rates of a table and a picture, and how many of it a TFLOP/s is."""
+    return ("TFLOP/s", 1) if max(r["tflops"] or 0 for r in rows) >= 1 else ("GFLOP/s", 1e3)
+
+
+def _three_digits(x: float) -> str:
+    """A positive number, such as 0.0123 or 1230."""
+    return f"{x:.{max(0, 2 - math.floor(math.log10(x)))}f}"
 
 
 def report(command: str, facts, experiments, rows, pictures) -> str:
@@ -148,9 +197,9 @@ def report(command: str, facts, experiments, rows, pictures) -> str:
         mine = [row for row in rows if row["experiment"] == name]
         lines += ["", f"## {experiment.title}", ""]
         if experiment.timed:
-            lines += [*_table(mine, "tflops", _rate), ""]
+            lines += [*_rates(mine), ""]
         if experiment.over_length:
-            lines += ["MiB:", "", *_table(mine, "extra_bytes", _mebibytes)]
+            lines += _memory(mine)
         lines += _reasons(mine)
         for picture in pictures:
             if picture in (f"{name}.png", f"{name}-memory.png"):
@@ -158,23 +207,25 @@ def report(command: str, facts, experiments, rows, pictures) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _rate(row) -> str:
-    rate = row["tflops"]
-    digits = max(0, 2 - math.floor(math.log10(rate)))
-    unit = "" if rate >= 1 else " GFLOP/s"
-    text = f"{rate:.{digits}f}" if rate >= 1 else f"{1e3 * rate:.{max(0, digits - 3)}f}"
-    return f"{text}{unit} ({row['ratio']:.2f})"
+def _rates(rows) -> list[str]:
+    """The table of rates, all in the unit that its head names."""
+    unit, factor = _rate_unit(rows)
+
+    def cell(row):
+        return f"{_three_digits(factor * row['tflops'])} ({row['ratio']:.2f})"
+
+    return _table(rows, "tflops", unit, cell)
 
 
-def _mebibytes(row) -> str:
-    return f"{row['extra_bytes'] / 2**20:.2f}"
+def _memory(rows) -> list[str]:
+    return _table(rows, "extra_bytes", "MiB", lambda row: f"{row['extra_bytes'] / 2**20:.2f}")
 
 
-def _table(rows, column: str, cell) -> list[str]:
-    """A line per problem, a column per contender; TFLOP/s unless a cell says otherwise."""
+def _table(rows, column: str, unit: str, cell) -> list[str]:
+    """A line per problem, a column per contender."""
     names = _contenders(rows, column)
-    title = "problem (B, H, N, D)" + (", TFLOP/s" if column == "tflops" else "")
-    lines = [f"| {' | '.join([title, *names])} |", "|---" * (len(names) + 1) + "|"]
+    lines = [f"| {' | '.join([f'problem (B, H, N, D), {unit}', *names])} |"]
+    lines.append("|---" * (len(names) + 1) + "|")
     for problem, found in by_problem(rows).items():
         cells = [cell(found[x]) if x in found and found[x][column] != "" else "–" for x in names]
         lines.append(f"| {' | '.join([problem, *cells])} |")

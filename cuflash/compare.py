@@ -22,6 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from . import attention, attention_backward, meters, plan
+from .extras import how_to_install
 from .plan import ALGOS, ENGINES, TILES
 
 TORCH = {
@@ -389,7 +390,7 @@ def main(arguments: list[str]) -> int:
         import matplotlib  # noqa: F401
         from tqdm import tqdm
     except ModuleNotFoundError as error:
-        fail(f"{error.name} is not installed: pip install 'cuflash[plot]'")
+        fail(f"{error.name} is not installed: {how_to_install('plot')}")
     from . import charts
 
     now = datetime.datetime.now()

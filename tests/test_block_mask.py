@@ -8,6 +8,7 @@ import pickle
 import subprocess
 import sys
 import tracemalloc
+import types
 from xml.etree import ElementTree
 
 import numpy as np
@@ -233,7 +234,7 @@ def test_arrays_of_a_device_are_copied_to_the_host():
     assert BlockMask.documents(OnDevice(ids)) == BlockMask.documents(ids)
 
 
-def test_a_sparse_matrix_of_a_device_is_copied_to_the_host():
+def test_a_sparse_matrix_of_a_device_is_copied_to_the_host(monkeypatch):
     class SparseOnDevice:
         format = "csr"
         shape = (40, 40)
@@ -244,6 +245,8 @@ def test_a_sparse_matrix_of_a_device_is_copied_to_the_host():
         def get(self):
             return scipy.sparse.csr_array(np.tri(40))
 
+    cupyx = types.SimpleNamespace(issparse=lambda x: isinstance(x, SparseOnDevice))
+    monkeypatch.setitem(sys.modules, "cupyx.scipy.sparse", cupyx)
     assert BlockMask.from_scipy(SparseOnDevice(), 16) == BlockMask.causal((40, 40), block_size=16)
 
 
@@ -304,6 +307,47 @@ def test_duplicates_are_summed_and_the_matrix_is_left_alone():
     bsr = scipy.sparse.bsr_array((ones, [2, 0, 0], [0, 3]), shape=(16, 48))  # neither sorted
     assert_is(BlockMask.from_scipy(bsr), bsr.toarray() != 0)
     assert len(bsr.data) == 3
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("shape", [(96, 192), (70, 133), (33, 48), (0, 32), (32, 0), (0, 0)])
+def test_to_scipy_and_back(shape, block_size):
+    rng = np.random.default_rng(8)
+    dense = rng.random(shape) < 0.02
+    dense[:48, 32:96] = True
+    dense[64:, :16] = False
+    mask = BlockMask.from_dense(dense, block_size)
+    matrix = mask.to_scipy()
+    assert isinstance(matrix, scipy.sparse.bsr_array)
+    assert (matrix.dtype, matrix.shape, matrix.has_sorted_indices) == (bool, shape, True)
+    np.testing.assert_array_equal(matrix.toarray(), dense)
+    assert BlockMask.from_scipy(matrix, block_size) == mask
+    if not any(n % block for n, block in zip(shape, mask.block_size)):
+        assert matrix.blocksize == mask.block_size
+        assert BlockMask.from_scipy(matrix) == mask
+        stored = matrix.nnz / math.prod(mask.block_size)
+        assert stored == np.count_nonzero(mask.kinds)  # empty blocks are not stored
+
+
+def test_to_scipy_of_one_of_several_masks():
+    mask = BlockMask.prefix((64, 96), [[1, 20], [33, 64], [70, 96]], block_size=16)
+    dense = mask.to_dense()
+    for index in np.ndindex(3, 2):
+        np.testing.assert_array_equal(mask.to_scipy(index).toarray(), dense[index])
+    np.testing.assert_array_equal(mask.T.to_scipy((2, 0)).toarray(), dense[2, 0].T)
+
+
+@pytest.mark.parametrize(("length", "most"), [(30080, 3), (30001, 20)])
+def test_to_scipy_takes_memory_of_the_visible_blocks(length, most):
+    mask = BlockMask.sliding_window((length, length), 5)
+    tracemalloc.start()
+    try:
+        matrix = mask.to_scipy()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert matrix.sum() == 11 * length - 30
+    assert peak < most * np.count_nonzero(mask.kinds) * 128**2
 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
@@ -687,18 +731,30 @@ def test_a_large_sparse_matrix_is_never_dense():
     assert peak < 16 << 20
 
 
+def printed(code):
+    """What a fresh interpreter prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr == ""
+    return done.stdout
+
+
+def test_importing_the_package_imports_neither_scipy_nor_cupy():
+    code = "import sys, cuflash; print({'scipy', 'cupy', 'cupyx'} & set(sys.modules))"
+    assert printed(code) == "set()\n"
+
+
 def test_cupy_is_not_imported():
     code = (
         "import sys, numpy as np, scipy.sparse\n"
         "from cuflash.block_mask import BlockMask\n"
         "BlockMask.from_scipy(scipy.sparse.eye_array(384)).T & BlockMask(np.ones((3, 3), bool))\n"
-        "print('cupy' in sys.modules)"
+        "print({'cupy', 'cupyx'} & set(sys.modules))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert (done.stdout, done.stderr) == ("False\n", "")
+    assert printed(code) == "set()\n"
 
 
 ones = np.ones((2, 2), bool)
+converts_to_csr = types.SimpleNamespace(tocsr=lambda: scipy.sparse.csr_array(ones))
 
 
 def returning(x):
@@ -727,6 +783,17 @@ def returning(x):
         (lambda: BlockMask.from_dense(ones[0]), ValueError, r"mask has shape \(2,\): give two"),
         (lambda: BlockMask.from_dense(ones, 20), ValueError, "block_size=20: give"),
         (lambda: BlockMask.from_scipy(ones), TypeError, "matrix is a ndarray: give a sparse"),
+        (lambda: BlockMask.from_scipy(converts_to_csr), TypeError,
+         "matrix is a SimpleNamespace: give a sparse array of SciPy or cupyx"),
+        (lambda: BlockMask(np.ones((2, 3, 1, 1), bool)).to_scipy(), ValueError,
+         r"index=\(\) of a mask of shape \(2, 3, 128, 128\): give one index of each leading axis, "
+         r"of \(2, 3\)"),
+        (lambda: BlockMask(np.ones((2, 3, 1, 1), bool)).to_scipy((1, 3)), ValueError,
+         r"index=\(1, 3\) of a mask of shape .*, of \(2, 3\)"),
+        (lambda: BlockMask(np.ones((2, 1, 1), bool)).to_scipy((-1,)), ValueError, r"\(-1,\) of a"),
+        (lambda: BlockMask(np.ones((2, 1, 1), bool)).to_scipy(1), TypeError,
+         r"index=1: give one index of each leading axis, of \(2,\)"),
+        (lambda: BlockMask(ones).to_scipy((0,)), ValueError, r"index=\(0,\) .*: leave index out"),
         (lambda: BlockMask.from_scipy(scipy.sparse.coo_array(np.ones(3))), ValueError,
          r"matrix has shape \(3,\): give two axes"),
         (lambda: BlockMask.from_scipy(scipy.sparse.eye_array(3), 5), ValueError, "block_size=5"),

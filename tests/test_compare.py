@@ -1,6 +1,7 @@
 """`python -m cuflash compare`: its table, pictures and report, and its words for mistakes."""
 
 import csv
+import itertools
 import re
 import subprocess
 import sys
@@ -98,7 +99,7 @@ def test_scores_too_large_are_not_tried(tmp_path, monkeypatch):
 def test_contenders_in_the_order_asked_for(tmp_path):
     rows, text = run(tmp_path, *SMALL, "--contenders", "unfused", "fa")
     assert [row["contender"] for row in rows[:3]] == ["unfused", "fa2 numpy", "fa1 numpy"]
-    assert "| problem (B, H, N, D), TFLOP/s | unfused | fa2 numpy | fa1 numpy |" in text
+    assert "| problem (B, H, N, D), GFLOP/s | unfused | fa2 numpy | fa1 numpy |" in text
 
 
 @pytest.mark.parametrize("experiments", [compare.cpu_experiments, compare.gpu_experiments])
@@ -143,6 +144,103 @@ def test_contenders_of_the_field_begin_with_the_engine_of_choice(names):
 def test_contenders_have_colours_of_their_own(names):
     colours = [charts.COLOURS[name] for name in names]
     assert len(set(colours)) == len(names) > 10
+
+
+def figures(works, names, rate=lambda name, work: 1.0, extra=lambda name, work: 0):
+    """Rows of a table with these figures of each work and contender."""
+    rows = []
+    for work, name in itertools.product(works, names):
+        row = dict.fromkeys(compare.COLUMNS, "") | {"contender": name, **work._asdict()}
+        row.update(ratio=1.0, tflops=rate(name, work), extra_bytes=extra(name, work))
+        rows.append(row)
+    return rows
+
+
+def of_one_head(name, work):
+    """Bytes that grow with the length, and not alike in two panels."""
+    scores = work.length**2 * work.width
+    return {"unfused": scores, "fa1 mma": 264 * work.length * work.width}.get(name, 0)
+
+
+def panels(figure):
+    """The axes of a figure that is laid out."""
+    figure.draw_without_rendering()
+    return figure.axes
+
+
+def test_pictures_of_memory_show_every_point():
+    works = [compare.Work(1, 8, n, d, "float16") for d in (8, 512) for n in (1024, 4096, 32768)]
+    names = ["unfused", "fa1 mma", "fa2 mma", "fa3 wgmma"]
+    experiment = compare.Experiment("x", tuple(works))
+    picture = charts.picture_of_memory(experiment, figures(works, names, extra=of_one_head))
+    for axis in panels(picture):
+        assert [line.get_label() for line in axis.lines] == names
+        for line in axis.lines:
+            inside = axis.transAxes.inverted().transform(
+                axis.transData.transform(line.get_xydata())
+            )
+            assert (inside > 0.01).all(), line
+            assert (inside < 0.99).all(), line
+
+
+def test_lines_on_top_of_each_other_can_both_be_seen():
+    works = [compare.Work(1, 8, n, 64, "float16") for n in (1024, 2048)]
+    names = ["unfused", "fa1 mma", "fa2 mma", "fa3 wgmma"]
+    rows = figures(works, names, extra=of_one_head)
+    (axis,) = panels(charts.picture_of_memory(compare.Experiment("x", tuple(works)), rows))
+    widths = [line.get_linewidth() for line in axis.lines]
+    assert widths == [1.5, 1.5, 3.5, 1.5]  # fa2 is below fa3: both take nothing
+    assert axis.lines[2].get_markersize() > axis.lines[3].get_markersize()
+
+
+@pytest.mark.parametrize("name", ["field", "early", "halves", "heads"])
+def test_figures_on_bars_are_inside_and_do_not_overlap(names, name):
+    experiment = compare.gpu_experiments(False)[name]
+    chosen = compare.chosen_names(names, experiment.contenders)
+    rows = figures(
+        experiment.works, chosen, lambda name, work: 0.0123 * (1 + 37 ** (len(name) % 4))
+    )
+    picture = charts.picture_of_rates(experiment, rows)
+    for axis in panels(picture):
+        boxes = [text.get_window_extent() for text in axis.texts]
+        assert len(boxes) == sum(len(bars) for bars in axis.containers) >= len(chosen)
+        assert all(box.y1 < axis.bbox.y1 for box in boxes)
+        assert not any(a.overlaps(b) for a, b in itertools.combinations(boxes, 2))
+    (legend,) = picture.legends
+    assert [text.get_text() for text in legend.get_texts()] == chosen
+    assert legend.get_window_extent().y1 < min(axis.get_tightbbox().y0 for axis in picture.axes)
+
+
+def test_shapes_of_one_length_have_places_of_their_own():
+    works = [compare.Work(b, 8, n, 8, "float32") for b, n in ((1, 2048), (2, 2048), (2, 64))]
+    picture = charts.picture_of_rates(compare.Experiment("x", tuple(works)), figures(works, ["a"]))
+    (axis,) = panels(picture)
+    assert axis.get_xlabel() == "B, H, N"
+    assert [text.get_text() for text in axis.get_xticklabels()] == [
+        "1, 8, 2k", "2, 8, 64", "2, 8, 2k"
+    ]  # fmt: skip
+    assert len({bar.get_x() for bar in axis.patches}) == 3
+
+
+@pytest.mark.parametrize(
+    ("rates", "unit", "cells"),
+    [
+        ((0.0698, 0.0123456), "GFLOP/s", ["69.8", "12.3"]),
+        ((0.0001, 0.5), "GFLOP/s", ["0.100", "500"]),
+        ((804.4, 1.0), "TFLOP/s", ["804", "1.00"]),
+        ((1234.0, 0.0123), "TFLOP/s", ["1234", "0.0123"]),
+    ],
+)
+def test_one_unit_for_a_table_and_its_picture(rates, unit, cells):
+    work = compare.Work(1, 2, 64, 8, "float32")
+    rows = figures([work], ["a", "b"], lambda name, work: dict(zip("ab", rates))[name])
+    experiment = compare.Experiment("one", (work,))
+    text = charts.report("", {}, {"": experiment}, rows, [])
+    assert f"| problem (B, H, N, D), {unit} | a | b |" in text
+    assert f"| float32 (1, 2, 64, 8) | {cells[0]} (1.00) | {cells[1]} (1.00) |" in text
+    (axis,) = panels(charts.picture_of_rates(experiment, rows))
+    assert axis.get_ylabel() == unit
+    assert [text.get_text() for text in axis.texts] == cells
 
 
 def test_why_there_are_no_gradients_in_words():
@@ -206,7 +304,10 @@ def test_without_matplotlib(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SystemExit, match="2"):
         compare.main(SMALL)
-    assert "matplotlib is not installed: pip install 'cuflash[plot]'" in capsys.readouterr().err
+    assert (
+        'matplotlib is not installed: pip install ".[plot]" in a checkout, pip install '
+        '"cuflash[plot]" from an index\n'
+    ) in capsys.readouterr().err
 
 
 @pytest.mark.gpu
@@ -227,16 +328,10 @@ def test_on_a_gpu(tmp_path):
     assert "driver" in text
 
 
-def test_as_a_command(tmp_path, monkeypatch, capsys):
+def test_as_a_command(monkeypatch):
     command = [sys.executable, "-W", "error", "-m", "cuflash", "compare", "--on", "cpu", "--list"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert "contenders: fa2 numpy" in done.stdout
     monkeypatch.setattr(sys, "argv", ["cuflash", "compare", "--on", "cpu", "--list"])
     assert report.command() == 0
-    monkeypatch.setattr(sys, "argv", ["cuflash", "contrast"])
-    with pytest.raises(SystemExit, match="usage: python -m cuflash"):
-        report.command()
-    monkeypatch.setattr(sys, "argv", ["cuflash"])
-    monkeypatch.setattr(report, "main", lambda: 7)
-    assert report.command() == 7

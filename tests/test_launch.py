@@ -548,3 +548,31 @@ def test_addresses_that_are_not_those_of_whole_items(launch, kind, monkeypatch):
     for name in written:
         (source,) = [b for a, b in copies if a is given[name]]
         assert source.data.ptr == params[name]
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        (
+            'cannot open source file "cuda_fp16.h"',
+            'the CUDA headers are missing: pip install ".[cuda13x]" in a checkout, pip install '
+            '"cuflash[cuda13x]" from an index; cuda12x for a driver of CUDA 12',
+        ),
+        ("expected a ;", "fa2_forward does not compile\nexpected a ;"),
+    ],
+)
+def test_a_kernel_that_does_not_compile_in_words(launch, monkeypatch, said, words):
+    class CompileException(Exception):
+        pass
+
+    class Kernel:
+        def __setattr__(self, name, value):
+            raise CompileException(said)
+
+    cuda = launch.cupy.cuda
+    cuda.compiler = types.SimpleNamespace(CompileException=CompileException)
+    cuda.Device = lambda device_id: contextlib.nullcontext()
+    launch.cupy.RawKernel = lambda *arguments: Kernel()
+    with pytest.raises(RuntimeError) as caught:
+        launch._load("source", "fa2_forward", (), 1024, 0)
+    assert str(caught.value) == words

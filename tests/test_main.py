@@ -28,7 +28,10 @@ def test_report_without_cupy(small, capsys):
     text = capsys.readouterr().out
     assert f"cuflash {cuflash.__version__}, Python 3." in text
     assert f"NumPy {np.__version__}" in text
-    assert "none in use: CuPy is not installed (pip install 'cuflash[cuda13x]')" in text
+    assert (
+        'none in use: CuPy is not installed (pip install ".[cuda13x]" in a checkout, pip install '
+        '"cuflash[cuda13x]" from an index; cuda12x for a driver of CUDA 12)\n'
+    ) in text
     assert "engine   numpy: usable" in text
     assert "engine   mma: not usable: it needs a GPU" in text
     assert text.endswith(
@@ -200,6 +203,56 @@ def test_as_a_process_within_twenty_seconds_of_processor_time(tmp_path):
     assert done.stderr == ""
     assert "checks passed: every result is within its bound" in done.stdout
     assert time.perf_counter() - begin < 60  # 20 on two cores; here other tests run alongside
+
+
+def as_command(monkeypatch, *arguments):
+    """The exit status of a command line, whose check returns 7."""
+    monkeypatch.setattr(sys, "argv", ["cuflash", *arguments])
+    monkeypatch.setattr(report, "main", lambda: 7)
+    try:
+        return report.command()
+    except SystemExit as exited:
+        return exited.code
+
+
+@pytest.mark.parametrize("arguments", [(), ("check",)])
+def test_the_check_with_and_without_its_name(monkeypatch, capsys, arguments):
+    assert as_command(monkeypatch, *arguments) == 7
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--help"], ["usage: python -m cuflash [-h] [--version] COMMAND", "check", "compare"]),
+        (["-h"], ["usage: python -m cuflash [-h]"]),
+        (["--version"], [f"cuflash {cuflash.__version__}\n"]),
+        (["check", "--help"], ["usage: python -m cuflash check", "Returns 1 if a check fails"]),
+        (["compare", "--help"], ["usage: python -m cuflash compare", "--quick"]),
+    ],
+)
+def test_help_and_version(monkeypatch, capsys, arguments, words):
+    assert as_command(monkeypatch, *arguments) == 0
+    printed = capsys.readouterr()
+    assert all(text in printed.out for text in words)
+    assert printed.err == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["contrast"], "invalid choice: 'contrast' (choose from "),
+        (["--quick"], "unrecognized arguments: --quick"),
+        (["check", "compare"], "unrecognized arguments: compare"),
+        (["check", "--quick"], "unrecognized arguments: --quick"),
+    ],
+)
+def test_mistakes_in_words(monkeypatch, capsys, arguments, words):
+    assert as_command(monkeypatch, *arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("usage: python -m cuflash [-h] [--version] COMMAND")
+    assert words in printed.err
 
 
 def environment():

@@ -9,6 +9,7 @@ import pytest
 import tolerance
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.special import logsumexp, softmax
 
 from cuflash import reference
 
@@ -206,6 +207,22 @@ def test_longdouble_agrees_with_float64():
     out, lse = reference.attention(*inputs(), return_lse=True, dtype=np.longdouble)
     assert out.dtype == lse.dtype == np.longdouble
     np.testing.assert_allclose(out.astype(np.float64), reference.attention(*inputs()))
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.longdouble])
+@pytest.mark.parametrize("spread", [1, 1000])
+def test_softmax_and_log_sum_exp_are_those_of_scipy(dtype, spread):
+    """To the last bits of either type, and where exp of a score would overflow."""
+    q, k, v = (x.astype(dtype) for x in inputs((2, 3), n=40, m=50))
+    visible = np.random.default_rng(0).random((40, 50)) < 0.3
+    visible[:, 7] = True  # SciPy has no softmax for a row that sees nothing
+    scale = dtype(spread)
+    out, lse = reference.attention(q, k, v, mask=visible, scale=scale, return_lse=True, dtype=dtype)
+    scores = np.where(visible, scale * (q @ k.mT), -np.inf)
+    tolerance = 50 * spread * np.finfo(dtype).eps
+    np.testing.assert_allclose(out, softmax(scores, axis=-1) @ v, tolerance, tolerance)
+    np.testing.assert_allclose(lse, logsumexp(scores, axis=-1), tolerance)
+    assert out.dtype == lse.dtype == dtype
 
 
 def test_by_hand():

@@ -23,7 +23,7 @@ def run(command, **options):
 def wheel(tmp_path_factory):
     """The wheel of a copy of the sources, so that no build folder is left among them."""
     source = tmp_path_factory.mktemp("source")
-    for name in ("setup.cfg", "pyproject.toml", "README.md", "LICENSE"):
+    for name in ("setup.cfg", "pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     shutil.copytree(
         ROOT / "cuflash", source / "cuflash", ignore=shutil.ignore_patterns("__pycache__")
