@@ -785,6 +785,7 @@ TILES = (
             _backward(algo, "mma", HALF, 128, 64, 8, 2, split=2, step_q=32, stages=2),
             _backward(algo, "mma", HALF, 256, 64, 8, 2, split=4, step_q=16, stages=2),
             _backward(algo, "mma", HALF, 256, 64, 8, 2, split=4, step_q=16, stages=1),
+            _backward(algo, "simt", SINGLE, 32, 64, 4, (8, 8), stages=2),
             _backward(algo, "simt", SINGLE, 32, 64, 4, (8, 8), stages=1),
             _backward(algo, "simt", SINGLE, 64, 32, 4, (8, 8), stages=1, min_blocks=2),
             _backward(algo, "simt", SINGLE, 128, 32, 8, (16, 8), stages=2),

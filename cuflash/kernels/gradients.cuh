@@ -99,15 +99,15 @@ __device__ __forceinline__ void load_rows(Shared* tile, const Element* rows, i64
 }
 
 // P^T from S^T, and the derivative of the score's modification where there is one. In a cut tile
-// what is hidden, or belongs to a query without weight, becomes -0, whatever score and lse hold: the
-// sign tells it from a weight that is too small for a number.
+// what is hidden becomes -0, whatever score and lse hold, as does the weight of queries without any
+// if the tile has such: the sign tells it from a weight that is too small for a number.
 template <bool CUT>
 __device__ __forceinline__ void to_probabilities(Accumulator (&S)[ROWS][COLUMNS],
                                                  Accumulator (&slope)[ROWS][COLUMNS],
                                                  const KeyTile& tile, const Params& p,
                                                  const Head& head, const Accumulator* log2_sums,
                                                  int q_begin, int k_begin, const TileBits& bits,
-                                                 int step) {
+                                                 int step, bool weightless) {
     const Accumulator multiplier = score_multiplier(p);
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
@@ -126,12 +126,18 @@ __device__ __forceinline__ void to_probabilities(Accumulator (&S)[ROWS][COLUMNS]
                 slope[i][j] = modified.slope;
             }
             S[i][j] = exp2_of(multiply_add(S[i][j], multiplier, -log2_sums[column]));
-            if (CUT &&
-                (column < first || column > last || log2_sums[column] == infinity<Accumulator>()))
-                S[i][j] = Accumulator(-0.0);
+            if (CUT && (column < first || column > last)) S[i][j] = Accumulator(-0.0);
         }
     }
     if (CUT) bits.hide(S, Accumulator(-0.0), tile, step);
+    if (CUT && weightless) {
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j) {
+            if (log2_sums[tile.column(j)] != infinity<Accumulator>()) continue;
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) S[i][j] = Accumulator(-0.0);
+        }
+    }
 }
 
 // dS^T from P^T and dP^T, into dP; 0 where P is hidden, whatever dP and delta hold.
@@ -272,9 +278,9 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
         Shared* const dO = dO_smem + stage * O_TILE;
         const Accumulator* const log2_sums = rows_smem + stage * ROWS_TILE;
         const Accumulator* const deltas = log2_sums + BLOCK_Q;
+        const bool weightless = log2_sums[WEIGHTLESS] != Accumulator(0);
         // Infinite keys have scores with the zeros in place of queries beyond the length, too: NaN.
-        const bool cut =
-            tiles.is_cut(visit) || nonfinite_keys || log2_sums[WEIGHTLESS] != Accumulator(0);
+        const bool cut = tiles.is_cut(visit) || nonfinite_keys || weightless;
         if (STAGES > 1 && more) load_queries((i + 1) % STAGES, tiles[i + 1].tile);
         commit_copies();
         if (nonfinite_keys) {
@@ -292,10 +298,10 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
             keys.score(P_regs, Q_step);
             if (cut)
                 to_probabilities<true>(P_regs, slope, keys, p, head, log2_sums + step, q, k_begin,
-                                       bits, step);
+                                       bits, step, weightless);
             else
                 to_probabilities<false>(P_regs, slope, keys, p, head, log2_sums + step, q, k_begin,
-                                        bits, step);
+                                        bits, step, weightless);
             values.score(dS_regs, dO_step);  // dP
             if (cut)
                 to_score_gradients<true>(dS_regs, P_regs, slope, keys, p, head, deltas + step, q,
