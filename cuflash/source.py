@@ -127,7 +127,8 @@ def _products(plan: Plan) -> str:
 
 
 def _score_function(plan: Plan) -> str:
-    captures = "".join(f"    const T {name} = T(p.{name});\n" for name in plan.problem.captures)
+    names = plan.problem.captures
+    captures = "".join(f"    const Accumulator {name} = p.{name};\n" for name in names)
     return f"""\
 template <typename T>
 __device__ __forceinline__ T modify(T score, int batch, int head, int q, int k, const Params& p) {{

@@ -26,6 +26,14 @@ DIMS = {
     "simt": 32,
     "wgmma": 64,
 }  # where a case is not about head dims: few kernels to compile
+SIZES = {  # of the values of a case
+    "large values": {
+        "float16": 2.0**5, "bfloat16": 2.0**96, "float32": 2.0**96, "float64": 2.0**980,
+    },
+    "small values": {
+        "float16": 2.0**-17, "bfloat16": 2.0**-124, "float32": 2.0**-124, "float64": 2.0**-900,
+    },
+}  # fmt: skip
 UNMAPPABLE = {"odd", "offset", "reversed"}  # layouts that no tensor map describes
 OPTIONS = "causal window mask softcap scale enable_gqa q_lengths kv_lengths q_offset".split()
 FAR = 1 << 29  # the largest shift
@@ -108,6 +116,9 @@ class Case:
         elif self.poison == "weightless values":
             q[..., 0], k[..., 0], k[..., ::9, 0] = 16, 1, -50000
             v[..., 0, 1], v[..., 9:10, 2], v[..., 1:2, 3] = np.inf, -np.inf, np.inf
+        elif self.poison in SIZES:
+            q *= 4
+            v *= v.dtype.type(SIZES[self.poison][self.dtype])
         elif self.poison == "hidden":
             seen = self._seen()
             k[~seen.any(-2)], v[~seen.any(-2)], q[~seen.any(-1)] = np.nan, np.inf, np.nan
@@ -676,11 +687,14 @@ class _Cases:
         """Scores of -infinity, weights of 0, and what they meet among the values."""
         for i, dtype in enumerate(self.dtypes):
             n, m, dim = self.sizes(dtype)
+            q, k = (2, n // (1 + i) + 6, dim), (2, m + 11, dim)
             for kind in ("keys", "rows", "values"):
                 for causal in (False, "top_left"):
-                    q, k = (2, n // (1 + i) + 6, dim), (2, m + 11, dim)
                     name, more = f"extremes {kind} causal {causal}", {"causal": causal}
                     self.add(name, dtype, q, k, poison=f"weightless {kind}", **more)
+            self.add("extremes keys softcap", dtype, q, k, poison="weightless keys", softcap=9.0)
+            for kind in SIZES:
+                self.add(f"extremes {kind}", dtype, q, k, poison=kind, causal=True)
 
     def scales(self):
         for dtype in self.dtypes:

@@ -1,5 +1,6 @@
 // Dual numbers: a value and its derivative by the score, so that backward differentiates a score
-// expression by evaluating it. Plain numbers in the expression are constants.
+// expression by evaluating it. Plain numbers in the expression are constants; friends take them on
+// either side.
 #pragma once
 #include "numeric.cuh"
 
@@ -8,7 +9,6 @@ struct Dual {
     A value, slope;
     __device__ __forceinline__ Dual(A value, A slope = A(0)) : value(value), slope(slope) {}
 
-    // Friends, so that a plain number on either side converts.
     friend __device__ __forceinline__ Dual operator-(Dual x) { return {-x.value, -x.slope}; }
     friend __device__ __forceinline__ Dual operator+(Dual x, Dual y) {
         return {x.value + y.value, x.slope + y.slope};
@@ -22,6 +22,14 @@ struct Dual {
     friend __device__ __forceinline__ Dual operator/(Dual x, Dual y) {
         const A quotient = x.value / y.value;
         return {quotient, (x.slope - quotient * y.slope) / y.value};
+    }
+    // A plain number has no slope: with one of 0 an infinite value would make NaN of it.
+    friend __device__ __forceinline__ Dual operator*(Dual x, A y) {
+        return {x.value * y, x.slope * y};
+    }
+    friend __device__ __forceinline__ Dual operator*(A x, Dual y) { return y * x; }
+    friend __device__ __forceinline__ Dual operator/(Dual x, A y) {
+        return {x.value / y, x.slope / y};
     }
     friend __device__ __forceinline__ Dual tanh(Dual x) {
         const A y = ::tanh(x.value);
