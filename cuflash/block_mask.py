@@ -832,7 +832,10 @@ class BlockMask:
         from scipy.sparse import bsr_array
 
         number, (query_length, key_length) = _number_of(index, self.shape), self.shape[-2:]
-        kinds, (bq, bk) = self._kinds[number], self.block_size
+        common = tuple(map(math.gcd, self.block_size, self.shape[-2:]))
+        if 0 in self.shape[-2:]:
+            return bsr_array(self.shape[-2:], blocksize=common, dtype=bool)
+        kinds, (bq, bk) = self._kinds[number], self._held
         starts = np.cumsum([0, *np.count_nonzero(kinds, axis=1)])
         patterns = self._patterns[self._pattern_of[number][kinds != EMPTY]]
         stored = unpack(patterns, bk), np.nonzero(kinds)[1], starts
@@ -842,7 +845,7 @@ class BlockMask:
         matrix = matrix.tocsr()
         matrix.resize(query_length, key_length)
         matrix.eliminate_zeros()
-        matrix = matrix.tobsr((math.gcd(bq, query_length), math.gcd(bk, key_length)))
+        matrix = matrix.tobsr(common)
         matrix.sort_indices()
         return matrix
 

@@ -80,10 +80,11 @@ def stored_elements(matrix, block_size):
 
 def stored_blocks(matrix, block_size):
     """Blocks of a BSR matrix, a row at a time, for :func:`assemble`."""
-    rows, columns = grid_of(matrix.shape, block_size)
+    (rows, columns), (bq, bk) = grid_of(matrix.shape, block_size), block_size
     for row in range(rows):
         stored = slice(matrix.indptr[row], matrix.indptr[row + 1])
-        yield row * columns + matrix.indices[stored], pack(matrix.data[stored] != 0)
+        # Of an axis without elements the matrix may have larger blocks.
+        yield row * columns + matrix.indices[stored], pack(matrix.data[stored, :bq, :bk] != 0)
 
 
 def evaluate(kinds, lengths, block_size, visible):
