@@ -47,7 +47,8 @@ def attention(
         :class:`BlockMask` knows them beforehand, those of an array are found in each call. What
         `causal`, `window` or lengths hide stays hidden.
     softcap : float, optional
-        Scores s become `softcap * tanh(s / softcap)`.
+        Scores s become `softcap * tanh(s / softcap)`. From 2^-100 to 2^100; for float64 operands
+        from 2^-1000 to 2^1000.
     q_lengths, kv_lengths : int or array of int, optional
         Valid queries and keys of each batch entry: shape of the leading axes but the heads, or
         broadcastable to it. Rows beyond are 0, keys beyond are hidden. Clamped to [0, N], [0, M].
@@ -58,7 +59,8 @@ def attention(
         entries, or an array shaped as lengths are. Numbers go up to 2^29 either way, arrays are
         clamped to that. A number needs no array on the device, and another one no other kernel.
     scale : float, optional
-        By default `1 / sqrt(D)`.
+        By default `1 / sqrt(D)`. 0, or from 2^-126 to 2^127; for float64 operands from 2^-1022 to
+        2^1023.
     enable_gqa : bool
         Let q have a multiple of the heads of k and v: query head h uses key head
         `h // (Hq // Hk)`.
@@ -90,7 +92,13 @@ def attention(
     Notes
     -----
     Halves and float32 accumulate in float32, float64 in float64. The result is deterministic.
-    Values in hidden keys, NaN and infinity included, do not reach it.
+    Values in hidden keys, NaN and infinity included, do not reach it. A score of -infinity has
+    weight 0, and a row of nothing else is 0, whatever values it sees. `docs/numerics.md` has the
+    order of operations and what becomes of numbers that are too large or too small.
+
+    A call can be captured in a CUDA graph once one of its kind has run, with `out` and, where the
+    plan shows one, `workspace` given. The graph then reads the operands and, of a
+    :class:`BlockMask`, lists that live as long as the mask: keep both.
 
     References
     ----------

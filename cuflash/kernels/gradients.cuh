@@ -28,17 +28,19 @@
 // in global memory, 1.3 TB/s at the speed reached (3.8 TB/s is what red.v4 sustains in this
 // layout). So shared memory bounds it, at 600 TFLOP/s; at D = 128 (8 warps, two to a slab) at 490.
 // Expected were 280 to 320, as others reach with these instructions. Measured on an H200
-// (asv_bench/against_peers.py backward): 275 to 310 at D = 64, 268 to 303 at D = 128, in any order.
+// (asv_bench/against_peers.py backward): 283 to 329 at D = 64, 270 to 309 at D = 128, in any order.
 // Eight warps per multiprocessor and two barriers a tile do not hide every latency.
 //
-// What counted: sharing keys between warps at D = 128 (1.11 times); adding units of 16 bytes in
-// this kernel's own layout; starting blocks at different tiles of dQ (1.02 at D = 128, and 1.006
-// more where neighbours start 5 tiles apart and not 1); equal sections of heads, so that no small
-// one comes last (1.04 for causal masks). The order of a deterministic result costs 10 to 22 %;
-// passing the turn on one tile later, when what was added has long arrived, won 4 % back. What did
-// not: adding to dQ behind the barrier, among the next tile's scores (0.98 in any order, 0.93 to
-// 0.95 in one); rows loaded four at a time at D = 128 (1.02 to 1.03 in order, but 0.99 in any
-// order together with the starts 5 tiles apart: what the compiler spills decides).
+// What counted: what infinite dO adds to dV stands behind the loop, which leaves mma rows without
+// spills (1.02 to 1.08 times at D = 64 and 128, 1.1 to 1.2 at 256); sharing keys between warps at D
+// = 128 (1.11 times); adding units of 16 bytes in this kernel's own layout; starting blocks at
+// different tiles of dQ (1.02 at D = 128, and 1.006 more where neighbours start 5 tiles apart and
+// not 1); equal sections of heads, so that no small one comes last (1.04 for causal masks). The
+// order of a deterministic result costs 4 to 25 %; passing the turn on one tile later, when what
+// was added has long arrived, won 4 % back. What did not: adding to dQ behind the barrier, among
+// the next tile's scores (0.98 in any order, 0.93 to 0.95 in one); rows loaded four at a time at D
+// = 128 (1.02 to 1.03 in order, but 0.99 in any order together with the starts 5 tiles apart: what
+// the compiler spills decides).
 #pragma once
 #include "dual.cuh"
 #include "engine.cuh"
