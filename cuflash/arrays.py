@@ -105,6 +105,8 @@ def split_offset(q_offset):
 
     Of the two the other one is None: an integer travels without an array.
     """
+    if q_offset is None:
+        return None, None
     if isinstance(q_offset, (int, np.integer)) and not isinstance(q_offset, bool):
         return int(q_offset), None
     return None, q_offset

@@ -42,8 +42,8 @@ class _Call:
     """
 
     __slots__ = (
-        "apart", "copied", "has_lists", "is_empty", "launch", "layout", "lse_dtype", "out_dtype",
-        "plan", "results", "scale", "score", "staged", "workspace_bytes",
+        "anywhere", "apart", "copied", "has_lists", "is_empty", "launch", "layout", "lse_dtype",
+        "out_dtype", "plan", "results", "scale", "score", "staged", "workspace_bytes",
     )  # fmt: skip
     operands: tuple[str, ...]  # in the order of the kernels' pointers, four matrices first
     written: dict[str, str]  # the results among them, and what errors call these
@@ -77,6 +77,12 @@ class _Call:
                 f"mask is a BlockMask of shape {mask.shape}: it must have {q.shape[-2]} queries "
                 f"and {k.shape[-2]} keys"
             )
+        # Operands that need not lie on multiples of the largest item's size.
+        self.anywhere = tuple(
+            slot
+            for slot, name in enumerate(self.operands)
+            if name in given and not (aligned and name not in _TRAILING)
+        )
         rows = (spec for name, spec in specs.items() if name not in _TRAILING)
         problem = make_problem(
             self.layout,
@@ -326,11 +332,9 @@ def run_call(kind: type[_Call], arrays, options, count: int, mask=None, workspac
                 "arrays leave it out"
             )
         return _run_host(call, list(arrays), mask, count)
-    bits = 0
-    for address in addresses:
-        bits |= address
-    if bits % _LARGEST_ITEM and (wrong := _not_on_whole_items(arrays, addresses)):
-        return _run_on_copies(wrong, call, arrays, options, count, mask, workspace)
+    for slot in call.anywhere:
+        if addresses[slot] % _LARGEST_ITEM and (wrong := _not_on_whole_items(arrays, addresses)):
+            return _run_on_copies(wrong, call, arrays, options, count, mask, workspace)
     return launch_module().run(call, device_id, arrays, addresses, count, workspace, mask)
 
 
