@@ -15,6 +15,7 @@ from .extras import HOW_TO_INSTALL_CUPY
 from .memory import FIRST_CALL, conform, device_lists, empty, refuse_capture, workspace
 from .params import pack, pointers, workspace_pointers
 from .plan import Device, Launch, Plan
+from .source import without_comments
 from .tensor_maps import MAP_BYTES, OPERANDS, TABLES_BYTES, TensorMap, tensor_maps
 from .work_order import work_order
 
@@ -61,7 +62,7 @@ def compiled(plan: Plan, device_id: int, kernel: Launch | None = None):
     It is compiled, or taken from CuPy's disk cache.
     """
     kernel = kernel or next(x for x in plan.kernels if x.name == plan.kernel)
-    source, options = plan.source(kernel.name), plan.compile_options
+    source, options = without_comments(plan.source(kernel.name)), plan.compile_options
     return _load(source, kernel.name, options, kernel.shared_bytes, device_id)
 
 

@@ -653,7 +653,10 @@ class Plan:
         return max(1, -(-p.head_count // max(1, round(p.head_count / cached))))
 
     def source(self, kernel: str | None = None) -> str:
-        """The CUDA C source that is compiled, by default of the kernel that does the work."""
+        """The CUDA C source, by default of the kernel that does the work.
+
+        It is compiled without its comments.
+        """
         from .source import kernel_source
 
         return kernel_source(self, kernel or self.kernel)

@@ -14,6 +14,7 @@ C_TYPES = {
     "float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double",
 }  # fmt: skip
 C_INTEGERS = {"": "int", "int32": "int", "int64": "long long"}
+_COMMENT = re.compile(r'("(?:\\.|[^"\\])*")|\s*//.*')  # or a string, which may hold //
 _INCLUDE = re.compile(r'#include "([\w.]+)"\s*')
 
 
@@ -188,9 +189,17 @@ def expand(name: str) -> str:
     return "\n".join(paste(name)) + "\n"
 
 
+def without_comments(text: str) -> str:
+    """The same lines without their comments: what is compiled.
+
+    CuPy's disk cache keys on it, so that a comment that changes makes nobody compile again.
+    """
+    return "\n".join(_COMMENT.sub(lambda found: found[1] or "", line) for line in text.split("\n"))
+
+
 @functools.lru_cache(maxsize=256)
 def kernel_source(plan: Plan, kernel: str) -> str:
-    """The whole string that is compiled for one of the plan's kernels."""
+    """The whole source of one of the plan's kernels, with its comments."""
     if plan.engine == "numpy":
         raise ValueError("the numpy engine compiles nothing")
     return prelude(plan) + expand(f"{kernel}.cu")

@@ -9,13 +9,14 @@ from importlib.resources import files
 
 import numpy as np
 import pytest
-from compile_kernels import compile_source, require_nvrtc
+from compile_kernels import OPTIONS, compile_source, include_folder, require_nvrtc
 
 from cuflash import source as source_module
 from cuflash.masks import Band
 from cuflash.params import fields, pack, params_dtype, pointers
 from cuflash.plan import CPU, TILES, Device, Plan, Problem, make_plan
 from cuflash.scores import softcap
+from cuflash.source import without_comments
 
 H200 = Device(90, "NVIDIA H200", multiprocessors=132)
 KERNELS = files("cuflash") / "kernels"
@@ -76,6 +77,49 @@ def test_every_kernel_file_is_used():
 def test_kernels_have_no_conditional_text(name):
     for line in source_module.expand(name).splitlines():
         assert not re.match(r"\s*#\s*(if|else|elif|endif|define|undef)", line), line
+
+
+def every_source():
+    for algo, engine in (("fa2", "mma"), ("fa1", "simt"), ("fa3", "wgmma"), ("fa1", "wgmma")):
+        made = plan(algo=algo, engine=engine, mask="elements", score="score / 2 * k")
+        yield from (made.source(kernel.name) for kernel in made.kernels)
+    for algo in ("fa1", "fa2"):
+        made = plan(algo=algo, engine="mma", backward=True, summed=(1, 2, 2))
+        yield from (made.source(kernel.name) for kernel in made.kernels)
+
+
+def test_what_is_compiled_has_no_comments():
+    """And the same lines otherwise, so that directives stay true."""
+    for text in every_source():
+        bare = without_comments(text)
+        assert "//" not in bare
+        assert "/*" not in text
+        assert len(bare) < 0.9 * len(text)
+        for line, kept in zip(text.split("\n"), bare.split("\n"), strict=True):
+            assert line.startswith(kept)
+            assert line[len(kept) :].strip()[:2] in ("", "//")
+        changed = re.sub("//.*", "// another one", text)
+        assert changed != text
+        assert without_comments(changed) == bare
+
+
+def test_comments_end_where_lines_do_and_not_in_strings():
+    lines = ['a = "//"; // b', "  // c", 'd("\\"//", "e");//f "g"', "#include <h.h>", "i / j"]
+    bare = ['a = "//";', "", 'd("\\"//", "e");', "#include <h.h>", "i / j"]
+    assert without_comments("\n".join(lines)).split("\n") == bare
+
+
+def test_machine_code_does_not_know_of_comments():
+    require_nvrtc()
+    from cupy.cuda import nvrtc
+
+    def machine_code(text):
+        program = nvrtc.createProgram(text, "kernel.cu", [], [])
+        nvrtc.compileProgram(program, ["-arch=sm_90a", *OPTIONS, f"-I{include_folder()}"])
+        return nvrtc.getCUBIN(program)
+
+    text = plan(algo="fa2", engine="mma").source()
+    assert machine_code(text) == machine_code(without_comments(text))
 
 
 def test_text_is_the_same_in_every_process():
@@ -160,7 +204,7 @@ def test_an_offset_is_a_parameter(algo, engine, backward):
 def test_score_expression():
     text = plan(score="score * slope", captures=("slope",)).source()
     assert (
-        '    const T slope = T(p.slope);\n#line 1 "score expression"\n    return score * slope;'
+        '    const Accumulator slope = p.slope;\n#line 1 "score expression"\n    return score * slope;'
         in text
     )
     assert "constexpr bool SCORE_IS_MODIFIED = true;" in text

@@ -16,13 +16,8 @@
 // quadrant's tensor core, 768; 64 exp2 per lane at 8 clocks a warp, 512; about 350 other
 // instructions for the softmax, 50 for products and loads; 48 ldmatrix at 4 clocks of the SM's
 // shared memory, 768 for four warps. So the tensor core bounds it, at 650 TFLOP/s on an H200 (two
-// thirds of wgmma); expected were 300 to 350, as others reach with these instructions. Measured on
-// an H200 (asv_bench/against_peers.py half), N = 4k and 16k: 302 to 336 at D = 64, 337 to 384 at D
-// = 128. Eight warps per SM, all that 255 registers allow, do not hide every product's and exp2's
-// latency. What counted, by asv_bench/tile_sweep.py: loads that walk one pointer instead of
-// computing each address (0.79 to 1.01 of FlashAttention-2's own kernel, together with the lazy
-// rescaling of softmax.cuh), 32 rows per warp instead of 16 (1.15 times), nothing kept in registers
-// through the loop that can be had again.
+// thirds of wgmma). Measured: 302 to 339 at D = 64, 327 to 384 at D = 128. docs/kernels.md says what
+// counted, and what is missing.
 #include "numeric.cuh"
 #include "tile.cuh"
 #include "guarded_softmax.cuh"

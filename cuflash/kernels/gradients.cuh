@@ -14,8 +14,7 @@
 //
 // At head dims above 64 the registers of a warp do not hold dK and dV of 32 keys: WARP_SPLIT warps
 // then share keys. Each scores queries of its own, P^T meets in P_smem as dS^T does, and each sums
-// columns of its own. (16 keys per warp instead, P in registers, were 0.90 times as fast: each
-// matrix that ldmatrix brings then feeds one product in place of two.)
+// columns of its own.
 //
 // Shared memory:  K_smem, V_smem [BLOCK_K]            loaded once
 //                 Q_smem, dO_smem [STAGES][BLOCK_Q]   a ring
@@ -27,20 +26,8 @@
 // come in and dS going out, about 2050 clocks of shared memory; 8192 exp2, 512; 16 KB added to dQ
 // in global memory, 1.3 TB/s at the speed reached (3.8 TB/s is what red.v4 sustains in this
 // layout). So shared memory bounds it, at 600 TFLOP/s; at D = 128 (8 warps, two to a slab) at 490.
-// Expected were 280 to 320, as others reach with these instructions. Measured on an H200
-// (asv_bench/against_peers.py backward): 283 to 329 at D = 64, 270 to 309 at D = 128, in any order.
-// Eight warps per multiprocessor and two barriers a tile do not hide every latency.
-//
-// What counted: what infinite dO adds to dV stands behind the loop, which leaves mma rows without
-// spills (1.02 to 1.08 times at D = 64 and 128, 1.1 to 1.2 at 256); sharing keys between warps at D
-// = 128 (1.11 times); adding units of 16 bytes in this kernel's own layout; starting blocks at
-// different tiles of dQ (1.02 at D = 128, and 1.006 more where neighbours start 5 tiles apart and
-// not 1); equal sections of heads, so that no small one comes last (1.04 for causal masks). The
-// order of a deterministic result costs 4 to 25 %; passing the turn on one tile later, when what
-// was added has long arrived, won 4 % back. What did not: adding to dQ behind the barrier, among
-// the next tile's scores (0.98 in any order, 0.93 to 0.95 in one); rows loaded four at a time at D
-// = 128 (1.02 to 1.03 in order, but 0.99 in any order together with the starts 5 tiles apart: what
-// the compiler spills decides).
+// Measured on an H200, any order: 283 to 329 at D = 64, 270 to 309 at D = 128. docs/kernels.md has
+// what was counted on, and what was tried.
 #pragma once
 #include "dual.cuh"
 #include "engine.cuh"

@@ -7,12 +7,7 @@
 // Where a sum is too large the origin is raised by what it tells, and where it is beyond floats the
 // scores, overwritten by then, are worked out again.
 //
-// Measured on an H200 in hopper_forward.cu, against the version with maxima in each tile, D = 128
-// and 4096 tokens: 1.06 to 1.10 times as fast for scores of a standard deviation of 1 to 10, 1.01
-// to 1.04 for one of 30 (asv_bench/versions.py --scale measures it again). In fa2_forward.cu on
-// mma: 1.11 at D = 32, 1.02 to 1.04 at 64, 1.02 at 256; at 128 1.01 in spite of spills, 1.00 and so
-// not used. In hopper_fa1_forward.cu: 1.02 at D = 64, 0.99 to 1.00 at 128, with spills in two rows
-// and not used.
+// docs/kernels.md says how much that gains where, and where it does not.
 #pragma once
 #include "softmax.cuh"
 

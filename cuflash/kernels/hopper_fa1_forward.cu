@@ -26,18 +26,8 @@
 // with 384, 350 at 192 with 224 and 265 at 256 with 160; hopper_forward.cu, which needs no state,
 // reaches 550 and 740 on the first two.
 //
-// Measured on an H200 (asv_bench/against_peers.py fa1), bf16, 132 and 264 heads of 4096 tokens,
-// full and causal, in TFLOP/s: D 64 441 to 493 and 409 to 428, of fa2's rate 0.88 and 0.91; D 128
-// 433 to 471 and 425 to 445, 0.62 and 0.66 of fa2's and 0.7 of the floor's. With 2048 tokens D 192
-// 279 and D 256 238, 0.8 and 0.9 of the floor's: there memory bounds. At D 128 it takes 560 without
-// the moves of O. The missing part is presumably that a block moves O at once, 128 KB a pair,
-// through an L2 cache that gives a multiprocessor some 36 bytes per clock, and that products wait
-// for it.
-//
-// What counted: the largest key tile that fits (at D 128 256 keys make 356, with two slots for
-// queries at that); the state brought into the L2 cache ahead; exp2 before the wait for O. What did
-// not: fetching K, V and Q into the L2 cache ahead; the scores of a second step on their way while
-// the state changes; loads and stores that pass by the L1 cache.
+// Measured, with 132 heads or more: 409 to 493 at D = 64, 425 to 471 at 128. docs/kernels.md says
+// what counted, and what is missing.
 #include "numeric.cuh"
 #include "softmax.cuh"
 #include "key_tiles.cuh"

@@ -24,15 +24,8 @@
 // that both bound a loop at D = 64, the products above it; at the clock that its power allows an
 // H200 does products at 780 to 800 TFLOP/s.
 //
-// Measured on an H200 (asv_bench/against_peers.py hopper), bf16, N = 4k to 16k, full and causal, in
-// TFLOP/s: D 64 584 to 602 and 540 to 616, D 128 736 to 788 and 711 to 804, D 256 763 to 830 and
-// 712 to 811: of FlashAttention-3's own kernel 0.99 to 1.12, of FlashAttention-4's 1.00 to 1.16, of
-// cuDNN 1.07 to 1.30.
-//
-// What limits: at D = 128 and 256 the tensor cores, which are busy for 95 and 87 percent of the time;
-// at D = 64 nothing for itself, since tensor cores and exponentials are both at 60; at D = 32
-// exponentials, at 75. docs/hopper.md has what was counted, and what was tried, with and without
-// success.
+// Measured in TFLOP/s: 540 to 616 at D = 64, 711 to 804 at 128, 712 to 830 at 256. docs/hopper.md
+// says what counted, what did not, and what limits.
 #include "numeric.cuh"
 #include "guarded_softmax.cuh"
 #include "key_tiles.cuh"
