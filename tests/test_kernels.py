@@ -95,6 +95,11 @@ def assert_written_inside(view, name):
 
 
 # ---------------------------------------------------------------------- against the reference
+def thinned(cases):
+    """A GPU runs all cases. An offset is one integer of a head: every third of those is enough."""
+    return [case for i, case in enumerate(cases) if case.family != "offsets" or i % 3 == 0]
+
+
 # The tiles of fa1 on wgmma are large: of its cases every third is checked.
 OF_FA1 = [str(c) for c in CASES if (c.algo, c.engine) == ("fa1", "wgmma")]
 UNCHECKED = {*OF_FA1} - {*OF_FA1[::3]}
@@ -110,7 +115,7 @@ def check(case):
         assert (result.lse.base[..., 1] == SENTINEL).all(), "wrote beside lse"
 
 
-GROUPS = dict(groups(most=24))
+GROUPS = dict(groups(most=24, cases=thinned(CASES)))
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -137,10 +142,11 @@ def check_backward(case, **more):
 # The checker takes several times as long as running fast: it gets part of the cases, small ones.
 CHECKED = [
     case
-    for i, case in enumerate(BACKWARD_CASES)
-    if case.family in ("masked", "extremes", "orders") or i % 4 == 0
+    for i, case in enumerate(thinned(BACKWARD_CASES))
+    if case.family in ("masked", "orders") or i % (2 if case.family == "extremes" else 4) == 0
 ]
-BACKWARD_GROUPS = dict(groups(most=24, cases=[c for c in BACKWARD_CASES if c not in CHECKED]))
+UNCHECKED_BACKWARD = [case for case in thinned(BACKWARD_CASES) if case not in CHECKED]
+BACKWARD_GROUPS = dict(groups(most=24, cases=UNCHECKED_BACKWARD))
 CHECKED_GROUPS = dict(groups(most=24, cases=CHECKED))
 
 
@@ -247,9 +253,10 @@ def test_huge_scores(algo, engine, dtype, sign):
     """The rounding of a row's origin is not the weights' exponent."""
     tile = tile_of(algo, engine, dtype)
     for size in HUGE[dtype]:
-        *arrays, weighs = huge_scores((1, tile.block_k + 9, DIMS[engine]), dtype, size, sign)
-        run = functools.partial(attention, *arrays, algo=algo, engine=engine, mode="fast")
-        assert_huge_scores(run, *arrays, weighs)
+        q, k, v, weighs = huge_scores((1, tile.block_k + 9, DIMS[engine]), dtype, size, sign)
+        q = q[:, :40]
+        run = functools.partial(attention, q, k, v, algo=algo, engine=engine, mode="fast")
+        assert_huge_scores(run, q, k, v, weighs)
 
 
 @pytest.mark.parametrize("group", [g for g in GROUPS if "masked" in g or "softcap" in g])
