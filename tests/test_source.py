@@ -203,10 +203,8 @@ def test_an_offset_is_a_parameter(algo, engine, backward):
 
 def test_score_expression():
     text = plan(score="score * slope", captures=("slope",)).source()
-    assert (
-        '    const Accumulator slope = p.slope;\n#line 1 "score expression"\n    return score * slope;'
-        in text
-    )
+    lines = '#line 1 "score expression"\n    return score * slope;'
+    assert f"    const Accumulator slope = p.slope;\n{lines}" in text
     assert "constexpr bool SCORE_IS_MODIFIED = true;" in text
     assert '#line 1 "score expression"\n    return score;' in plan().source()
 
