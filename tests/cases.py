@@ -59,10 +59,10 @@ class Case:
         Where q, k, v and out are not contiguous: how they lie in memory, see :func:`place`.
     poison : str
         "hidden": NaN and infinity in all keys and values that no query sees, and in queries beyond
-        their length. "visible": in a few values and a key that some queries see. "weightless
-        keys" and "weightless rows": keys, and queries, of which all scores are -infinity, with NaN
-        in values that they see. "weightless values": infinities among values, some of which have a
-        weight of 0.
+        their length. "visible": in a few values and a key that some queries see. "weightless keys"
+        and "weightless rows": keys, and queries, of which all scores are -infinity, with NaN in
+        values that they see. "infinite keys": the first of these without the NaN. "weightless
+        values": infinities among values, some of which have a weight of 0.
     """
 
     name: str
@@ -105,10 +105,11 @@ class Case:
                 -np.inf,
                 np.nan,
             )
-        elif self.poison == "weightless keys":
+        elif self.poison in ("infinite keys", "weightless keys"):
             q[..., 0] = abs(q[..., 0]) + 0.5
             k[..., ::7, 0] = -np.inf
-            v[..., 7:8, 1] = np.nan
+            if self.poison == "weightless keys":
+                v[..., 7:8, 1] = np.nan
         elif self.poison == "weightless rows":
             k[..., 0] = abs(k[..., 0]) + 0.5
             q[..., ::5, 0] = -np.inf
@@ -240,6 +241,7 @@ def huge_scores(shape, dtype, size, sign):
     Scores that have weight are equal, and exact in any order of summation.
     """
     v = np.random.default_rng(1).standard_normal(shape)
+    size *= 1.375  # of a power of 2 the scaled scores would be exact as well, and prove nothing
     q, k = np.full(shape, size), np.full(shape, sign * size / 2)
     k[..., ::3, :] *= 2
     weighs = np.arange(shape[-2]) % 3 == 0
@@ -692,7 +694,9 @@ class _Cases:
                 for causal in (False, "top_left"):
                     name, more = f"extremes {kind} causal {causal}", {"causal": causal}
                     self.add(name, dtype, q, k, poison=f"weightless {kind}", **more)
-            self.add("extremes keys softcap", dtype, q, k, poison="weightless keys", softcap=9.0)
+            for more in ({}, {"causal": "top_left"}, {"softcap": 9.0}):
+                name = f"extremes infinite keys {more}"
+                self.add(name, dtype, q, k, poison="infinite keys", **more)
             for kind in SIZES:
                 self.add(f"extremes {kind}", dtype, q, k, poison=kind, causal=True)
 
