@@ -21,8 +21,10 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from cuflash import host, meters
-from cuflash.plan import CPU, Plan, Problem, make_plan
+from cuflash.compare import meters
+from cuflash.numpy_engine import walks as host
+from cuflash.planning.plan import Plan, make_plan
+from cuflash.planning.problem import CPU, Problem
 
 
 def plan_for(algo, q, k, v, blocks=None) -> Plan:

@@ -37,9 +37,10 @@ import cupy
 import numpy as np
 
 import cuflash
-from cuflash import launch
-from cuflash.calls import BackwardCall, ForwardCall, find_call
-from cuflash.plan import HALF, SINGLE, TILES, Plan, Tile, _backward, _mma, _simt, _wgmma, _wgmma_fa1
+from cuflash.calls.call import BackwardCall, ForwardCall, find_call
+from cuflash.gpu import launch
+from cuflash.operands.dtypes import HALF, SINGLE
+from cuflash.planning.plan import TILES, Plan, Tile, _backward, _mma, _simt, _wgmma, _wgmma_fa1
 
 
 class Case(NamedTuple):

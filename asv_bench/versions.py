@@ -32,7 +32,7 @@ import numpy as np
 from benchmarks import gpu as bench
 from sweep import find_commits, lay_out
 
-from cuflash.plan import Problem as Work
+from cuflash.planning.problem import Problem as Work
 
 xp = bench.find_cupy() or np
 
@@ -47,8 +47,9 @@ def load(version: str, number: int, folder: Path):
     name = f"cuflash_{folder.name}_{number}"
     ignored = shutil.ignore_patterns("__pycache__")
     package = Path(shutil.copytree(root / "cuflash", folder / name, ignore=ignored))
-    source = package / "source.py"  # which finds the kernels by the package's name
-    source.write_text(source.read_text().replace('files("cuflash")', f'files("{name}")'))
+    source = package / "source.py"  # of older versions: it has the package's name in it
+    if source.exists():
+        source.write_text(source.read_text().replace('files("cuflash")', f'files("{name}")'))
     if str(folder) not in sys.path:
         sys.path.insert(0, str(folder))
     return importlib.import_module(name)

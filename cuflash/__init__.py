@@ -1,9 +1,10 @@
 """Exact attention for NumPy and CuPy arrays, with CUDA C kernels compiled at run time."""
 
 from . import reference
-from .attention import attention, attention_backward, attention_vjp, plan
-from .block_mask import BlockMask
-from .plan import Device, Plan
+from ._attention import attention, attention_backward, attention_vjp, plan
+from .masks.block_mask import BlockMask
+from .planning.plan import Plan
+from .planning.problem import Device
 
 __version__ = "0.1.0"
 __all__ = [

@@ -18,7 +18,7 @@ import numpy as np
 
 from . import __version__, attention, plan, reference
 from .extras import HOW_TO_INSTALL_CUPY
-from .plan import ALGOS, ENGINES
+from .planning.plan import ALGOS, ENGINES
 
 DTYPES = {
     "float16": np.float16,
@@ -248,7 +248,7 @@ def command() -> int:
     """What the command line asks for."""
     parser, arguments = command_line(), sys.argv[1:]
     if parser.parse_args(arguments[:1]).command == "compare":
-        from .compare import main as compare
+        from .compare.contenders import main as compare
 
         return compare(arguments[1:])
     parser.parse_args(arguments)

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .block_mask import BlockMask
-from .masks import MAX_SHIFT, Band, integers_of
+from .masks.band import MAX_SHIFT, Band, integers_of
+from .masks.block_mask import BlockMask
 
 
 def attention(

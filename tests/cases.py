@@ -14,7 +14,9 @@ import ml_dtypes
 import numpy as np
 
 from cuflash import BlockMask, reference
-from cuflash.plan import EVERY, HALF, Device, Problem, make_plan
+from cuflash.operands.dtypes import EVERY, HALF
+from cuflash.planning.plan import make_plan
+from cuflash.planning.problem import Device, Problem
 
 H200 = Device(90, "NVIDIA H200", multiprocessors=132)
 DTYPES = {"mma": HALF, "simt": EVERY, "wgmma": HALF}

@@ -11,15 +11,16 @@ from emulator import Memory, Module
 from emulator.memory import TensorMap
 
 import cuflash
-from cuflash.arrays import conform, of_batch, split_offset
-from cuflash.calls import BackwardCall, find_call
-from cuflash.operands import Spec, conformed, make_layout
-from cuflash.params import pack
-from cuflash.plan import Plan
+from cuflash.calls.arrays import conform, of_batch, split_offset
+from cuflash.calls.call import BackwardCall, find_call
+from cuflash.gpu.tensor_maps import TABLES_BYTES, tensor_maps
+from cuflash.gpu.work_order import work_order
+from cuflash.masks.tile_lists import tile_lists
+from cuflash.operands.layout import make_layout
+from cuflash.operands.spec import Spec, conformed
+from cuflash.planning.params import pack
+from cuflash.planning.plan import Plan
 from cuflash.scores import softcap as softcap_score
-from cuflash.tensor_maps import TABLES_BYTES, tensor_maps
-from cuflash.tile_lists import tile_lists
-from cuflash.work_order import work_order
 
 
 class Result(NamedTuple):

@@ -1,7 +1,6 @@
 """The public functions: arguments to the letter, errors, and the call cache."""
 
 import doctest
-import importlib
 import inspect
 import math
 import re
@@ -13,11 +12,13 @@ import pytest
 from tolerance import assert_backward_close, assert_forward_close
 
 import cuflash
-from cuflash import BlockMask, calls, keywords, reference
-from cuflash import arrays as array_arguments
-from cuflash.operands import Spec
+import cuflash.gpu
+from cuflash import BlockMask, keywords, reference
+from cuflash import _attention as module
+from cuflash.calls import arrays as array_arguments
+from cuflash.calls import call as calls
+from cuflash.operands.spec import Spec
 
-module = importlib.import_module("cuflash.attention")  # the function of that name hides it
 BF16 = np.dtype(ml_dtypes.bfloat16)
 H200 = cuflash.Device(90, "NVIDIA H200", multiprocessors=132)
 
@@ -439,7 +440,7 @@ def test_signatures_are_closed(function):
         p.name for p in parameters if p.kind is p.VAR_KEYWORD or p.kind is p.VAR_POSITIONAL
     ] == []
     assert function.__doc__.count(">>>") > 3 or function is cuflash.attention_vjp
-    assert function.__module__ == "cuflash.attention"
+    assert function.__module__ == "cuflash._attention"
 
 
 def test_examples_of_decorated_functions_are_found():
@@ -456,8 +457,8 @@ class Foreign:
 
 def test_gpu_arrays_without_cupy_say_that_cupy_is_missing(monkeypatch):
     for name in ("launch", "memory"):
-        monkeypatch.delitem(sys.modules, f"cuflash.{name}", raising=False)
-        monkeypatch.delattr(cuflash, name, raising=False)
+        monkeypatch.delitem(sys.modules, f"cuflash.gpu.{name}", raising=False)
+        monkeypatch.delattr(cuflash.gpu, name, raising=False)
     monkeypatch.setitem(sys.modules, "cupy", None)
     with pytest.raises(ImportError, match="cupy"):
         cuflash.attention(Foreign(), K, V)
@@ -1785,7 +1786,7 @@ def test_nothing_hidden_reaches_a_gradient(algo):
 )
 def test_vjp_of_a_kernel_without_gradients(kernel, monkeypatch):
     """The forward pass on Hopper's engine, here replaced; the gradients on the default one."""
-    module, called = sys.modules["cuflash.attention"], []
+    module, called = sys.modules["cuflash._attention"], []
 
     def forward(*arrays, algo=None, engine=None, **options):
         called.append({"algo": algo, "engine": engine})

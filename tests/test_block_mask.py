@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cuflash import reference
-from cuflash.block_mask import BlockMask
-from cuflash.mask_patterns import EMPTY, FULL, PARTIAL
+from cuflash.masks.block_mask import BlockMask
+from cuflash.masks.patterns import EMPTY, FULL, PARTIAL
 
 BLOCK_SIZES = [16, 48, (32, 16), [16, 64], 128]
 SHAPES = [(100, 100), (70, 133), (133, 70), (1, 200), (200, 1), (96, 96)]
@@ -162,7 +162,7 @@ def test_combining_needs_masks_that_fit():
 
 
 def test_what_takes_several_chunks(monkeypatch):
-    monkeypatch.setattr("cuflash.mask_patterns._CHUNK_ELEMENTS", 20_000)
+    monkeypatch.setattr("cuflash.masks.patterns._CHUNK_ELEMENTS", 20_000)
     dense = np.random.default_rng(6).random((2, 300, 200)) < 0.5
     mask, causal = BlockMask.from_dense(dense, 32), BlockMask.causal((300, 200), block_size=32)
     assert_is(mask & causal, dense & causal.to_dense())
@@ -746,7 +746,7 @@ def test_importing_the_package_imports_neither_scipy_nor_cupy():
 def test_cupy_is_not_imported():
     code = (
         "import sys, numpy as np, scipy.sparse\n"
-        "from cuflash.block_mask import BlockMask\n"
+        "from cuflash.masks.block_mask import BlockMask\n"
         "BlockMask.from_scipy(scipy.sparse.eye_array(384)).T & BlockMask(np.ones((3, 3), bool))\n"
         "print({'cupy', 'cupyx'} & set(sys.modules))"
     )

@@ -11,7 +11,9 @@ import pytest
 
 import cuflash
 from cuflash import __main__ as report
-from cuflash import charts, compare, host
+from cuflash.compare import charts
+from cuflash.compare import contenders as compare
+from cuflash.numpy_engine import walks as host
 
 pytest.importorskip("matplotlib", reason="needs matplotlib: pip install '.[plot]'")
 pytest.importorskip("tqdm", reason="needs tqdm: pip install '.[plot]'")

@@ -17,8 +17,9 @@ from emulated import attention, attention_backward
 from emulator import EAGER, EmulatorError, Memory, Module, TensorMap, available
 from tolerance import assert_backward_close, assert_forward_close
 
-from cuflash import BlockMask, reference, source
-from cuflash.plan import Device
+from cuflash import BlockMask, reference
+from cuflash.planning import source
+from cuflash.planning.problem import Device
 
 pytestmark = pytest.mark.skipif(available() is not None, reason=str(available()))
 

@@ -28,8 +28,8 @@ from cases import (
 from tolerance import assert_backward_close, assert_forward_close
 
 import cuflash
-from cuflash import calls
-from cuflash.plan import HALF
+from cuflash.calls import call as calls
+from cuflash.operands.dtypes import HALF
 
 pytestmark = pytest.mark.gpu
 
@@ -664,7 +664,7 @@ def test_the_host_does_not_wait(cupy, delay, algo, engine):
 
 
 def test_second_call_compiles_nothing(cupy):
-    from cuflash import launch
+    from cuflash.gpu import launch
 
     q, k, v = random(cupy, "float16", 3, 2, 4, 61, 24)
     cuflash.attention(q, k, v, causal=True)
@@ -818,7 +818,7 @@ def test_graphs_outlive_what_is_remembered(cupy, capture):
             many = [x[:, :, :n] for x in (q, k, v)]
             cuflash.attention(*many, algo="fa3", causal=True, window=(n // 2, 0))
     calls._calls.clear()
-    launch = importlib.import_module("cuflash.launch")
+    launch = importlib.import_module("cuflash.gpu.launch")
     launch._load.cache_clear()
     launch.compiled.cache_clear()
     gc.collect()
@@ -842,8 +842,8 @@ def test_a_first_call_cannot_be_captured(cupy, capture, algo, engine):
     # A score of its own makes a kernel of its own.
     with pytest.raises(RuntimeError, match="captured, pass out="):
         capture(functools.partial(call, softcap=3.0))
-    importlib.import_module("cuflash.launch")._load.cache_clear()
-    importlib.import_module("cuflash.launch").compiled.cache_clear()
+    importlib.import_module("cuflash.gpu.launch")._load.cache_clear()
+    importlib.import_module("cuflash.gpu.launch").compiled.cache_clear()
     calls._calls.clear()
     with pytest.raises(RuntimeError, match="captured, .*: call once before capturing"):
         capture(functools.partial(call, softcap=3.0, out=out))
@@ -965,7 +965,7 @@ def test_workspace_that_does_not_do(cupy, engine):
 @EACH_KERNEL
 def test_grid(cupy, monkeypatch, algo, engine):
     """One block per head, and one per head and query tile, at the launch itself."""
-    from cuflash import launch
+    from cuflash.gpu import launch
 
     kernel, dtype, dim = wants(algo, engine)
     seen = []
@@ -1125,7 +1125,7 @@ def test_offsets_of_any_kind(cupy):
 
 @EACH_KERNEL
 def test_an_offset_that_grows_compiles_nothing_and_copies_nothing(cupy, algo, engine):
-    from cuflash import launch
+    from cuflash.gpu import launch
 
     kernel, dtype, dim = wants(algo, engine)
     k, v = random(cupy, dtype, 2, 2, 4, 300, dim)
@@ -1196,8 +1196,8 @@ def test_errors_leave_out_alone(cupy):
 
 def test_kernel_that_does_not_compile(cupy, monkeypatch):
     """The compiler's message comes along; missing headers name the extra to install."""
-    from cuflash import launch
-    from cuflash.plan import Plan
+    from cuflash.gpu import launch
+    from cuflash.planning.plan import Plan
 
     q = random(cupy, "float32", 2, 40, 12)
     plan = cuflash.plan(q, q, q)
@@ -1213,7 +1213,7 @@ def test_kernel_that_does_not_compile(cupy, monkeypatch):
 
 
 def test_devices_that_cannot(cupy, monkeypatch):
-    from cuflash import launch
+    from cuflash.gpu import launch
 
     class Old:
         compute_capability, attributes = "61", {}

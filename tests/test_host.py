@@ -14,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash import BlockMask, host, scores
-from cuflash.head import Head
-from cuflash.masks import Band
-from cuflash.plan import CPU, Plan, Problem, make_plan
+from cuflash import BlockMask, scores
+from cuflash.masks.band import Band
+from cuflash.numpy_engine import walks as host
+from cuflash.numpy_engine.tiles import Head
+from cuflash.planning.plan import Plan, make_plan
+from cuflash.planning.problem import CPU, Problem
 
 DTYPES = {
     "float16": np.dtype(np.float16),

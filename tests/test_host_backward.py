@@ -29,8 +29,9 @@ from test_host import (
 )
 
 import cuflash
-from cuflash import BlockMask, host
-from cuflash.masks import Band
+from cuflash import BlockMask
+from cuflash.masks.band import Band
+from cuflash.numpy_engine import walks as host
 from cuflash.scores import ScoreMod, softcap
 
 

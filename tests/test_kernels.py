@@ -35,11 +35,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tolerance import assert_backward_close, assert_forward_close
 
-from cuflash import reference, source
-from cuflash.masks import Band
-from cuflash.operands import MAX_LENGTH, Spec, make_layout
-from cuflash.params import pack
-from cuflash.plan import TILES, Device, Problem, make_plan
+from cuflash import reference
+from cuflash.masks.band import Band
+from cuflash.operands.layout import MAX_LENGTH, make_layout
+from cuflash.operands.spec import Spec
+from cuflash.planning import source
+from cuflash.planning.params import pack
+from cuflash.planning.plan import TILES, make_plan
+from cuflash.planning.problem import Device, Problem
 from cuflash.reference import UNIT_ROUNDOFF, forward_bound
 
 pytestmark = pytest.mark.skipif(available() is not None, reason=str(available()))

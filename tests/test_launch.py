@@ -10,11 +10,13 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash import arrays, calls
-from cuflash.arrays import of_batch, split_offset
-from cuflash.calls import BackwardCall, ForwardCall, find_call
-from cuflash.params import params_dtype, pointers
-from cuflash.tile_lists import tile_lists
+import cuflash.gpu
+from cuflash.calls import arrays
+from cuflash.calls import call as calls
+from cuflash.calls.arrays import of_batch, split_offset
+from cuflash.calls.call import BackwardCall, ForwardCall, find_call
+from cuflash.masks.tile_lists import tile_lists
+from cuflash.planning.params import params_dtype, pointers
 
 H200 = cuflash.Device(90, "NVIDIA H200", multiprocessors=132)
 # The engine mma, since tensor maps are the driver's to make.
@@ -68,7 +70,7 @@ def forget_modules():
 
 @pytest.fixture
 def launch(monkeypatch):
-    """`cuflash.launch` over a stand-in for CuPy, its kernels replaced by a list of launches."""
+    """`cuflash.gpu.launch` over a stand-in for CuPy, its kernels replaced by a list of launches."""
     cupy = types.ModuleType("cupy")
     cupy.ndarray = Array
     cupy.empty = lambda shape, dtype: Array(np.zeros(shape, dtype))
@@ -83,9 +85,9 @@ def launch(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     forget_modules()
     for name in ("memory", "launch"):
-        monkeypatch.delitem(sys.modules, f"cuflash.{name}", raising=False)
-        monkeypatch.delattr(cuflash, name, raising=False)
-    module = importlib.import_module("cuflash.launch")
+        monkeypatch.delitem(sys.modules, f"cuflash.gpu.{name}", raising=False)
+        monkeypatch.delattr(cuflash.gpu, name, raising=False)
+    module = importlib.import_module("cuflash.gpu.launch")
     module.launched = []
 
     def compiled(plan, device_id, kernel):
@@ -99,8 +101,8 @@ def launch(monkeypatch):
     yield module
     forget_modules()
     for name in ("memory", "launch"):  # before monkeypatch puts back what was there
-        sys.modules.pop(f"cuflash.{name}", None)
-        vars(cuflash).pop(name, None)
+        sys.modules.pop(f"cuflash.gpu.{name}", None)
+        vars(cuflash.gpu).pop(name, None)
 
 
 @contextlib.contextmanager
@@ -270,7 +272,7 @@ def test_lists_of_a_mask_and_of_its_transpose_are_told_apart(launch):
     for backward in (False, True):
         problem = types.SimpleNamespace(backward=backward)
         plan = types.SimpleNamespace(problem=problem, tile=tile, is_longest_first=False)
-        lists = sys.modules["cuflash.memory"].device_lists(mask, plan, 0)
+        lists = sys.modules["cuflash.gpu.memory"].device_lists(mask, plan, 0)
         counts = np.diff(lists.ranges.values).ravel().tolist()
         assert counts == ([4, 3, 2, 1] if backward else [1, 2, 3, 4])
 
@@ -280,7 +282,7 @@ def test_lists_of_another_device(launch, kind):
     mask = cuflash.BlockMask.causal((100, 90), block_size=32)
     plan, _ = run_masked(launch, kind, mask)
     here, there = (
-        sys.modules["cuflash.memory"].device_lists(mask, plan, number) for number in (0, 1)
+        sys.modules["cuflash.gpu.memory"].device_lists(mask, plan, number) for number in (0, 1)
     )
     assert len(mask.device_lists) == Stream.waits == 2
     assert here.ranges is not there.ranges
@@ -450,7 +452,7 @@ def test_lengths_of_the_host_beside_device_arrays(launch):
     q, k, v = (make(2, 8, 100, 64) for _ in range(3))
     host = np.array([60, 7], np.int32)
     for kv_lengths in (host, [60, 7], 7):
-        arrays = sys.modules["cuflash.attention"]._forward_arrays(
+        arrays = sys.modules["cuflash._attention"]._forward_arrays(
             q, k, v, None, False, None, kv_lengths, None
         )
         call, device_id, addresses = find_call(ForwardCall, arrays, OPTIONS, H200)
@@ -525,7 +527,7 @@ def test_orders_of_work_stay_until_there_are_too_many(launch, monkeypatch):
 @kinds
 def test_addresses_that_are_not_those_of_whole_items(launch, kind, monkeypatch):
     """Kernels get copies, and write into copies."""
-    memory = sys.modules["cuflash.memory"]
+    memory = sys.modules["cuflash.gpu.memory"]
     copies = []
     monkeypatch.setattr(memory, "copy_bytes", lambda *pair: copies.append(pair))
     grads = {name: make(2, 4, 90, 64) for name in ("dk", "dv")} | {"dq": make(2, 8, 100, 64)}

@@ -12,7 +12,7 @@ import pytest
 
 import cuflash
 from cuflash import __main__ as report
-from cuflash import host
+from cuflash.numpy_engine import walks as host
 
 
 @pytest.fixture

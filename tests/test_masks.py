@@ -6,7 +6,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from cuflash import reference
-from cuflash.masks import ALIGNMENTS, MAX_SHIFT, Band, integers_of, window_sides
+from cuflash.masks.band import ALIGNMENTS, MAX_SHIFT, Band, integers_of, window_sides
 from cuflash.scores import ScoreMod, softcap
 
 lengths = st.integers(0, 12)

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from cuflash import meters, reference
+from cuflash import reference
+from cuflash.compare import meters
 
 
 def test_contenders_take_turns():

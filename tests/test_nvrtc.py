@@ -15,7 +15,9 @@ from typing import NamedTuple
 import pytest
 from compile_kernels import Compiled, compile_source, messages, newest_library, require_nvrtc
 
-from cuflash.plan import ITEM_BYTES, TILES, Device, Plan, Problem, Tile, make_plan
+from cuflash.operands.dtypes import ITEM_BYTES
+from cuflash.planning.plan import TILES, Plan, Tile, make_plan
+from cuflash.planning.problem import Device, Problem
 
 REGISTERS = 65536  # of a multiprocessor
 ARCHES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_100", "sm_120")

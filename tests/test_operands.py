@@ -7,20 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cuflash.operands import (
-    MAX_AXES,
-    MAX_LENGTH,
-    Spec,
-    check_apart,
-    check_out,
-    check_read,
-    check_shapes,
-    clearance,
-    conformed,
-    make_layout,
-    result_dtype,
-    shares_memory,
-)
+from cuflash.operands.checks import check_out, check_read
+from cuflash.operands.dtypes import result_dtype
+from cuflash.operands.layout import MAX_AXES, MAX_LENGTH, check_shapes, make_layout
+from cuflash.operands.spec import Spec, check_apart, clearance, conformed, shares_memory
 
 as_strided = np.lib.stride_tricks.as_strided
 
@@ -334,7 +324,7 @@ def test_places_that_are_too_hard_to_compare(monkeypatch):
     shape = (30,) * 6
     a, b = (Spec(shape, tuple(8 * rng.integers(1, 9999, 6)), np.dtype("f4")) for _ in range(2))
     assert shares_memory(a, b, 4) is False  # strides are multiples of 8
-    monkeypatch.setattr("cuflash.operands._SEARCH_STEPS", 1)
+    monkeypatch.setattr("cuflash.operands.spec._SEARCH_STEPS", 1)
     shares_memory.cache_clear()
     a = Spec(shape, tuple(rng.integers(1, 9999, 6).tolist()), np.dtype("i1"))
     b = Spec(shape, tuple(rng.integers(1, 9999, 6).tolist()), np.dtype("i1"))

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 import cuflash
 from cuflash import reference
-from cuflash.masks import Band
-from cuflash.plan import CPU, ITEM_BYTES, SHARED_BYTES, TILES, Device, Plan, Problem, make_plan
+from cuflash.masks.band import Band
+from cuflash.operands.dtypes import ITEM_BYTES
+from cuflash.planning.plan import TILES, Plan, make_plan
+from cuflash.planning.problem import CPU, SHARED_BYTES, Device, Problem
 
 H200 = Device(90, "NVIDIA H200", multiprocessors=132)
 GPU_ROWS = [row for row in TILES if row.engine != "numpy" and not row.backward]
@@ -647,7 +649,7 @@ def test_sections_are_alike_and_about_half_the_cache(heads, keys, d):
 
 
 def test_numpy_rows_are_the_hosts():
-    from cuflash import host
+    from cuflash.numpy_engine import walks as host
 
     for row in TILES:
         if row.engine == "numpy":

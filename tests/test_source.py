@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 from compile_kernels import OPTIONS, compile_source, include_folder, require_nvrtc
 
-from cuflash import source as source_module
-from cuflash.masks import Band
-from cuflash.params import fields, pack, params_dtype, pointers
-from cuflash.plan import CPU, TILES, Device, Plan, Problem, make_plan
+from cuflash.masks.band import Band
+from cuflash.planning import source as source_module
+from cuflash.planning.params import fields, pack, params_dtype, pointers
+from cuflash.planning.plan import TILES, Plan, make_plan
+from cuflash.planning.problem import CPU, Device, Problem
+from cuflash.planning.source import without_comments
 from cuflash.scores import softcap
-from cuflash.source import without_comments
 
 H200 = Device(90, "NVIDIA H200", multiprocessors=132)
 KERNELS = files("cuflash") / "kernels"
@@ -33,6 +34,10 @@ def plan(dtype="float16", algo="fa2", engine=None, d=64, **more) -> Plan:
     return make_plan(problem, H200, algo, engine)
 
 
+def kernel_files():
+    return sorted([*KERNELS.rglob("*.cu"), *KERNELS.rglob("*.cuh")])
+
+
 def kernel_lines(name):
     return (KERNELS / name).read_text().splitlines()
 
@@ -41,7 +46,7 @@ def kernel_lines(name):
 def test_each_line_stands_where_its_directive_says(name):
     file, number, seen = None, None, {}
     for line in source_module.expand(name).splitlines():
-        directive = re.fullmatch(r'#line (\d+) "cuflash/kernels/([\w.]+)"', line)
+        directive = re.fullmatch(r'#line (\d+) "cuflash/kernels/([\w./]+)"', line)
         if directive:
             file, number = directive[2], int(directive[1]) - 1
             continue
@@ -61,7 +66,7 @@ def test_each_line_stands_where_its_directive_says(name):
 @kernels
 def test_headers_are_pasted_once(name):
     text = source_module.expand(name)
-    starts = re.findall(r'#line 1 "cuflash/kernels/([\w.]+)"', text)
+    starts = re.findall(r'#line 1 "cuflash/kernels/([\w./]+)"', text)
     assert len(starts) == len(set(starts))
     assert starts[0] == name
     assert '#include "' not in text
@@ -69,8 +74,10 @@ def test_headers_are_pasted_once(name):
 
 
 def test_every_kernel_file_is_used():
-    used = set(re.findall(r'"cuflash/kernels/([\w.]+)"', "".join(map(source_module.expand, NAMES))))
-    assert used == {path.name for path in KERNELS.iterdir() if path.name.endswith((".cu", ".cuh"))}
+    used = set(
+        re.findall(r'"cuflash/kernels/([\w./]+)"', "".join(map(source_module.expand, NAMES)))
+    )
+    assert used == {str(path.relative_to(KERNELS)) for path in kernel_files()}
 
 
 @kernels
@@ -153,7 +160,7 @@ def test_text_depends_on_what_changes_the_code_alone():
 @pytest.mark.parametrize("backward", [False, True])
 def test_prelude_names_are_its_own(backward):
     """A header that declared a name of the prelude would hide it or not compile."""
-    text = "".join(kernel_lines_joined(path) for path in KERNELS.iterdir())
+    text = "".join(path.read_text() + "\n" for path in kernel_files())
     declared = set(
         re.findall(r"^(?:constexpr \w+|struct|using|typedef .*?) (\w+)\b", text, re.MULTILINE)
     )
@@ -166,10 +173,6 @@ def test_prelude_names_are_its_own(backward):
     members = [name for name, *_ in fields(made)]
     assert len(members) == len(set(members))
     assert not names & set(members)
-
-
-def kernel_lines_joined(path):
-    return path.read_text() + "\n" if path.name.endswith((".cu", ".cuh")) else ""
 
 
 def test_constants_are_typed():
@@ -231,7 +234,8 @@ def test_params(backward):
 
 def test_packing():
     import cuflash
-    from cuflash.operands import Spec, make_layout
+    from cuflash.operands.layout import make_layout
+    from cuflash.operands.spec import Spec
 
     spec = Spec.contiguous((2, 3, 100, 64), np.dtype("f2"))
     made = cuflash.plan(
@@ -255,7 +259,8 @@ def test_packing():
 
 @pytest.mark.parametrize("shift", [-(1 << 29), -7, 1 << 29])
 def test_packing_an_offset(shift):
-    from cuflash.operands import Spec, make_layout
+    from cuflash.operands.layout import make_layout
+    from cuflash.operands.spec import Spec
 
     made = plan(band=Band(right=0, alignment=shift))
     specs = (Spec.contiguous((2, 3, n, 64), np.dtype("f2")) for n in (100, 90, 90))
@@ -266,7 +271,8 @@ def test_packing_an_offset(shift):
 
 def test_packing_gradients():
     """The backward's operands by their names; heads that share a key have its gradient's row."""
-    from cuflash.operands import Spec, make_layout
+    from cuflash.operands.layout import make_layout
+    from cuflash.operands.spec import Spec
 
     spec, half = Spec.contiguous((2, 4, 100, 64), np.dtype("f2")), np.dtype("f2")
     keys, rows = Spec.contiguous((2, 1, 90, 64), half), Spec.contiguous((2, 4, 100), np.dtype("f4"))
@@ -321,10 +327,12 @@ def test_errors_point_at_the_score_expression():
 def test_errors_point_at_the_true_line_of_a_header():
     require_nvrtc()
     text = plan(engine="simt").source()
-    lines = kernel_lines("softmax.cuh")
+    lines = kernel_lines("tiles/softmax.cuh")
     number = next(i for i, line in enumerate(lines, 1) if line.startswith("constexpr double LN_2"))
     broken = text.replace(lines[number - 1], "constexpr double LN_2 = missing;")
-    with pytest.raises(RuntimeError, match=rf"cuflash/kernels/softmax\.cuh\({number}\): error"):
+    with pytest.raises(
+        RuntimeError, match=rf"cuflash/kernels/tiles/softmax\.cuh\({number}\): error"
+    ):
         compile_source(broken, "sm_90")
 
 

@@ -5,9 +5,11 @@ import numpy as np
 import pytest
 
 import cuflash
-from cuflash.operands import Spec, make_layout
-from cuflash.plan import Device, Problem, make_plan
-from cuflash.tensor_maps import TensorMap, tensor_maps
+from cuflash.gpu.tensor_maps import TensorMap, tensor_maps
+from cuflash.operands.layout import make_layout
+from cuflash.operands.spec import Spec
+from cuflash.planning.plan import make_plan
+from cuflash.planning.problem import Device, Problem
 
 H200 = Device(90, "NVIDIA H200", multiprocessors=132)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from test_block_mask import dense_masks
 
 from cuflash import BlockMask
-from cuflash.tile_lists import tile_lists
+from cuflash.masks.tile_lists import tile_lists
 
 
 def walked(dense, rows, columns, longest_first):

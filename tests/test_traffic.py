@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cuflash.masks import Band
-from cuflash.plan import CPU, ITEM_BYTES, Device, Plan, Problem, make_plan
+from cuflash.masks.band import Band
+from cuflash.operands.dtypes import ITEM_BYTES
+from cuflash.planning.plan import Plan, make_plan
+from cuflash.planning.problem import CPU, Device, Problem
 
 H200 = Device(90, "NVIDIA H200", multiprocessors=132)
 

@@ -5,9 +5,10 @@ import dataclasses
 import numpy as np
 import pytest
 
-from cuflash.masks import Band
-from cuflash.plan import Device, Problem, make_plan
-from cuflash.work_order import FIXED, ITEM_TILES, MOST_ITEMS, _key_tiles, _length, work_order
+from cuflash.gpu.work_order import FIXED, ITEM_TILES, MOST_ITEMS, _key_tiles, _length, work_order
+from cuflash.masks.band import Band
+from cuflash.planning.plan import make_plan
+from cuflash.planning.problem import Device, Problem
 
 H200 = Device(90, "NVIDIA H200", multiprocessors=132)
 CAUSAL = Problem("float16", (4, 16), 4096, 4096, 128, 128, heads=16, band=Band(right=0))

@@ -50,7 +50,7 @@ MOST = 50  # samples of a tracked figure
 
 def _of_this_checkout(name: str):
     """A file of this checkout's package, whatever version of cuflash is measured."""
-    path = Path(__file__).parents[2] / "cuflash" / f"{name}.py"
+    path = Path(__file__).parents[2] / "cuflash" / "compare" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(f"checkout_{name}", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -22,15 +22,15 @@
 // has but 16 rows. With one head one multiprocessor of 132 works: fa2 is 25 times as fast at 4096
 // tokens.
 #include "numeric.cuh"
-#include "tile.cuh"
-#include "softmax.cuh"
-#include "mma.cuh"
-#include "simt.cuh"
-#include "sequence.cuh"
-#include "key_tiles.cuh"
-#include "score.cuh"
-#include "output.cuh"
-#include "engine.cuh"
+#include "tiles/copies.cuh"
+#include "tiles/softmax.cuh"
+#include "tiles/mma.cuh"
+#include "tiles/simt.cuh"
+#include "seams/sequence.cuh"
+#include "seams/key_tiles.cuh"
+#include "seams/score.cuh"
+#include "seams/output.cuh"
+#include "tiles/engine.cuh"
 
 using Tile = TileOf<STEP_K, HEAD_DIM, HEAD_DIM_V>;
 constexpr int STEPS = BLOCK_K / STEP_K;

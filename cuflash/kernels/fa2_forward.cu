@@ -19,15 +19,15 @@
 // thirds of wgmma). Measured: 302 to 339 at D = 64, 327 to 384 at D = 128. docs/kernels.md says what
 // counted, and what is missing.
 #include "numeric.cuh"
-#include "tile.cuh"
-#include "guarded_softmax.cuh"
-#include "mma.cuh"
-#include "simt.cuh"
-#include "sequence.cuh"
-#include "key_tiles.cuh"
-#include "score.cuh"
-#include "output.cuh"
-#include "engine.cuh"
+#include "tiles/copies.cuh"
+#include "tiles/guarded_softmax.cuh"
+#include "tiles/mma.cuh"
+#include "tiles/simt.cuh"
+#include "seams/sequence.cuh"
+#include "seams/key_tiles.cuh"
+#include "seams/score.cuh"
+#include "seams/output.cuh"
+#include "tiles/engine.cuh"
 
 using Tile = TileOf<STEP_K, HEAD_DIM, HEAD_DIM_V>;
 constexpr int K_TILE = BLOCK_K * Tile::PITCH, V_TILE = BLOCK_K * Tile::VALUE_PITCH;

@@ -29,12 +29,12 @@
 // Measured on an H200, any order: 283 to 329 at D = 64, 270 to 309 at D = 128. docs/kernels.md has
 // what was counted on, and what was tried.
 #pragma once
-#include "dual.cuh"
-#include "engine.cuh"
-#include "key_tiles.cuh"
-#include "query_sums.cuh"
-#include "score.cuh"
-#include "sequence.cuh"
+#include "dual_number.cuh"
+#include "tiles/engine.cuh"
+#include "seams/key_tiles.cuh"
+#include "tiles/query_sums.cuh"
+#include "seams/score.cuh"
+#include "seams/sequence.cuh"
 
 // Rows of queries and keys are both scored and summed: tiles as wide as the wider of the two.
 template <int D>
@@ -162,7 +162,7 @@ __device__ __forceinline__ void restore_nonfinite(Shared* tile, const Element* r
 }
 
 // dV += P dO for the infinities and NaN of dO that each key sees, of one tile of queries: see
-// add_nonfinite_values in score.cuh.
+// add_nonfinite_values in seams/score.cuh.
 __device__ __forceinline__ void add_nonfinite_gradients(
     Accumulator (&dV)[ROWS][ValueTile::VALUE_COLUMNS], const ValueTile& tile, const Params& p,
     const Head& head, const Element* dout, const Accumulator* log2_sums, int q_begin, int k_begin,

@@ -29,14 +29,14 @@
 // Measured, with 132 heads or more: 409 to 493 at D = 64, 425 to 471 at 128. docs/kernels.md says
 // what counted, and what is missing.
 #include "numeric.cuh"
-#include "softmax.cuh"
-#include "key_tiles.cuh"
-#include "score.cuh"
-#include "output.cuh"
-#include "hopper.cuh"
-#include "warpgroup.cuh"
-#include "roles.cuh"
-#include "hopper_fa1_block.cuh"
+#include "tiles/softmax.cuh"
+#include "seams/key_tiles.cuh"
+#include "seams/score.cuh"
+#include "seams/output.cuh"
+#include "hopper/instructions.cuh"
+#include "tiles/warpgroup.cuh"
+#include "hopper/roles.cuh"
+#include "hopper/fa1_block.cuh"
 
 // O += weight * value for the infinities and NaN among the values that a row sees of a pair's
 // steps, of which the products saw zeros; O is a slab of the state. Rare, hence slow and small.

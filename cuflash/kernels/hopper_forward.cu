@@ -15,7 +15,7 @@
 //                   queries sees, as a causal mask has them, a consumer passes by
 //
 // With PING_PONG consumers take turns at issuing products: while the tensor cores work for one, the
-// others compute exponentials. The softmax goes without maxima (guarded_softmax.cuh).
+// others compute exponentials. The softmax goes without maxima (tiles/guarded_softmax.cuh).
 //
 // Every buffer has a barrier "full", which its copy completes, and one "empty", at which all warps
 // that read it arrive. A value tile that is cut completes "landed" first, and "full" when cleared.
@@ -27,13 +27,13 @@
 // Measured in TFLOP/s: 540 to 616 at D = 64, 711 to 804 at 128, 712 to 830 at 256. docs/hopper.md
 // says what counted, what did not, and what limits.
 #include "numeric.cuh"
-#include "guarded_softmax.cuh"
-#include "key_tiles.cuh"
-#include "score.cuh"
-#include "output.cuh"
-#include "hopper.cuh"
-#include "warpgroup.cuh"
-#include "hopper_block.cuh"
+#include "tiles/guarded_softmax.cuh"
+#include "seams/key_tiles.cuh"
+#include "seams/score.cuh"
+#include "seams/output.cuh"
+#include "hopper/instructions.cuh"
+#include "tiles/warpgroup.cuh"
+#include "hopper/block.cuh"
 
 // O += weight * value for the infinities and NaN among the values that a row sees, of which the
 // products saw some as zeros; O is a warp's rows of the result. Rare, hence slow and small.

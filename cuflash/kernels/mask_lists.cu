@@ -2,7 +2,7 @@
 //
 // Grid: one warp per row of tiles. Each has room for all tiles of its row, so that no row needs to
 // know of another; tiles stay in the order of their columns.
-#include "tile_lists.cuh"
+#include "seams/tile_lists.cuh"
 
 extern "C" __global__ void __launch_bounds__(32) mask_lists(const __grid_constant__ Params p) {
     const int lane = threadIdx.x, row = blockIdx.x % p.mask_rows;

@@ -6,7 +6,7 @@
 // the mask's transpose, the strides of its rows and columns are exchanged.
 //
 // Reads every element of the array once, where that is broadcast every element of what is there.
-#include "tile_lists.cuh"
+#include "seams/tile_lists.cuh"
 
 // Where the elements of a list begin.
 __device__ __forceinline__ i64 locate_list(const Params& p, int list) {

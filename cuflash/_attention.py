@@ -1,0 +1,457 @@
+"""`attention` and its gradients: what users call."""
+
+from __future__ import annotations
+
+from .calls.arrays import as_array, as_mask, of_batch, split_offset
+from .calls.call import BackwardCall, ForwardCall, find_call, run_call
+from .keywords import explains_keywords
+from .planning.plan import Plan
+from .planning.problem import Device
+
+
+@explains_keywords
+def attention(
+    q, k, v, *, algo=None, engine=None, causal=False, window=None, mask=None, softcap=None,
+    q_lengths=None, kv_lengths=None, q_offset=None, scale=None, enable_gqa=False,
+    return_lse=False, out=None, workspace=None,
+):  # fmt: skip
+    """Exact attention, `softmax(scale * q @ k.T) @ v`, without the matrix of scores in memory.
+
+    Parameters
+    ----------
+    q : array, shape (..., H, N, D)
+        Queries: float16, bfloat16, float32 or float64. NumPy arrays run on the CPU, CuPy arrays
+        on their device and on its current stream; what else speaks DLPack is taken without a
+        copy. Any strides; only a last axis that is not contiguous is copied.
+    k : array, shape (..., H, M, D)
+        Keys.
+    v : array, shape (..., H, M, Dv)
+        Values. The leading axes of q, k and v broadcast as in `numpy.matmul`, without copies.
+    algo : {"fa1", "fa2", "fa3"}, optional
+        FlashAttention-1 (key tiles outside, one thread block per head), FlashAttention-2 (one
+        thread block per head and query tile) or, on Hopper, FlashAttention-3 (thread blocks that
+        work on one query tile after the other). By default FlashAttention-3 where it serves and
+        there is a query tile for every multiprocessor, else FlashAttention-2.
+    engine : {"numpy", "simt", "mma", "wgmma"}, optional
+        Tiled NumPy, plain FMA kernels, tensor-core kernels, or those of Hopper (half types, head
+        dims that are multiples of 8 up to 256, rows on multiples of 16 bytes). By default the
+        fastest that serves.
+    causal : bool or {"bottom_right", "top_left"}
+        Query i sees key j iff `j <= i + shift`. True is the same as "bottom_right", where shift
+        is the valid key length minus the valid query length, or `q_offset`; with "top_left" it
+        is 0.
+    window : int or (int or None, int or None), optional
+        Query i sees keys from `i + shift - left` to `i + shift + right`, inclusive, with the same
+        shift as of `causal`. None leaves a side open; one number stands for both sides.
+    mask : BlockMask or array of bool, broadcastable to (..., H, N, M), optional
+        True where a query may attend to a key. Tiles that show nothing are skipped: a
+        :class:`BlockMask` knows them beforehand, those of an array are found in each call. What
+        `causal`, `window` or lengths hide stays hidden.
+    softcap : float, optional
+        Scores s become `softcap * tanh(s / softcap)`. From 2^-100 to 2^100; for float64 operands
+        from 2^-1000 to 2^1000.
+    q_lengths, kv_lengths : int or array of int, optional
+        Valid queries and keys of each batch entry: shape of the leading axes but the heads, or
+        broadcastable to it. Rows beyond are 0, keys beyond are hidden. Clamped to [0, N], [0, M].
+        Beside CuPy arrays, numbers and NumPy arrays are copied to the device in each call.
+    q_offset : int or array of int, optional
+        The shift itself, for `causal` and for `window`: the position of query 0 among the keys,
+        which may be negative or beyond them; 0 aligns at the top left. A number for all batch
+        entries, or an array shaped as lengths are. Numbers go up to 2^29 either way, arrays are
+        clamped to that. A number needs no array on the device, and another one no other kernel.
+    scale : float, optional
+        By default `1 / sqrt(D)`. 0, or from 2^-126 to 2^127; for float64 operands from 2^-1022 to
+        2^1023.
+    enable_gqa : bool
+        Let q have a multiple of the heads of k and v: query head h uses key head
+        `h // (Hq // Hk)`.
+    return_lse : bool
+        Also return the natural logarithm of each row's sum of exponentials.
+    out : array or (array, array), optional
+        Where to write the result; with `return_lse` a pair. Exactly the result's shape and type,
+        sharing no element with an input: views that interleave are fine.
+    workspace : array, optional
+        Device memory for the kernel's use, at least `plan(...).workspace_bytes`; taken from
+        CuPy's pool by default. Not with NumPy arrays.
+
+    Returns
+    -------
+    out : array, shape (..., H, N, Dv)
+        Of the operands' promoted type. A row that sees no key is 0.
+    lse : array, shape (..., H, N)
+        Only with `return_lse`: float32, or float64 for float64. -inf for a row that sees no key.
+
+    Raises
+    ------
+    ValueError
+        If shapes, lengths, devices, `out` or an option's value do not fit.
+    TypeError
+        For types that are not supported.
+    NotImplementedError
+        If no kernel serves; the message gives each one's reason.
+
+    Notes
+    -----
+    Halves and float32 accumulate in float32, float64 in float64. The result is deterministic.
+    Values in hidden keys, NaN and infinity included, do not reach it. A score of -infinity has
+    weight 0, and a row of nothing else is 0, whatever values it sees. `docs/numerics.md` has the
+    order of operations and what becomes of numbers that are too large or too small.
+
+    A call can be captured in a CUDA graph once one of its kind has run, with `out` and, where the
+    plan shows one, `workspace` given. The graph then reads the operands and, of a
+    :class:`BlockMask`, lists that live as long as the mask: keep both.
+
+    References
+    ----------
+    .. [1] T. Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with
+       IO-Awareness", 2022, arXiv:2205.14135.
+    .. [2] T. Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work
+       Partitioning", 2023, arXiv:2307.08691.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 2, 8, 100, 64), dtype=np.float32)
+    >>> out, lse = cuflash.attention(q, k, v, causal=True, return_lse=True)
+    >>> out.shape, lse.shape
+    ((2, 8, 100, 64), (2, 8, 100))
+
+    The first query of a causal mask sees the first key alone:
+
+    >>> np.allclose(out[:, :, 0], v[:, :, 0])
+    True
+
+    A step of decoding: one query, a cache of which 40 and 70 keys are valid:
+
+    >>> cuflash.attention(q[:, :, :1], k, v, kv_lengths=np.array([40, 70])).shape
+    (2, 8, 1, 64)
+
+    Queries chunk by chunk, as a long prompt is worked on:
+
+    >>> whole = cuflash.attention(q, k, v, causal=True)
+    >>> chunk = cuflash.attention(q[:, :, 40:60], k, v, causal=True, q_offset=40)
+    >>> np.allclose(chunk, whole[:, :, 40:60], atol=1e-6)
+    True
+
+    Three documents in one sequence, each of which attends to itself:
+
+    >>> documents = cuflash.BlockMask.documents(np.repeat([0, 1, 2], [48, 20, 32]), block_size=16)
+    >>> out = cuflash.attention(q, k, v, mask=documents)
+    >>> own = cuflash.attention(q[:, :, :48], k[:, :, :48], v[:, :, :48])
+    >>> np.allclose(out[:, :, :48], own, atol=1e-6)
+    True
+    """
+    offset, offsets = split_offset(q_offset)
+    arrays = _forward_arrays(q, k, v, out, return_lse, q_lengths, kv_lengths, offsets)
+    options = (algo, engine, causal, window, offset, softcap, scale, enable_gqa, True)
+    count = 1 + bool(return_lse)
+    results = run_call(ForwardCall, arrays, options, count, as_mask(mask), workspace)
+    if not return_lse:
+        return results[0] if out is None else out
+    return tuple(x if mine is None else mine for x, mine in zip(results, out or (None, None)))
+
+
+@explains_keywords
+def attention_backward(
+    dout, q, k, v, out, lse, *, algo=None, engine=None, causal=False, window=None, mask=None,
+    softcap=None, q_lengths=None, kv_lengths=None, q_offset=None, scale=None, enable_gqa=False,
+    dlse=None, deterministic=True, grads_out=None, workspace=None,
+):  # fmt: skip
+    r"""Gradients of :func:`attention` with respect to q, k and v, given that of its result.
+
+    Give the same options as to the forward call. :func:`attention_vjp` does both calls.
+
+    Parameters
+    ----------
+    dout : array, shape (..., H, N, Dv)
+        Gradient of a loss with respect to `out`, in the shape of `out`: of its type or of a
+        float type that converts to it without loss.
+    q, k, v : array, shapes (..., H, N, D), (..., H, M, D) and (..., H, M, Dv)
+        As given to :func:`attention`.
+    out : array, shape (..., H, N, Dv)
+        What :func:`attention` returned.
+    lse : array, shape (..., H, N)
+        What :func:`attention` returned with `return_lse`: float32, or float64 for float64.
+    algo : {"fa1", "fa2"}, optional
+        FlashAttention-1 (one thread block per head) or FlashAttention-2 (one per head and key
+        tile). By default the fastest. It need not be that of the forward call.
+    engine : {"numpy", "simt", "mma"}, optional
+        As in :func:`attention`; there are no gradients on wgmma.
+    causal, window, mask, softcap, q_lengths, kv_lengths, q_offset, scale, enable_gqa
+        As given to :func:`attention`.
+    dlse : array, shape (..., H, N), optional
+        Gradient with respect to `lse`, of a float type that converts to that of `lse` without
+        loss. By default the loss does not depend on `lse`.
+    deterministic : bool
+        The same bits each time. False allows sums over blocks in any order where that is faster.
+    grads_out : (array, array, array), optional
+        Where to write dq, dk and dv; None for one that is to be new. Exactly the gradients'
+        shapes and types, sharing no element with an input or each other: they may be views of one
+        buffer.
+    workspace : array, optional
+        Device memory for the kernels' use, at least `plan(..., backward=True).workspace_bytes`;
+        taken from CuPy's pool by default. Not with NumPy arrays.
+
+    Returns
+    -------
+    dq, dk, dv : array
+        Each of the shape and type of its operand. Where an operand is broadcast, or heads are
+        grouped, its gradient is the sum over all that it served. Queries that see no key have
+        gradient 0, and so have keys and values that no query sees.
+
+    Raises
+    ------
+    ValueError
+        If shapes, lengths, devices, `grads_out` or an option's value do not fit.
+    TypeError
+        For types that are not supported or do not fit.
+    NotImplementedError
+        If no kernel serves; the message gives each one's reason.
+
+    Notes
+    -----
+    The matrix of scores is not kept by the forward pass: each tile of it is computed again. With
+    `x = scale q.k`, scores `s = softcap(x)` and `*` elementwise,
+
+    .. math::
+
+        P &= \exp(s - lse), & \delta &= \operatorname{rowsum}(dout * out) - dlse, \\
+        dV &= P^T dout, & dP &= dout\, V^T, \\
+        dX &= P * (dP - \delta) * softcap'(x), & & \\
+        dQ &= scale\, dX\, K, & dK &= scale\, dX^T Q.
+
+    P is 0 where a key is hidden, and in rows whose lse is -inf. What hidden keys and values hold,
+    and rows of q, dout and out that see nothing, NaN and infinity included, do not reach a
+    gradient. `out` and `lse` are used as given. Halves and float32 accumulate in float32, float64
+    in float64.
+
+    References
+    ----------
+    .. [1] T. Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with
+       IO-Awareness", 2022, arXiv:2205.14135. Algorithm 4.
+    .. [2] T. Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work
+       Partitioning", 2023, arXiv:2307.08691. Algorithm 2.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v, dout = rng.standard_normal((4, 2, 8, 100, 64))
+    >>> out, lse = cuflash.attention(q, k, v, causal=True, return_lse=True)
+    >>> dq, dk, dv = cuflash.attention_backward(dout, q, k, v, out, lse, causal=True)
+    >>> dq.shape, dk.shape, dv.shape
+    ((2, 8, 100, 64), (2, 8, 100, 64), (2, 8, 100, 64))
+
+    A small step along v changes the loss `sum(dout * out)` by as much as its gradient says:
+
+    >>> step = 1e-3 * rng.standard_normal(v.shape)
+    >>> change = np.sum(dout * (cuflash.attention(q, k, v + step, causal=True) - out))
+    >>> np.allclose(change, np.sum(dv * step))
+    True
+
+    Grouped heads: the gradient of a key head sums over the query heads that share it:
+
+    >>> k, v = k[:, :2], v[:, :2]
+    >>> out, lse = cuflash.attention(q, k, v, enable_gqa=True, return_lse=True)
+    >>> dq, dk, dv = cuflash.attention_backward(dout, q, k, v, out, lse, enable_gqa=True)
+    >>> dq.shape, dk.shape
+    ((2, 8, 100, 64), (2, 2, 100, 64))
+    """
+    inputs = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
+    for name in ("dout", "out", "lse"):
+        inputs[name] = as_array(name, inputs[name])
+    offset, offsets = split_offset(q_offset)
+    arrays = _backward_arrays(inputs, grads_out, q_lengths, kv_lengths, offsets)
+    options = (algo, engine, causal, window, offset, softcap, scale, enable_gqa, deterministic)
+    results = run_call(BackwardCall, arrays, options, 3, as_mask(mask), workspace)
+    return tuple(x if mine is None else mine for x, mine in zip(results, grads_out or (None,) * 3))
+
+
+@explains_keywords
+def attention_vjp(
+    q, k, v, *, algo=None, engine=None, causal=False, window=None, mask=None, softcap=None,
+    q_lengths=None, kv_lengths=None, q_offset=None, scale=None, enable_gqa=False,
+    deterministic=True, return_lse=False,
+):  # fmt: skip
+    """:func:`attention`, and the function from its result's gradient to those of q, k and v.
+
+    Parameters
+    ----------
+    q, k, v : array
+        As in :func:`attention`.
+    algo, engine : str, optional
+        As in :func:`attention`. Gradients of fa3 and wgmma, which have none of their own, are
+        those of the default kernel.
+    causal, window, mask, softcap, q_lengths, kv_lengths, q_offset, scale, enable_gqa
+        As in :func:`attention`.
+    deterministic : bool
+        As in :func:`attention_backward`.
+    return_lse : bool
+        Also return the natural logarithm of each row's sum of exponentials.
+
+    Returns
+    -------
+    out : array, shape (..., H, N, Dv)
+        As of :func:`attention`; with `return_lse` the pair (out, lse).
+    vjp : function
+        `vjp(dout, dlse=None)` returns (dq, dk, dv), as :func:`attention_backward` does. It holds
+        the operands, mask, out and lse themselves: do not change them before it is called. It may
+        be called any number of times.
+
+    Raises
+    ------
+    ValueError, TypeError, NotImplementedError
+        As :func:`attention`; `vjp` as :func:`attention_backward`.
+
+    Notes
+    -----
+    The name is short for vector-Jacobian product. See :func:`attention_backward` for the maths.
+
+    References
+    ----------
+    .. [1] T. Dao et al., "FlashAttention: Fast and Memory-Efficient Exact Attention with
+       IO-Awareness", 2022, arXiv:2205.14135.
+    .. [2] T. Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work
+       Partitioning", 2023, arXiv:2307.08691.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> rng = np.random.default_rng(0)
+    >>> q, k, v = rng.standard_normal((3, 2, 8, 100, 64), dtype=np.float32)
+    >>> out, vjp = cuflash.attention_vjp(q, k, v, causal=True)
+    >>> dq, dk, dv = vjp(np.ones_like(out))
+
+    The weights of each query sum to 1, and so the gradient of the sum of all outputs with
+    respect to the values sums to their number:
+
+    >>> np.allclose(dv.sum(), out.size)
+    True
+    """
+    options = {
+        "causal": causal, "window": window, "mask": mask, "softcap": softcap,
+        "q_lengths": q_lengths, "kv_lengths": kv_lengths, "q_offset": q_offset, "scale": scale,
+        "enable_gqa": enable_gqa,
+    }  # fmt: skip
+    kernel = {"algo": algo, "engine": engine}
+    out, lse = attention(q, k, v, return_lse=True, **kernel, **options)
+    if algo == "fa3" or engine == "wgmma":
+        kernel = {}
+
+    def vjp(dout, dlse=None):
+        return attention_backward(
+            dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic, **kernel, **options
+        )
+
+    return ((out, lse) if return_lse else out), vjp
+
+
+@explains_keywords
+def plan(
+    q, k, v, *, algo=None, engine=None, causal=False, window=None, mask=None, softcap=None,
+    q_lengths=None, kv_lengths=None, q_offset=None, scale=None, enable_gqa=False, out=None,
+    device=None, backward=False, deterministic=True,
+) -> Plan:  # fmt: skip
+    """What :func:`attention` or :func:`attention_backward` would run for these arguments.
+
+    Parameters
+    ----------
+    q, k, v, algo, engine, causal, window, mask, softcap
+        As in :func:`attention`.
+    q_lengths, kv_lengths, q_offset, scale, enable_gqa
+        As in :func:`attention`.
+    out : array or tuple of array, optional
+        As in :func:`attention`; with `backward`, as `grads_out` of :func:`attention_backward`.
+    device : Device, optional
+        Plan for this GPU instead of the arrays' own place. No GPU is needed for that.
+    backward : bool
+        Plan the gradients, with dout, out and lse contiguous and aligned to 16 bytes.
+    deterministic : bool
+        As in :func:`attention_backward`.
+
+    Returns
+    -------
+    Plan
+        Printable: kernel, tiles, shared memory, grid, workspace, FLOPs, bytes moved, and why other
+        rows of the table were rejected. `.source()` is the CUDA C that would be compiled.
+
+    Examples
+    --------
+    >>> import numpy as np, cuflash
+    >>> q = np.zeros((1, 8, 512, 64), np.float16)
+    >>> h200 = cuflash.Device(90, "NVIDIA H200", multiprocessors=132)
+    >>> p = cuflash.plan(q, q, q, causal=True, device=h200)
+    >>> p.kernel, p.engine, p.grid == 8 * -(-512 // p.block_q)
+    ('fa2_forward', 'mma', True)
+
+    On Hopper, where more heads fill its multiprocessors, FlashAttention-3:
+
+    >>> q = np.zeros((8, 16, 512, 64), np.float16)
+    >>> p = cuflash.plan(q, q, q, causal=True, device=h200)
+    >>> p.algo, p.engine, p.grid
+    ('fa3', 'wgmma', 132)
+    >>> p = cuflash.plan(q, q, q, causal=True, device=h200, backward=True)
+    >>> p.kernel, p.grid == 8 * 16 * -(-512 // p.block_k)
+    ('fa2_backward', True)
+    """
+    if not (device is None or isinstance(device, Device)):
+        raise TypeError(f"device={device!r}: give a cuflash.Device, or None for the arrays' own")
+    offset, offsets = split_offset(q_offset)
+    options = (algo, engine, causal, window, offset, softcap, scale, enable_gqa, deterministic)
+    integers, mask = (q_lengths, kv_lengths, offsets), as_mask(mask)
+    if backward:
+        inputs = dict.fromkeys(("dout", "q", "k", "v", "out", "lse", "dlse"))
+        inputs.update(q=q, k=k, v=v)
+        arrays = _backward_arrays(inputs, out, *integers)
+        return find_call(BackwardCall, arrays, options, device, mask)[0].plan
+    arrays = _forward_arrays(q, k, v, out, isinstance(out, tuple), *integers)
+    return find_call(ForwardCall, arrays, options, device, mask)[0].plan
+
+
+def _forward_arrays(q, k, v, out, return_lse, q_lengths, kv_lengths, offsets) -> tuple:
+    """The arrays of a call in the order of ForwardCall.operands, None for those not given."""
+    q = as_array("q", q)
+    out, lse = _split_out(out, return_lse)
+    return (
+        q,
+        as_array("k", k),
+        as_array("v", v),
+        None if out is None else as_array("out", out),
+        None if lse is None else as_array("lse", lse),
+        *of_batch(q_lengths, kv_lengths, offsets, q),
+    )
+
+
+def _backward_arrays(inputs, grads_out, q_lengths, kv_lengths, offsets) -> tuple:
+    """The arrays of a call in the order of BackwardCall.operands, None for those not given.
+
+    `inputs` maps the names of what is read to the arrays.
+    """
+    if not (grads_out is None or (isinstance(grads_out, tuple) and len(grads_out) == 3)):
+        raise TypeError(f"grads_out is {_kind(grads_out)}: give a triple (dq, dk, dv)")
+    gradients = dict(zip(("dq", "dk", "dv"), grads_out or (None,) * 3))
+    arrays = {
+        name: x if x is None and name not in "qkv" else as_array(name, x)
+        for name, x in (inputs | gradients).items()
+    }
+    return (*arrays.values(), *of_batch(q_lengths, kv_lengths, offsets, arrays["q"]))
+
+
+def _split_out(out, return_lse):
+    """`out=` as a pair of arrays or Nones."""
+    if out is None:
+        return None, None
+    if return_lse:
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise TypeError(f"out is {_kind(out)}: with return_lse=True give a pair (out, lse)")
+        return out
+    if isinstance(out, tuple):
+        raise TypeError(
+            f"out is {_kind(out)}: a pair goes with return_lse=True, else give an array"
+        )
+    return out, None
+
+
+def _kind(x) -> str:
+    return f"a tuple of {len(x)}" if isinstance(x, tuple) else f"a {type(x).__name__}"

@@ -1,0 +1,1 @@
+"""From a caller's arguments to a call that has been checked and planned."""

@@ -1,0 +1,143 @@
+"""What callers pass as arrays, made into NumPy or CuPy arrays that an engine reads."""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+import numpy as np
+
+from ..masks.band import as_int64, integers_of
+from ..masks.block_mask import BlockMask
+from ..operands.spec import Spec
+
+_DLPACK_CPU = 1  # kDLCPU
+_array_types = {np.ndarray}  # and CuPy's, once one was seen
+
+
+@functools.cache
+def memory_module():
+    """`cuflash.memory`, which imports CuPy: a CPU does without."""
+    from ..gpu import memory
+
+    return memory
+
+
+def _is_cupy(x) -> bool:
+    cupy = sys.modules.get("cupy")  # an array of it exists only if it is imported
+    return cupy is not None and isinstance(x, cupy.ndarray)
+
+
+def as_array(name: str, x):
+    """`x` itself if NumPy or CuPy made it; else what DLPack or the CUDA interface shows of it."""
+    if type(x) in _array_types:
+        return x
+    if isinstance(x, np.ma.MaskedArray):
+        instead = f"give {name}.data or {name}.filled(...)"
+        if name in ("q", "k", "v"):
+            instead = f"give {name}.data, and hide keys with mask= or kv_lengths="
+        elif name == "mask":
+            instead = "give mask.filled(False)"
+        raise TypeError(f"{name} is a MaskedArray, whose own mask would be ignored: {instead}")
+    if isinstance(x, np.ndarray) or _is_cupy(x):
+        _array_types.add(type(x))
+        return x
+    if hasattr(x, "__dlpack_device__") and int(x.__dlpack_device__()[0]) == _DLPACK_CPU:
+        try:
+            return np.from_dlpack(x)
+        except (BufferError, RuntimeError, TypeError) as error:
+            given = f"{name} is a {type(x).__name__} that NumPy cannot take by DLPack"
+            raise TypeError(f"{given} ({error}): give a NumPy array") from error
+    if hasattr(x, "__dlpack_device__") or hasattr(x, "__cuda_array_interface__"):
+        return memory_module().as_array(x)
+    raise TypeError(
+        f"{name} is a {type(x).__name__}: give a NumPy or CuPy array, or one that speaks DLPack"
+    )
+
+
+def check_places(arrays: dict[str, object]) -> None:
+    """Raise a ValueError that says which array is where, unless all are in one place."""
+    # The device of a CuPy array has a number, that of a NumPy array is the word "cpu".
+    places = {name: getattr(x.device, "id", None) for name, x in arrays.items()}
+    if len(set(places.values())) > 1:
+        words = {n: "on the CPU" if p is None else f"on GPU {p}" for n, p in places.items()}
+        listing = ", ".join(f"{name} {place}" for name, place in words.items())
+        raise ValueError(f"arrays are in different places: {listing}; move them to one device")
+
+
+def _as_integers(name: str, integers):
+    """Lengths or offsets as an array of int32 or int64; None stays None."""
+    if integers is None:
+        return None
+    if isinstance(integers, (int, np.integer, list, tuple)):
+        integers = integers_of(integers)
+    integers = as_array(name, integers)
+    if integers.dtype.kind not in "iu":
+        what = "offsets" if name == "q_offset" else "lengths"
+        raise TypeError(f"{name} has dtype {integers.dtype}: {what} are integers")
+    whole = all(s % integers.itemsize == 0 for s in integers.strides)
+    if whole and integers.dtype.name in ("int32", "int64"):
+        return integers
+    return _int64_copy(integers)
+
+
+def _int64_copy(integers):
+    if isinstance(integers, np.ndarray):
+        return as_int64(integers)
+    return memory_module().as_int64(integers)
+
+
+def as_mask(mask):
+    """`mask` itself if it is a BlockMask or None, else as an array of bool."""
+    if mask is None or isinstance(mask, BlockMask):
+        return mask
+    mask = as_array("mask", mask)
+    if mask.dtype != np.bool_:
+        raise TypeError(
+            f"mask has dtype {mask.dtype}: give an array of bool, True where a query may attend "
+            "to a key, or a BlockMask"
+        )
+    return mask
+
+
+def split_offset(q_offset):
+    """`q_offset` as the integer of all batch entries and as what :func:`of_batch` takes.
+
+    Of the two the other one is None: an integer travels without an array.
+    """
+    if q_offset is None:
+        return None, None
+    if isinstance(q_offset, (int, np.integer)) and not isinstance(q_offset, bool):
+        return int(q_offset), None
+    return None, q_offset
+
+
+def of_batch(q_lengths, kv_lengths, offsets, like) -> tuple:
+    """Lengths and offsets in the one type that a kernel reads them as; None for those not given.
+
+    Those of the host come where `like` is, those on a device stay there.
+    """
+    if q_lengths is None and kv_lengths is None and offsets is None:
+        return None, None, None
+    given = {"q_lengths": q_lengths, "kv_lengths": kv_lengths, "q_offset": offsets}
+    made = [_as_integers(name, x) for name, x in given.items()]
+    if len({x.dtype for x in made if x is not None}) > 1:
+        made = [x if x is None or x.dtype == np.int64 else _int64_copy(x) for x in made]
+    return tuple(_beside(like, x) for x in made)
+
+
+def _beside(like, integers):
+    """A copy of a NumPy array on the device of `like`, if that is a CuPy array."""
+    if not isinstance(integers, np.ndarray) or not _is_cupy(like):
+        return integers
+    with like.device:
+        return memory_module().as_array(integers)
+
+
+def conform(x: np.ndarray, wanted: Spec) -> np.ndarray:
+    """`x` as an engine reads it: itself, or a copy that :func:`operands.conformed` asks for."""
+    if x.dtype == wanted.dtype and x.strides == wanted.strides:
+        return x
+    copy = np.empty(wanted.shape, wanted.dtype)
+    copy[...] = x
+    return copy

@@ -1,0 +1,1 @@
+"""Measurements beside other libraries, and their charts."""

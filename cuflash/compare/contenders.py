@@ -1,0 +1,426 @@
+"""`python -m cuflash compare`: cuflash against what else there is, as CSV, pictures and a report.
+
+On a GPU: fa1, fa2 and fa3 on each engine that has them, the unfused computation in CuPy, and
+torch's kernels where torch is installed. On the CPU: the unfused computation in NumPy, fa1 and fa2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import csv
+import datetime
+import functools
+import gc
+import itertools
+import shlex
+import statistics
+import warnings
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from .. import attention, attention_backward, plan
+from ..extras import how_to_install
+from ..planning.plan import ALGOS, ENGINES, TILES
+from . import meters
+
+TORCH = {
+    "torch FA2": "FLASH_ATTENTION",
+    "torch cuDNN": "CUDNN_ATTENTION",
+    "torch efficient": "EFFICIENT_ATTENTION",
+    "torch math": "MATH",
+}
+# What results of two contenders may differ by, as a share of the largest value.
+TOLERANCE = {"float16": 1e-2, "bfloat16": 5e-2, "float32": 1e-3, "float64": 1e-9}
+SCORES_LIMIT = {"CPU": 2 << 30, "GPU": 24 << 30}  # bytes of one matrix of scores of all heads
+
+
+class Work(NamedTuple):
+    """Self-attention of (batch, heads, length, width), or its gradients."""
+
+    batch: int
+    heads: int
+    length: int
+    width: int
+    dtype: str
+    causal: bool = False
+    backward: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(B, H, N, D)."""
+        return self[:4]
+
+    @property
+    def flops(self) -> int:
+        """Of the products over visible pairs; backward has five products to two forward."""
+        pairs = self.length * (self.length + 1) // 2 if self.causal else self.length**2
+        return (10 if self.backward else 4) * self.width * pairs * self.batch * self.heads
+
+    def __str__(self):
+        text = f"{self.dtype} ({', '.join(map(str, self.shape))})"
+        return text + " causal" * self.causal + " backward" * self.backward
+
+
+class Experiment(NamedTuple):
+    """Works to compare on, over the length or over the number of heads of the whole batch."""
+
+    title: str
+    works: tuple[Work, ...]
+    contenders: tuple[str, ...] = ()  # beginnings of names; all if empty
+    over: str = "length"
+    timed: bool = True
+
+    @property
+    def over_length(self) -> bool:
+        """Whether the length grows while the heads stay, so that memory has a curve."""
+        kinds = {(work.batch, work.heads) for work in self.works}
+        return len(kinds) == 1 < len({work.length for work in self.works})
+
+
+MASKS = (False, True)
+
+
+def _field(widths, lengths, backward=False) -> tuple[Work, ...]:
+    """The field's grid: 16k tokens of 2048 features."""
+    return tuple(
+        Work(16384 // n, 2048 // d, n, d, "bfloat16", causal, backward)
+        for d, causal, n in itertools.product(widths, MASKS, lengths)
+    )
+
+
+def gpu_experiments(quick: bool) -> dict[str, Experiment]:
+    """What is compared on a GPU."""
+    lengths = (4096,) if quick else (1024, 4096, 16384)
+    mma = *(f"{algo} mma" for algo in ALGOS[::-1]), "torch FA2", "torch cuDNN"
+    flash = *(f"{algo} wgmma" for algo in ALGOS[::-1]), *mma
+    early = tuple(
+        Work(8, 8, n, d, "float32")
+        for d in (8, 16, 32, 64)
+        for n in ((1024,) if quick else (512, 1024, 2048, 4096))
+    )
+    halves = tuple(
+        Work(4, 48, n, 32, "float16", False, backward)
+        for backward in MASKS
+        for n in ((4096,) if quick else (1024, 2048, 4096))
+    )
+    heads = (1, 8, 132) if quick else (1, 2, 4, 8, 16, 33, 66, 132, 264)
+    long = (1024, 4096, 16384) if quick else (1024, 2048, 4096, 8192, 16384, 32768, 65536)
+    return {
+        "field": Experiment("16k tokens of 2048 features", _field((64, 128, 256), lengths), flash),
+        "backward": Experiment(
+            "gradients, 16k tokens of 2048 features", _field((64, 128), lengths, True), mma
+        ),
+        "early": Experiment("8 x 8 heads in single precision", early),
+        "halves": Experiment("4 x 48 heads of width 32", halves),
+        "heads": Experiment(
+            "fa1 against fa2 over the number of heads",
+            tuple(Work(1, h, 4096, 64, "bfloat16") for h in heads),
+            ("fa2 mma", "fa1 mma"),
+            over="heads",
+        ),
+        "memory": Experiment(
+            "memory beyond operands and result",
+            tuple(Work(1, 8, n, 64, "float16") for n in long),
+            ("unfused", "fa1 mma", "fa2 mma", "fa3", "torch FA2"),
+            timed=False,
+        ),
+    }
+
+
+def cpu_experiments(quick: bool) -> dict[str, Experiment]:
+    """What is compared on the CPU."""
+    lengths = (256, 512, 1024) if quick else (256, 512, 1024, 2048)
+    works = {
+        backward: tuple(
+            Work(1, 8, n, 64, "float32", causal, backward)
+            for causal in MASKS
+            for n in lengths[: len(lengths) - backward]
+        )
+        for backward in MASKS
+    }
+    return {
+        "forward": Experiment("8 heads of width 64", works[False]),
+        "backward": Experiment("gradients, 8 heads of width 64", works[True]),
+    }
+
+
+class Field:
+    """Where the comparison runs: arrays, a meter, and who takes part."""
+
+    def __init__(self, cupy=None, torch=None):
+        self.cupy, self.torch = cupy, torch
+        self.place = "CPU" if cupy is None else "GPU"
+        self.module = np if cupy is None else cupy
+        self.meter = meters.HostMeter() if cupy is None else meters.GpuMeter(cupy, torch)
+
+    @property
+    def names(self) -> list[str]:
+        """All contenders; those whose name begins alike are of one kind."""
+        engines = [name for name in ENGINES if (name == "numpy") == (self.cupy is None)]
+        kinds = {(row.algo, row.engine) for row in TILES}
+        own = [
+            f"{algo} {engine}"
+            for algo in ALGOS[::-1]
+            for engine in engines[::-1]
+            if (algo, engine) in kinds
+        ]
+        return [*own, "unfused", *(TORCH if self.torch is not None else ())]
+
+    def operands(self, work: Work) -> list:
+        """q, k, v and, for gradients, dout."""
+        draw = functools.partial(meters.draw, self.module, work.shape, work.dtype)
+        return [draw(seed) for seed in range(4 if work.backward else 3)]
+
+    def prepare(self, name: str, work: Work, operands):
+        """A function without arguments that does the work; raises where it cannot be done."""
+        if name in TORCH:
+            return self._torch_call(TORCH[name], work, operands)
+        if name == "unfused":
+            return self._unfused_call(work, operands)
+        algo, engine = name.split()
+        options = {"algo": algo, "engine": engine, "causal": work.causal}
+        q, k, v, *dout = operands
+        plan(q, k, v, backward=work.backward, **options)
+        if not work.backward:
+            return functools.partial(attention, q, k, v, **options)
+        out, lse = attention(q, k, v, return_lse=True, causal=work.causal)
+        return functools.partial(attention_backward, *dout, q, k, v, out, lse, **options)
+
+    def _unfused_call(self, work: Work, operands):
+        if work.backward:
+            raise NotImplementedError("has no gradients")
+        scores = work.batch * work.heads * work.length**2 * meters.DTYPES[work.dtype].itemsize
+        if scores > SCORES_LIMIT[self.place]:
+            raise MemoryError(f"its scores take {scores / 2**30:.0f} GiB")
+        bias = None
+        if work.causal:
+            bias = meters.causal_bias(self.module, work.length, work.dtype)
+        return functools.partial(meters.unfused, *operands, bias)
+
+    def _torch_call(self, backend, work, operands):  # pragma: no cover - needs a GPU
+        torch = self.torch
+        only = functools.partial(
+            torch.nn.attention.sdpa_kernel, getattr(torch.nn.attention.SDPBackend, backend)
+        )
+        q, k, v, *dout = (meters.as_torch(torch, x) for x in operands)
+        function = torch.nn.functional.scaled_dot_product_attention
+
+        def forward():
+            with only():
+                return function(q, k, v, is_causal=work.causal)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # why a kernel does not serve; the error says enough
+            forward()
+
+        if not work.backward:
+            return forward
+        inputs = tuple(x.requires_grad_() for x in (q, k, v))
+        with torch.enable_grad():
+            out = forward()
+        return functools.partial(torch.autograd.grad, out, inputs, dout, retain_graph=True)
+
+    def values(self, results) -> list[np.ndarray]:
+        """The first head of each result in float64."""
+        results = results if isinstance(results, tuple) else (results,)
+        first = [x[0, 0] for x in results]
+        if self.torch is not None:  # pragma: no cover - needs a GPU
+            first = [
+                x.float().cpu().numpy() if isinstance(x, self.torch.Tensor) else x for x in first
+            ]
+        return [(x.get() if hasattr(x, "get") else x).astype(np.float64) for x in first]
+
+    def release(self) -> None:
+        """Give unused device memory back."""
+        gc.collect()
+        if self.cupy is not None:  # pragma: no cover - needs a GPU
+            self.cupy.cuda.Device().synchronize()
+            if self.torch is not None:
+                self.torch.cuda.empty_cache()
+            self.cupy.get_default_memory_pool().free_all_blocks()
+
+
+def compare(field: Field, name: str, experiment: Experiment, work: Work, names, milliseconds):
+    """Check and measure the contenders `names` on one work; a dictionary of figures for each.
+
+    The first that serves is what the others are checked and timed against.
+    """
+    operands = field.operands(work)
+    calls, rows, expected = {}, {}, None
+    for contender in names:
+        row = dict.fromkeys(COLUMNS, "") | {"experiment": name, "contender": contender}
+        row.update(work._asdict(), backward=int(work.backward), causal=int(work.causal))
+        rows[contender] = row
+        try:
+            call = field.prepare(contender, work, operands)
+            found = field.values(call())
+            if expected is None:
+                expected = found
+            row["difference"] = _difference(found, expected)
+            if not row["difference"] <= TOLERANCE[work.dtype]:
+                raise ArithmeticError(f"differs by {row['difference']:.2g}")
+            row["extra_bytes"] = field.meter.extra_bytes(call)
+            calls[contender] = call
+        except Exception as error:  # each library has its own
+            row["reason"] = _in_words(error)
+    if experiment.timed and calls:
+        columns = field.meter.measure(list(calls.values()), milliseconds)
+        for contender, times in zip(calls, columns):
+            low, median, high = statistics.quantiles(times, n=4)
+            rows[contender].update(
+                microseconds=median,
+                quartiles=f"{low:.2f} {high:.2f}",
+                calls=len(times),
+                tflops=work.flops / median / 1e6,
+                ratio=meters.paired_ratio(times, columns[0]),
+            )
+    return list(rows.values())
+
+
+COLUMNS = (
+    "experiment", *Work._fields, "contender", "microseconds", "quartiles", "calls", "tflops",
+    "ratio", "extra_bytes", "difference", "reason",
+)  # fmt: skip
+
+
+def _difference(found, expected) -> float:
+    return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(found, expected))
+
+
+def _in_words(error: Exception) -> str:
+    """One line; of a plan's reasons the last, without the row of the table that gave it."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    if isinstance(error, NotImplementedError):
+        return lines[-1].rpartition(": ")[2].strip()
+    return f"{type(error).__name__}: {lines[0]}"[:120]
+
+
+def find_torch():
+    """Torch with a GPU, set up for IEEE float32 products; None where it is not installed."""
+    try:
+        import torch  # before CuPy, which then finds the libraries that torch has loaded
+        import torch.nn.attention
+    except ImportError:
+        return None
+    if not torch.cuda.is_available():
+        return None
+    torch.backends.cuda.matmul.allow_tf32 = False  # pragma: no cover - needs a GPU
+    torch.set_grad_enabled(False)  # pragma: no cover - needs a GPU
+    return torch  # pragma: no cover - needs a GPU
+
+
+def parse(arguments):
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m cuflash compare", description=__doc__)
+    parser.add_argument("experiments", nargs="*", metavar="EXPERIMENT",
+                        help="all by default; --list names them")  # fmt: skip
+    parser.add_argument("--on", choices=("cpu", "gpu"), help="a GPU where there is one")
+    parser.add_argument("--quick", action="store_true", help="under a minute")
+    parser.add_argument("--list", action="store_true", help="name experiments and contenders")
+    parser.add_argument("--shapes", nargs="+", type=_shape, metavar="B,H,N,D",
+                        help="these instead of the experiments")  # fmt: skip
+    parser.add_argument("--dtypes", nargs="+", choices=meters.DTYPES, default=["float32"],
+                        help="of --shapes")  # fmt: skip
+    parser.add_argument("--causal", choices=("no", "yes", "both"), default="no", help="of --shapes")
+    parser.add_argument("--backward", action="store_true", help="gradients of --shapes")
+    parser.add_argument("--contenders", nargs="+", metavar="NAME",
+                        help="names or their beginnings, the base of ratios first")  # fmt: skip
+    parser.add_argument("--ms", type=float, help="time for each contender and problem")
+    parser.add_argument("--out", type=Path, help="folder for the results; by default a new one")
+    options = parser.parse_args(arguments)
+    if any(n < 1 for shape in options.shapes or () for n in shape):
+        parser.error("--shapes: sizes are positive")
+    return options, parser.error
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    sizes = tuple(map(int, text.split(",")))
+    if len(sizes) != 4:
+        raise argparse.ArgumentTypeError(f"{text!r} is not B,H,N,D")
+    return sizes
+
+
+def chosen_experiments(options, place: str) -> dict[str, Experiment]:
+    """The experiments that the command line asks for."""
+    if options.shapes:
+        masks = {"no": (False,), "yes": (True,), "both": MASKS}[options.causal]
+        works = itertools.product(options.dtypes, masks, options.shapes)
+        return {
+            "shapes": Experiment(
+                "shapes of the command line",
+                tuple(Work(*shape, dtype, mask, options.backward) for dtype, mask, shape in works),
+            )
+        }
+    every = {"CPU": cpu_experiments, "GPU": gpu_experiments}[place](options.quick)
+    return {name: every[name] for name in options.experiments or every}
+
+
+def chosen_names(names, beginnings) -> list[str]:
+    """The names that begin with one of `beginnings`, in their order; all without any."""
+    if not beginnings:
+        return list(names)
+    found = [x for start in beginnings for x in names if x.startswith(start)]
+    return list(dict.fromkeys(found))
+
+
+def main(arguments: list[str]) -> int:
+    """Compare, and write results.csv, pictures and report.md into a folder; returns 0."""
+    from ..__main__ import find_cupy
+
+    options, fail = parse(arguments)
+    torch = None if options.on == "cpu" else find_torch()
+    cupy, missing = (None, "") if options.on == "cpu" else find_cupy()
+    if options.on == "gpu" and missing:
+        fail(f"--on gpu: {missing}")
+    field = Field(cupy, torch if cupy is not None else None)
+    try:
+        experiments = chosen_experiments(options, field.place)
+    except KeyError as error:
+        fail(f"no experiment {error} on the {field.place}: --list names them")
+    if unknown := [x for x in options.contenders or () if not chosen_names(field.names, [x])]:
+        fail(f"no contender {unknown[0]!r} here: {', '.join(field.names)}")
+    if options.list:
+        for name, experiment in experiments.items():
+            print(f"{name:9} {experiment.title}, {len(experiment.works)} problems")
+        print("contenders:", ", ".join(field.names))
+        return 0
+    try:
+        import matplotlib  # noqa: F401
+        from tqdm import tqdm
+    except ModuleNotFoundError as error:
+        fail(f"{error.name} is not installed: {how_to_install('plot')}")
+    from . import charts
+
+    now = datetime.datetime.now()
+    folder = options.out or Path(f"compare-{now:%Y%m%d-%H%M%S}")
+    folder.mkdir(parents=True, exist_ok=True)
+    milliseconds = options.ms or (20 if options.quick else 60) * (1 if field.cupy else 4)
+    rows = []
+    total = sum(len(experiment.works) for experiment in experiments.values())
+    with (
+        open(folder / "results.csv", "w", newline="") as file,
+        tqdm(total=total, unit="problem", disable=None) as bar,
+    ):
+        table = csv.DictWriter(file, COLUMNS)
+        table.writeheader()
+        for name, experiment in experiments.items():
+            names = chosen_names(field.names, options.contenders or experiment.contenders)
+            for work in experiment.works:
+                bar.set_description(f"{name} {work}")
+                found = compare(field, name, experiment, work, names, milliseconds)
+                table.writerows(found)
+                rows += found
+                field.release()
+                bar.update()
+    pictures = charts.draw(folder, experiments, rows)
+    command = f"python -m cuflash compare {shlex.join(arguments)}"
+    facts = meters.facts(field.cupy, field.torch)
+    text = charts.report(command, facts, experiments, rows, pictures)
+    (folder / "report.md").write_text(text)
+    with contextlib.suppress(ValueError):
+        folder = folder.resolve().relative_to(Path.cwd())
+    print(f"{folder}/report.md, results.csv, {len(pictures)} picture(s)")
+    return 0

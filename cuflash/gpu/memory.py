@@ -1,0 +1,121 @@
+"""Device memory: arrays of other libraries, copies, new arrays and workspace. Needs CuPy."""
+
+from __future__ import annotations
+
+import threading
+
+import cupy
+import numpy as np
+
+from ..masks.block_mask import BlockMask
+from ..masks.tile_lists import TileLists, tile_lists
+from ..operands.dtypes import CHUNK_BYTES
+from ..planning.plan import Plan
+
+_building = threading.Lock()
+
+
+def as_array(x) -> cupy.ndarray:
+    """A view of what DLPack or the CUDA array interface shows; a copy of a NumPy array."""
+    if isinstance(x, np.ndarray):
+        refuse_capture()
+    elif hasattr(x, "__dlpack_device__"):
+        return cupy.from_dlpack(x)
+    return cupy.asarray(x)
+
+
+_NO_MEMORY = (
+    "pass out= (or grads_out=), workspace= where plan.workspace_bytes is not 0, and arrays that "
+    "need no copy, lengths on the device among them: memory taken now would be reused later"
+)
+FIRST_CALL = (
+    "only kinds of call that have run before are taken, since the first one compiles and copies: "
+    "call once before capturing"
+)
+_FIRST_USE = (
+    "only masks that have been used before, in a call of this kind, are taken, since their first "
+    "use copies lists to the device: call once before capturing, and keep the mask"
+)
+
+
+def refuse_capture(reason: str = _NO_MEMORY) -> None:
+    """Raise a RuntimeError while the current stream records into a CUDA graph."""
+    if cupy.cuda.get_current_stream().is_capturing():
+        raise RuntimeError(f"while a CUDA graph is captured, {reason}")
+
+
+def empty(shape, dtype) -> cupy.ndarray:
+    """An uninitialised array on the current device, from CuPy's current allocator."""
+    refuse_capture()
+    return cupy.empty(shape, dtype)
+
+
+def conform(x: cupy.ndarray, wanted) -> cupy.ndarray:
+    """`x`, or a copy in the type and layout of the Spec `wanted` where it has another."""
+    if x.dtype == wanted.dtype and x.strides == wanted.strides:
+        return x
+    with x.device:
+        copy = empty(wanted.shape, wanted.dtype)
+        copy[...] = x
+    return copy
+
+
+def on_whole_items(x: cupy.ndarray) -> cupy.ndarray:
+    """`x`, or a copy where its address is not a multiple of its item's size: kernels need that."""
+    if x.data.ptr % x.itemsize == 0:
+        return x
+    copy = empty(x.shape, x.dtype)
+    copy_bytes(copy, x)
+    return copy
+
+
+def copy_bytes(target: cupy.ndarray, source: cupy.ndarray) -> None:
+    """`target[...] = source` for arrays of one shape and type, at any addresses."""
+    target, source = (
+        cupy.ndarray((*x.shape, x.itemsize), np.uint8, x.data, (*x.strides, 1))
+        for x in (target, source)
+    )
+    target[...] = source
+
+
+def as_int64(x: cupy.ndarray) -> cupy.ndarray:
+    """A copy of integers as int64; what is larger than it holds as the largest."""
+    with x.device:
+        copy = empty(x.shape, np.int64)
+        largest = np.uint64(np.iinfo(np.int64).max)
+        copy[...] = cupy.minimum(x, largest) if x.dtype == np.uint64 else x
+    return copy
+
+
+def workspace(needed: int, given, device_id: int) -> cupy.ndarray:
+    """Memory for what kernels keep: the caller's, or new."""
+    if given is None:
+        return empty((needed,), np.uint8)
+    if not isinstance(given, cupy.ndarray) or not given.flags.c_contiguous:
+        raise ValueError(f"workspace is a {type(given).__name__}: give a contiguous CuPy array")
+    if given.device.id != device_id:
+        raise ValueError(f"workspace is on GPU {given.device.id}: give one on GPU {device_id}")
+    if given.nbytes < needed or (needed and given.data.ptr % CHUNK_BYTES):
+        raise ValueError(f"workspace has {given.nbytes} bytes: give {needed}, 16-byte aligned")
+    return given
+
+
+def device_lists(mask: BlockMask, plan: Plan, device_id: int) -> TileLists:
+    """The mask's lists of tiles for `plan`, in the memory of the current device.
+
+    They are made when first needed, which waits for the copy: no stream sees them unfinished. The
+    mask keeps them.
+    """
+    turned = plan.problem.backward
+    key = (device_id, turned, *plan.tile.scored, plan.is_longest_first)
+    lists = mask.device_lists.get(key)
+    if lists is None:
+        with _building:
+            lists = mask.device_lists.get(key)
+            if lists is None:
+                refuse_capture(_FIRST_USE)
+                made = tile_lists(mask.T if turned else mask, *key[2:])
+                lists = TileLists(*(None if x is None else cupy.asarray(x) for x in made))
+                cupy.cuda.get_current_stream().synchronize()
+                mask.device_lists[key] = lists
+    return lists

@@ -1,0 +1,53 @@
+"""Tensor maps: how the copy engine of Hopper's kernels finds its way in q, k and v."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..operands.dtypes import CHUNK_BYTES, ITEM_BYTES
+from ..operands.layout import Layout
+from ..planning.plan import Plan
+from ..planning.problem import MAP_AXES
+
+OPERANDS = ("q", "k", "v")
+MAP_BYTES = 128
+TABLES_BYTES = (len(OPERANDS) * MAP_BYTES // 64 + 1) * 64  # maps, a pointer, and up to alignment
+WARPGROUP_ROWS = 64
+
+
+class TensorMap(NamedTuple):
+    """A tensor in memory without its address, and the box that one copy moves.
+
+    Dimensions from the innermost on: columns, rows, then leading axes; an axis along which the
+    operand broadcasts has length 1. Strides count bytes and leave out the columns'. A row of the
+    box spans `swizzle` bytes.
+    """
+
+    dims: tuple[int, ...]
+    strides: tuple[int, ...]
+    box: tuple[int, ...]
+    swizzle: int
+
+
+def tensor_maps(plan: Plan, layout: Layout) -> dict[str, TensorMap]:
+    """The maps of a plan's operands."""
+    p, item = plan.problem, ITEM_BYTES[plan.problem.dtype]
+    head_width, value_width = plan.tile.widths(p)
+    sizes = {
+        "q": (p.query_length, p.head_dim, head_width, WARPGROUP_ROWS),
+        "k": (p.key_length, p.head_dim, head_width, plan.tile.step_k),
+        "v": (p.key_length, p.value_dim, value_width, plan.tile.step_k),
+    }
+    maps = {}
+    for name, (length, columns, width, rows) in sizes.items():
+        panel = 64 if width % 64 == 0 else 32
+        steps = [step * item for step in (layout.rows[name], *layout.axis_strides[name])]
+        dims = [size if step else 1 for size, step in zip((length, *layout.axes), steps)]
+        missing = MAP_AXES + 1 - len(steps)
+        maps[name] = TensorMap(
+            dims=(columns, *dims, *(1,) * missing),
+            strides=tuple(step or CHUNK_BYTES for step in steps) + (CHUNK_BYTES,) * missing,
+            box=(panel, rows, *(1,) * MAP_AXES),
+            swizzle=panel * item,
+        )
+    return maps

@@ -1,0 +1,102 @@
+// Seam 2, which tiles: those in which a mask shows something, row of tiles by row of tiles.
+//
+// A row holds queries in forward and keys in backward, whose lists are those of the mask's
+// transpose; its tiles are as large as the kernel scores them at a time. Without a mask a list is
+// that of all tiles and costs nothing. Reads the prelude: MASKED and Params, here a template's P,
+// because it has pointers to lists only where MASKED.
+#pragma once
+#include "seams/sequence.cuh"
+
+// What a mask shows of a tile.
+enum { EMPTY, PARTIAL, FULL };
+
+struct Visit {
+    int tile;
+    int bits;      // which tile of bits says what is visible; -1: all of it
+    int previous;  // the row that visits this column of tiles before this row does; -1: none
+};
+
+struct TileList {
+    const int4* entries = nullptr;
+    int begin = 0, end = 0;
+
+    TileList() = default;
+    template <typename P>
+    __device__ __forceinline__ TileList(const P& p, const Head& head, int row) {
+        if constexpr (MASKED) {
+            const int2 range = p.mask_ranges[i64(head.list) * p.mask_rows + row];
+            entries = p.mask_entries;
+            begin = range.x, end = range.y;
+        }
+    }
+    // Where the first tile from `tile` on stands in the list.
+    __device__ __forceinline__ int find(int tile) const {
+        if constexpr (!MASKED) return tile;
+        int low = begin, high = end;
+        while (low < high) {
+            const int middle = low + (high - low) / 2;
+            if (entries[middle].x < tile)
+                low = middle + 1;
+            else
+                high = middle;
+        }
+        return low;
+    }
+    __device__ __forceinline__ Visit operator[](int place) const {
+        if constexpr (!MASKED) return {place, -1, -1};
+        const int4 entry = entries[place];
+        return {entry.x, entry.y, entry.z};
+    }
+};
+
+// The row of tiles that is worked on as the `index`-th of its list's: those with the longest lists
+// come first, unless the plan prefers the `natural` one.
+template <typename P>
+__device__ __forceinline__ int row_at(const P& p, const Head& head, int index, int natural) {
+    if constexpr (MASKED)
+        if (p.mask_order != nullptr) return p.mask_order[i64(head.list) * p.mask_rows + index];
+    return natural;
+}
+
+// What the mask shows of one tile: a bit per element, from a warp's first row on.
+struct TileBits {
+    static constexpr int WORDS = round_up(MASK_COLUMNS, 32) / 32;
+    const u32* words;  // null: it shows all of the tile
+
+    template <typename P>
+    __device__ __forceinline__ TileBits(const P& p, const Visit& visit, int first_row) {
+        if constexpr (MASKED) {
+            const i64 row = i64(visit.bits) * MASK_ROWS + first_row;
+            words = visit.bits < 0 ? nullptr : p.mask_bits + row * WORDS;
+        }
+    }
+    // What a row's word holds from `column` on.
+    __device__ __forceinline__ u32 word(int row, int column) const {
+        return words[row * WORDS + column / 32] >> column % 32;
+    }
+    __device__ __forceinline__ bool has(int row, int column) const {
+        if constexpr (!MASKED) return true;
+        return words == nullptr || word(row, column) & 1;
+    }
+    // Sets a warp's values from `column` on to `hidden` where the mask hides them.
+    template <typename Tile, int ROWS, int COLUMNS, typename A>
+    __device__ __forceinline__ void hide(A (&values)[ROWS][COLUMNS], A hidden, const Tile& tile,
+                                         int column) const {
+        if constexpr (MASKED) {
+            constexpr int STEP = COLUMNS * Tile::ROW_THREADS;
+            static_assert(STEP % 32 == 0 || 32 % STEP == 0, "a word has whole steps");
+            if (words == nullptr) return;
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) {
+                u32 shown[round_up(STEP, 32) / 32];
+#pragma unroll
+                for (int c = 0; c < STEP; c += 32) shown[c / 32] = word(tile.row(i), column + c);
+#pragma unroll
+                for (int j = 0; j < COLUMNS; ++j) {
+                    const int c = tile.column(j);
+                    if (!(shown[c / 32] >> c % 32 & 1)) values[i][j] = hidden;
+                }
+            }
+        }
+    }
+};

@@ -1,0 +1,83 @@
+// Online softmax that does without the rows' maxima. P = exp2(multiplier * (score - origin)) needs
+// an origin near the largest score, not that score itself, and after the first keys of a row the
+// one at hand nearly always serves. Whether it did shows in a sum that is due anyway, since P <=
+// sum. So exponentials wait neither for maxima nor for exchanges between lanes. FlashDecoding++
+// (Hong et al. 2023, section 3) does likewise with a constant as origin.
+//
+// Where a sum is too large the origin is raised by what it tells, and where it is beyond floats the
+// scores, overwritten by then, are worked out again.
+//
+// docs/kernels.md says how much that gains where, and where it does not.
+#pragma once
+#include "tiles/softmax.cuh"
+
+template <typename A, int ROWS, int ROW_THREADS>
+struct GuardedSoftmax : OnlineSoftmax<A, ROWS, ROW_THREADS> {
+    using Exact = OnlineSoftmax<A, ROWS, ROW_THREADS>;
+    using Exact::origin, Exact::sum;
+    static constexpr A GUARD = 32768;  // for a lane's sum: P becomes halves, which end at 65504
+    static constexpr A LOST = 1e30;    // sums from which P cannot be scaled back
+
+    bool settled = false;  // whether all rows of the warp have an origin, none of them a far one
+
+    // As Exact::update; `score_again` works out S anew. A row that has seen no key has no origin,
+    // and one with a far origin needs Exact's care: their warp takes the maxima.
+    template <int COLUMNS, typename ScoreAgain>
+    __device__ __forceinline__ bool update(A (&S)[ROWS][COLUMNS], A multiplier, A (&rescale)[ROWS],
+                                           const ScoreAgain& score_again) {
+        if (settled) {
+            A added[ROWS];
+            bool large = false;
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) {
+                const A subtracted = origin[i] * multiplier;
+                added[i] = A(0);
+#pragma unroll
+                for (int j = 0; j < COLUMNS; ++j) {
+                    S[i][j] = exp2_of(multiply_add(S[i][j], multiplier, -subtracted));
+                    added[i] += S[i][j];
+                }
+                large |= added[i] > GUARD;
+            }
+            if (!__any_sync(FULL_WARP, large)) {
+#pragma unroll
+                for (int i = 0; i < ROWS; ++i) sum[i] += added[i];
+                return false;
+            }
+            if (raise(S, added, multiplier, rescale)) return true;
+            score_again();
+        }
+        const bool stale = Exact::update(S, multiplier, rescale);
+        settled = true;
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i)
+            settled &= origin[i] != -infinity<A>() && !Exact::is_far(origin[i] * multiplier);
+        settled = __all_sync(FULL_WARP, settled);
+        return stale;
+    }
+
+  private:
+    // Raises origins by what the sums tell; returns whether they tell enough.
+    template <int COLUMNS>
+    __device__ __forceinline__ bool raise(A (&P)[ROWS][COLUMNS], const A (&added)[ROWS],
+                                          A multiplier, A (&rescale)[ROWS]) {
+        A excess[ROWS];
+        bool lost = false;
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            excess[i] = row_maximum<ROW_THREADS>(larger(added[i], A(1)));
+            lost |= excess[i] > LOST;
+        }
+        if (__any_sync(FULL_WARP, lost)) return false;
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            const A raised = origin[i] + __fdividef(__log2f(excess[i]), multiplier);
+            rescale[i] = exp2_of((origin[i] - raised) * multiplier);
+            origin[i] = raised;
+            sum[i] = (sum[i] + added[i]) * rescale[i];
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j) P[i][j] *= rescale[i];
+        }
+        return true;
+    }
+};

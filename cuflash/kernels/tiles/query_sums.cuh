@@ -1,0 +1,163 @@
+// The product of backward that crosses warps: dQ = dS K of one query tile, from dS^T in shared
+// memory, and the addition of such tiles in global memory.
+//
+// A tile of dQ in global memory belongs to these kernels alone. It is laid out as the threads hold
+// it, unit after unit of 16 bytes, each for all threads, so that every addition is coalesced:
+//
+//     unit 0: thread 0, thread 1, ...   unit 1: thread 0, thread 1, ...
+#pragma once
+#include "tiles/mma.cuh"
+#include "tiles/simt.cuh"
+
+// On tensor cores. A warp has 32 queries and every ACROSS-th group of 16 columns.
+template <typename T, int WARPS, int BLOCK_Q, int BLOCK_K, int D>
+struct MmaQuerySums {
+    static constexpr int PADDED_D = round_up(D, 16), PITCH = pitch<T>(PADDED_D);
+    static constexpr int DOWN = BLOCK_Q / 32, ACROSS = WARPS / DOWN;
+    static constexpr int GROUPS = round_up(PADDED_D / 16, ACROSS) / ACROSS;
+    static constexpr int ROWS = 4, COLUMNS = 4 * GROUPS, COLUMN_GROUP = 2;
+    static_assert(WARPS % DOWN == 0 && BLOCK_Q % 32 == 0, "warps share the tile evenly");
+
+    const int lane = threadIdx.x % 32, down = threadIdx.x / 32 % DOWN;
+    const int across = threadIdx.x / 32 / DOWN;
+
+    __device__ __forceinline__ int row(int i) const {
+        return down * 32 + i / 2 * 16 + i % 2 * 8 + lane / 4;
+    }
+    __device__ __forceinline__ int value_column(int j) const {
+        return (j / 4 * ACROSS + across) * 16 + j % 4 / 2 * 8 + lane % 4 * 2 + j % 2;
+    }
+
+    __device__ __forceinline__ void multiply_tiles(float (&dQ)[ROWS][COLUMNS], const T* dS_smem,
+                                                   const T* K_smem) const {
+        constexpr int S_PITCH = pitch<T>(BLOCK_Q);
+        // Matrices of one load, transposed: keys 0-7 of queries 0-7, then 8-15, then keys 8-15.
+        const u32 S_address = shared_address(dS_smem + (lane / 16 * 8 + lane % 8) * S_PITCH +
+                                             down * 32 + lane / 8 % 2 * 8);
+        // Keys 0-7 and 8-15, first of columns 0-7, then of 8-15.
+        const u32 K_address =
+            shared_address(K_smem + lane % 16 * PITCH + across * 16 + lane / 16 * 8);
+#pragma unroll
+        for (int k = 0; k < BLOCK_K; k += 16) {
+            u32 a[2][4];
+#pragma unroll
+            for (int slab = 0; slab < 2; ++slab)
+                load_matrices_transposed(a[slab],
+                                         S_address + (k * S_PITCH + slab * 16) * int(sizeof(T)));
+#pragma unroll
+            for (int group = 0; group < GROUPS; ++group) {
+                if (PADDED_D / 16 % ACROSS != 0 && group * ACROSS + across >= PADDED_D / 16) break;
+                u32 b[4];
+                load_matrices_transposed(
+                    b, K_address + (k * PITCH + group * ACROSS * 16) * int(sizeof(T)));
+#pragma unroll
+                for (int slab = 0; slab < 2; ++slab) {
+                    const int i = 2 * slab, j = 4 * group;
+                    multiply(dQ[i][j], dQ[i][j + 1], dQ[i + 1][j], dQ[i + 1][j + 1], a[slab], b[0],
+                             b[1], T());
+                    multiply(dQ[i][j + 2], dQ[i][j + 3], dQ[i + 1][j + 2], dQ[i + 1][j + 3],
+                             a[slab], b[2], b[3], T());
+                }
+            }
+        }
+    }
+};
+
+// On the FMA units. A thread has 4 adjacent queries and every ACROSS-th chunk of columns.
+template <typename A, int WARPS, int BLOCK_Q, int BLOCK_K, int PADDED_D>
+struct SimtQuerySums {
+    static constexpr int PITCH = pitch<A>(PADDED_D), DOWN = BLOCK_Q / 4;
+    static constexpr int ACROSS = WARPS * 32 / DOWN, CHUNKS = PADDED_D / CHUNK<A>;
+    static constexpr int GROUPS = round_up(CHUNKS, ACROSS) / ACROSS;
+    static constexpr int ROWS = 4, COLUMNS = GROUPS * CHUNK<A>, COLUMN_GROUP = CHUNK<A>;
+    static_assert(BLOCK_Q % 4 == 0 && WARPS * 32 % DOWN == 0, "threads share the tile evenly");
+
+    const int down = threadIdx.x % DOWN, across = threadIdx.x / DOWN;
+
+    __device__ __forceinline__ int row(int i) const { return down * 4 + i; }
+    __device__ __forceinline__ int value_column(int j) const {
+        return (j / CHUNK<A> * ACROSS + across) * CHUNK<A> + j % CHUNK<A>;
+    }
+
+    __device__ __forceinline__ void multiply_tiles(A (&dQ)[ROWS][COLUMNS], const A* dS_smem,
+                                                   const A* K_smem) const {
+#pragma unroll 4
+        for (int k = 0; k < BLOCK_K; ++k) {
+            Vector<A> dS[ROWS / CHUNK<A>];
+#pragma unroll
+            for (int i = 0; i < ROWS; i += CHUNK<A>)
+                dS[i / CHUNK<A>] = *reinterpret_cast<const Vector<A>*>(
+                    dS_smem + k * pitch<A>(BLOCK_Q) + down * 4 + i);
+#pragma unroll
+            for (int group = 0; group < GROUPS; ++group) {
+                const int chunk = group * ACROSS + across;
+                if (CHUNKS % ACROSS != 0 && chunk >= CHUNKS) break;
+                const Vector<A> K =
+                    *reinterpret_cast<const Vector<A>*>(K_smem + k * PITCH + chunk * CHUNK<A>);
+#pragma unroll
+                for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+                    for (int c = 0; c < CHUNK<A>; ++c) {
+                        A& sum = dQ[i][group * CHUNK<A> + c];
+                        sum = multiply_add(dS[i / CHUNK<A>].at[i % CHUNK<A>], K.at[c], sum);
+                    }
+            }
+        }
+    }
+};
+
+// How many adjacent numbers of a thread form a unit.
+template <typename A, int COLUMNS>
+constexpr int UNIT = COLUMNS % CHUNK<A> == 0 ? CHUNK<A> : 1;
+
+// Adds to four floats at once where the architecture can (red.global.add.v4.f32).
+template <typename A>
+__device__ __forceinline__ void add_unit(A* target, const Vector<A>& unit) {
+    if constexpr (SAME<A, float> && ARCH >= 90) {
+        using Float4 = typename Select<SAME<A, float>, float4, A>::type;
+        atomicAdd(reinterpret_cast<Float4*>(target),
+                  Float4{unit.at[0], unit.at[1], unit.at[2], unit.at[3]});
+    } else {
+#pragma unroll
+        for (int e = 0; e < CHUNK<A>; ++e) atomicAdd(target + e, unit.at[e]);
+    }
+}
+
+// sums += regs, a tile of THREADS * ROWS * COLUMNS numbers in global memory.
+template <int THREADS, typename A, int ROWS, int COLUMNS>
+__device__ __forceinline__ void add_units(A* sums, const A (&regs)[ROWS][COLUMNS]) {
+    static_assert(UNIT<A, COLUMNS> == CHUNK<A>, "whole chunks");
+#pragma unroll
+    for (int e = 0; e < ROWS * COLUMNS; e += CHUNK<A>) {
+        Vector<A> unit;
+#pragma unroll
+        for (int c = 0; c < CHUNK<A>; ++c) unit.at[c] = regs[e / COLUMNS][e % COLUMNS + c];
+        add_unit(sums + (e / CHUNK<A> * THREADS + threadIdx.x) * CHUNK<A>, unit);
+    }
+}
+
+// sums = regs, and regs += sums.
+template <int THREADS, typename A, int ROWS, int COLUMNS>
+__device__ __forceinline__ void store_units(A* sums, const A (&regs)[ROWS][COLUMNS]) {
+    constexpr int SIZE = UNIT<A, COLUMNS>;
+#pragma unroll
+    for (int e = 0; e < ROWS * COLUMNS; e += SIZE) {
+        Vector<A, SIZE> unit;
+#pragma unroll
+        for (int c = 0; c < SIZE; ++c) unit.at[c] = regs[e / COLUMNS][e % COLUMNS + c];
+        *reinterpret_cast<Vector<A, SIZE>*>(sums + (e / SIZE * THREADS + threadIdx.x) * SIZE) =
+            unit;
+    }
+}
+
+template <int THREADS, typename A, int ROWS, int COLUMNS>
+__device__ __forceinline__ void add_stored_units(A (&regs)[ROWS][COLUMNS], const A* sums) {
+    constexpr int SIZE = UNIT<A, COLUMNS>;
+#pragma unroll
+    for (int e = 0; e < ROWS * COLUMNS; e += SIZE) {
+        const Vector<A, SIZE> unit = *reinterpret_cast<const Vector<A, SIZE>*>(
+            sums + (e / SIZE * THREADS + threadIdx.x) * SIZE);
+#pragma unroll
+        for (int c = 0; c < SIZE; ++c) regs[e / COLUMNS][e % COLUMNS + c] += unit.at[c];
+    }
+}

@@ -1,0 +1,1 @@
+"""Which keys a query may attend to."""

@@ -1,0 +1,59 @@
+"""A block mask as the kernels read it: for each row of tiles, which tiles show something."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from .block_mask import BlockMask
+from .patterns import PARTIAL
+
+
+class TileLists(NamedTuple):
+    """The lists of a mask that is cut into tiles, one row of tiles after the other.
+
+    Attributes
+    ----------
+    ranges : array of int32, shape (lists * rows of tiles, 2)
+        Where a row's entries begin and end.
+    entries : array of int32, shape (tiles that show something, 4)
+        Column of the tile; which tile of `bits` says what is visible (-1: all of it); the row that
+        visits this column before this row does (-1: none); 0. In the order of the columns.
+    order : array of int32, shape (lists * rows of tiles,), or None
+        The rows of each list in the order in which they are worked on; None for their own.
+    bits : array of uint32, shape (partial tiles, rows of a tile, words of a row)
+    """
+
+    ranges: np.ndarray
+    entries: np.ndarray
+    order: np.ndarray | None
+    bits: np.ndarray
+
+
+def tile_lists(mask: BlockMask, rows: int, columns: int, longest_first: bool) -> TileLists:
+    """The lists of `mask` in tiles of `rows` by `columns` elements.
+
+    With `longest_first`, rows with more tiles to visit are worked on before others.
+    """
+    kinds, bits = mask.tiles(rows, columns)
+    lists, down, _ = kinds.shape
+    counts = np.count_nonzero(kinds, axis=-1)
+    order = np.argsort(-counts, axis=-1, kind="stable") if longest_first else None
+    turn = np.broadcast_to(np.arange(down), (lists, down))
+    if longest_first:
+        turn = np.argsort(order, axis=-1)  # the inverse permutation
+    number, row, column = np.nonzero(kinds)
+    partial = kinds[number, row, column] == PARTIAL
+    entries = np.zeros((len(column), 4), np.int32)
+    entries[:, 0] = column
+    entries[:, 1] = np.where(partial, partial.cumsum() - 1, -1)
+    # Sorted by column and turn, an entry's predecessor visits the same column before it.
+    walk = np.lexsort((turn[number, row], column, number))
+    same = (np.diff(number[walk]) == 0) & (np.diff(column[walk]) == 0)
+    entries[:, 2] = -1
+    entries[walk[1:], 2] = np.where(same, row[walk[:-1]], -1)
+    ends = counts.ravel().cumsum()
+    ranges = np.stack((ends - counts.ravel(), ends), axis=1)
+    order = None if order is None else order.ravel().astype(np.int32)
+    return TileLists(ranges.astype(np.int32), entries, order, bits)

@@ -1,0 +1,319 @@
+"""One head's matrices in the type of its sums, tile by tile: what the NumPy engine's loops use."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..masks.band import Band
+from ..masks.block_mask import BlockMask
+from ..scores import ScoreMod
+
+
+@dataclass(frozen=True)
+class BlocksOfHead:
+    """What a block mask shows of one head."""
+
+    mask: BlockMask
+    number: int  # of the list that is the head's
+
+    def tile(self) -> tuple[int, int]:
+        """Queries and keys of a tile: whole blocks, of at least 128 rows for BLAS's sake."""
+        return tuple(size * max(1, 128 // size) for size in self.mask.block_size)
+
+    def part(self, queries: range, keys: range) -> np.ndarray | None:
+        """Which pairs of one tile are visible; None for all."""
+        return self.mask.part(self.number, queries, keys)
+
+    def is_empty(self, queries: range, keys: range) -> bool:
+        """Whether no pair of one tile is visible."""
+        return self.mask.is_empty(self.number, queries, keys)
+
+
+@dataclass(frozen=True)
+class ElementsOfHead:
+    """What an array of bool shows of one head."""
+
+    visible: np.ndarray
+
+    def tile(self) -> tuple[int, int]:
+        """Queries and keys of a tile."""
+        return self.visible.shape
+
+    def part(self, queries: range, keys: range) -> np.ndarray | None:
+        """Which pairs of one tile are visible."""
+        return self.visible[rows_of(queries), rows_of(keys)]
+
+    def is_empty(self, queries: range, keys: range) -> bool:
+        """Whether no pair of one tile is visible."""
+        return not self.part(queries, keys).any()
+
+
+def head_masks(mask, layout, key_length):
+    """The function from the place of a head in the leading axes to what `mask` shows of it."""
+    if isinstance(mask, BlockMask):
+        steps = layout.strides["mask"]
+        return lambda index: BlocksOfHead(mask, sum(i * s for i, s in zip(index, steps)))
+    shape = (*layout.lse_shape, key_length)
+    views = np.broadcast_to(mask, shape).reshape(layout.leading + shape[-2:])
+    return lambda index: ElementsOfHead(views[index])
+
+
+@dataclass(frozen=True)
+class Head:
+    """One head's valid rows in the type of its sums, and the buffer its tiles share.
+
+    A span of queries or keys is a `range`.
+    """
+
+    queries: np.ndarray  # times scale
+    keys: np.ndarray
+    values: np.ndarray
+    band: Band
+    shift: int
+    score: ScoreMod | None
+    mask: BlocksOfHead | ElementsOfHead | None
+    place: tuple[int, int]  # batch entry and head, for the score
+    block_q: int
+    block_k: int
+    longest: tuple[int, int]  # queries and keys that are worked on at a time, at most
+    buffer: np.ndarray  # one tile of scores
+    ones: np.ndarray
+
+    @classmethod
+    def load(cls, plan, arrays, *, scale, score, mask, place, shift=None) -> Head:
+        """The head of `arrays`, which are its valid queries, keys and values.
+
+        By default its shift is that of the plan's band.
+        """
+        q, k, v = arrays
+        dtype = np.dtype(plan.problem.accumulator)
+        rows, keys = len(q), len(k)
+        longest = block_q, block_k = min(plan.block_q, rows), max(min(plan.block_k, keys), 1)
+        if mask is not None:
+            block_q, block_k = map(min, longest, (max(size, 1) for size in mask.tile()))
+        # The tiles of the inner loop are united: of queries in fa1, of keys in fa2.
+        largest = (longest[0], block_k) if plan.algo == "fa1" else (block_q, longest[1])
+        return cls(
+            queries=np.multiply(q, dtype.type(scale), dtype=dtype, order="C"),
+            keys=_matrix(k, dtype),
+            values=_matrix(v, dtype),
+            band=plan.problem.band,
+            shift=plan.problem.band.shift(rows, keys) if shift is None else shift,
+            score=score,
+            mask=mask,
+            place=place,
+            block_q=block_q,
+            block_k=block_k,
+            longest=longest,
+            buffer=np.empty(math.prod(largest), dtype),
+            ones=np.ones((longest[1], 1), dtype),
+        )
+
+    def start(self, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """O, l and m of `rows` queries that have not seen a key."""
+        dtype = self.queries.dtype
+        output = np.zeros((rows, self.values.shape[1]), dtype)
+        return output, np.zeros((rows, 1), dtype), np.full((rows, 1), -np.inf, dtype)
+
+    def visible_part(self, queries: range, keys: range) -> tuple[range, range]:
+        """The tile without the rows and columns in which the band hides everything.
+
+        This keeps the work proportional to the visible pairs whatever the tile's shape.
+        """
+        begin, end = self.band.query_range(keys.start, keys.stop, self.shift, queries.stop)
+        queries = range(max(begin, queries.start), end)
+        if queries:
+            begin, end = self.band.key_range(queries.start, queries.stop, self.shift, keys.stop)
+            keys = range(max(begin, keys.start), end)
+        return queries, keys
+
+    def visited_queries(self, keys: range, span: range) -> Iterable[range]:
+        """Tiles of the queries in `span`, without those that the mask shows none of `keys`."""
+        tiles = tiles_of(span, self.block_q)
+        if self.mask is None:
+            return tiles
+        return united((x for x in tiles if not self.mask.is_empty(x, keys)), self.longest[0])
+
+    def visited_keys(self, queries: range, span: range) -> Iterable[range]:
+        """Tiles of the keys in `span`, without those that the mask shows none of `queries`."""
+        tiles = tiles_of(span, self.block_k)
+        if self.mask is None:
+            return tiles
+        return united((x for x in tiles if not self.mask.is_empty(queries, x)), self.longest[1])
+
+    def products(self, queries: range, keys: range) -> np.ndarray:
+        """`scale Q K^T` of one tile."""
+        shape = len(queries), len(keys)
+        products = self.buffer[: shape[0] * shape[1]].reshape(shape)
+        return np.matmul(self.queries[rows_of(queries)], self.keys[rows_of(keys)].T, out=products)
+
+    def positions(self, queries: range, keys: range) -> tuple:
+        """Where a tile lies, as a score modification is told."""
+        return *self.place, np.array(queries)[:, None], np.array(keys)
+
+    def hidden(self, queries: range, keys: range) -> np.ndarray | None:
+        """Which pairs of one tile the band or the mask hides; None for none."""
+        shown = None if self.mask is None else self.mask.part(queries, keys)
+        if self.band.covers(queries.start, queries.stop, keys.start, keys.stop, self.shift):
+            return None if shown is None else ~shown
+        offset = queries.start + self.shift - keys.start
+        hidden = _hidden(self.band, offset, (len(queries), len(keys)))
+        return hidden if shown is None else hidden | ~shown
+
+    def scores(self, queries: range, keys: range) -> tuple[np.ndarray, np.ndarray | None]:
+        """S of one tile, -inf where a key is hidden, and which ones are (None: none)."""
+        scores = self.products(queries, keys)
+        if self.score is not None:
+            scores[...] = self.score.evaluate(scores, *self.positions(queries, keys))
+        hidden = self.hidden(queries, keys)
+        if hidden is not None:
+            np.copyto(scores, -np.inf, where=hidden)
+        return scores, hidden
+
+    def weights(self, scores, maxima) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Turn S into P = exp(S - m_next) in place; m_next, exp(m - m_next), row sums of P."""
+        m_next = np.maximum(maxima, scores.max(axis=1, keepdims=True))
+        # Of a row with scores of -inf only, S - m_next would be NaN; with 0 for m_next, P is 0.
+        origin = np.where(np.isneginf(m_next), 0, m_next)
+        np.subtract(scores, origin, out=scores)
+        np.exp(scores, out=scores)
+        # BLAS sums rows faster than np.add.reduce.
+        return m_next, np.exp(maxima - origin), scores @ self.ones[: scores.shape[1]]
+
+    def weighted_values(self, weights, hidden, keys: range) -> np.ndarray:
+        """P V of one tile, without what hidden keys hold."""
+        return visible_product(weights, self.values[rows_of(keys)], hidden)
+
+
+@dataclass(frozen=True)
+class HeadBackward:
+    """One head's gradient of the output, and what a tile's gradients are made of."""
+
+    head: Head
+    scale: float
+    dout: np.ndarray
+    lse: np.ndarray
+    delta: np.ndarray  # rowsum(dO * O) - dlse
+    weightless: np.ndarray  # queries whose lse is -inf
+    buffer: np.ndarray  # one tile of dS
+
+    @classmethod
+    def load(cls, head: Head, scale, dout, out, lse, dlse) -> HeadBackward:
+        """The gradients' side of `head`, of the same valid queries; `dlse` may be None."""
+        dtype = head.queries.dtype
+        dout = _matrix(dout, dtype)
+        delta = np.einsum("ij,ij->i", dout, out.astype(dtype, copy=False))
+        if dlse is not None:
+            delta -= dlse
+        return cls(
+            head=head,
+            scale=dtype.type(scale),
+            dout=dout,
+            lse=lse.astype(dtype)[:, None],
+            delta=delta[:, None],
+            weightless=np.isneginf(lse),
+            buffer=np.empty_like(head.buffer),
+        )
+
+    def weights(self, queries: range, keys: range) -> tuple:
+        """P of one tile, the score's derivative (None: 1), and which pairs have no part in it."""
+        head = self.head
+        weights, slope = head.products(queries, keys), None
+        if head.score is not None:
+            weights[...], slope = head.score.linearize(weights, *head.positions(queries, keys))
+        hidden = head.hidden(queries, keys)
+        weightless = self.weightless[rows_of(queries), None]
+        if weightless.any():
+            hidden = weightless if hidden is None else hidden | weightless
+            hidden = np.broadcast_to(hidden, weights.shape)
+        np.subtract(weights, self.lse[rows_of(queries)], out=weights)
+        np.exp(weights, out=weights)
+        if hidden is not None:
+            np.copyto(weights, 0, where=hidden)
+        return weights, slope, hidden
+
+    def gradients(self, queries: range, keys: range) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """What one tile adds to dQ of its queries and to dK and dV of its keys."""
+        head = self.head
+        weights, slope, hidden = self.weights(queries, keys)
+        dout = self.dout[rows_of(queries)]
+        # dS = P * (dO V^T - delta) * modify'
+        dscores = self.buffer[: weights.size].reshape(weights.shape)
+        np.matmul(dout, head.values[rows_of(keys)].T, out=dscores)
+        dscores -= self.delta[rows_of(queries)]
+        dscores *= weights
+        if slope is not None:
+            dscores *= slope
+        if hidden is not None:
+            np.copyto(dscores, 0, where=hidden)
+        unseeing = None if hidden is None else hidden.T
+        # A key adds nothing where its dS is 0, be it infinite.
+        whole = np.isfinite(head.keys[rows_of(keys)]).all()
+        dq = visible_product(dscores, head.keys[rows_of(keys)], None if whole else dscores == 0)
+        dq *= self.scale
+        dk = visible_product(dscores.T, head.queries[rows_of(queries)], unseeing)
+        return dq, dk, visible_product(weights.T, dout, unseeing)
+
+
+def tiles_of(span: range, block: int) -> Iterator[range]:
+    """`span` cut at the multiples of `block`, where a mask's blocks may begin."""
+    edges = range(span.start // block * block, span.stop, block)
+    return (range(max(edge, span.start), min(edge + block, span.stop)) for edge in edges)
+
+
+def united(spans: Iterable[range], longest: int) -> Iterator[range]:
+    """`spans`, which rise, with neighbours made one as long as that is not beyond `longest`."""
+    whole = range(0)
+    for span in spans:
+        if span.start == whole.stop and span.stop - whole.start <= longest:
+            span = range(whole.start, span.stop)
+        elif whole:
+            yield whole
+        whole = span
+    if whole:
+        yield whole
+
+
+def rows_of(span: range, origin: int = 0) -> slice:
+    """The rows of `span` in a matrix whose first row is `origin`."""
+    return slice(span.start - origin, span.stop - origin)
+
+
+def visible_product(weights, rows, hidden) -> np.ndarray:
+    """`weights @ rows`, where `hidden` pairs, whose weight is 0, add nothing even of NaN."""
+    if hidden is None or (finite := np.isfinite(rows).all(axis=1)).all():
+        return weights @ rows
+    # 0 * NaN is not 0: rows that are not finite are added one by one where they are seen.
+    total = np.where(finite, weights, 0) @ np.where(finite[:, None], rows, 0)
+    for row in np.flatnonzero(~finite & ~hidden.all(axis=0)):
+        seen = ~hidden[:, row]
+        total[seen] += weights[seen, row, None] * rows[row]
+    return total
+
+
+def _matrix(rows, dtype) -> np.ndarray:
+    """`rows` in `dtype` with a layout that BLAS reads as it is; a copy only where needed."""
+    rows = rows.astype(dtype, copy=False)
+    row_stride, stride = rows.strides
+    ready = stride == rows.itemsize and row_stride >= rows.shape[1] * rows.itemsize
+    return rows if ready else np.ascontiguousarray(rows)
+
+
+def _hidden(band: Band, offset: int, shape: tuple[int, int]) -> np.ndarray:
+    """Which keys of a tile the band hides; `offset` is the diagonal's column in row 0."""
+    rows, columns = shape
+    row, column = np.arange(rows, dtype=np.int32)[:, None], np.arange(columns, dtype=np.int32)
+
+    def edge(first: int) -> np.ndarray:
+        # Beyond the tile any place will do; clamped, a width of any size fits the integer.
+        return min(max(first, -rows), columns) + row
+
+    right = None if band.right is None else column > edge(offset + band.right)
+    left = None if band.left is None else column < edge(offset - band.left)
+    if left is None or right is None:
+        return right if left is None else left
+    return np.logical_or(left, right, out=left)

@@ -1,0 +1,274 @@
+"""The NumPy engine: FlashAttention as tiles of matrix products, in O(N) memory.
+
+Both algorithms walk the same tiles of scores and differ in the order, as in their papers:
+
+    fa1   for each key tile:                       fa2   for each query tile:
+              for each query tile:                           for each key tile:
+                  O, l, m of the query tile                      O, l, m stay at hand
+                  are updated in memory                      O is divided by l once
+
+`m` is the running maximum of a row's scores, `l` the running sum of `exp(score - m)`, and
+`O` the weighted values so far: divided by `l` at every step in fa1, at the end in fa2.
+
+The backward pass computes each tile's weights again, as `P = exp(S - lse)`, and adds
+
+    dQ += scale dS K     dK += scale dS^T Q     dV += P^T dO
+
+with `dS = P (dO V^T - delta)`, times the derivative of the score's modification, and
+`delta = rowsum(dO O) - dlse`, computed once, not in every tile as in the first paper. In fa1 key
+tiles are outside, as in that paper's Algorithm 4: dK and dV of a key tile stay at hand, dQ is
+updated in memory. FlashAttention-2 gives every key tile to a thread block of its own, which all
+add to dQ at once. Here tiles run one after the other, and fa2 keeps the order of its forward
+pass: query tiles are outside, dQ stays at hand, dK and dV are updated in memory.
+
+One head is worked on at a time. Half precision is widened to float32 head by head.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..masks.band import MAX_SHIFT
+from .tiles import Head, HeadBackward, rows_of, tiles_of
+
+
+def default_blocks(algo: str, head_dim: int, value_dim: int) -> tuple[int, int]:
+    """Queries and keys per tile that run fastest, for `algo` "fa1" or "fa2".
+
+    Examples
+    --------
+    >>> default_blocks("fa2", 64, 64)
+    (2048, 512)
+    """
+    # Threaded BLAS wants tall tiles, so that its threads seldom wait for each other, and a tile
+    # of scores (4 MiB in float32) should stay in cache. Of sizes from 256 to 2048 these were
+    # fastest, or as fast as any, for both algorithms at head dims 64 and 256, with and without
+    # masks (asv_bench/host_ratio.py --blocks).
+    return 2048, 512
+
+
+def forward(
+    plan,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    q_lengths=None,
+    kv_lengths=None,
+    q_offset=None,
+    *,
+    scale,
+    score=None,
+    mask=None,
+):
+    """Write attention of `q`, `k` and `v` into `out`, and its log-sum-exp into `lse`.
+
+    Parameters
+    ----------
+    plan : Plan
+        Its `algo`, `block_q`, `block_k` and `problem` are used.
+    q, k, v : ndarray, shapes leading + (N, D), leading + (M, D), leading + (M, E)
+        Already broadcast to the problem's leading axes; any strides.
+    out, lse : ndarray, shapes leading + (N, E) and leading + (N,)
+        The results; any strides. `lse` may be None.
+    q_lengths, kv_lengths : ndarray of int, shape leading, optional
+        Valid queries and keys of each head, clamped to the arrays' lengths.
+    q_offset : ndarray of int, shape leading, optional
+        The shift of each head, where the plan's band does not know it.
+    scale : float
+        What the products q.k are multiplied by.
+    score : ScoreMod, optional
+        How the scaled products are changed.
+    mask : function, optional
+        From an index into the leading axes to that head's mask, see :func:`head.head_masks`.
+    """
+    problem = plan.problem
+    walk = {"fa1": _walk_fa1, "fa2": _walk_fa2}[plan.algo]
+    # NaN and infinity are data here, and exp(-inf) = 0 is how a mask hides a key.
+    with np.errstate(all="ignore"):
+        for number, index in enumerate(np.ndindex(problem.leading)):
+            rows = _clamped(q_lengths, index, problem.query_length)
+            keys = _clamped(kv_lengths, index, problem.key_length)
+            out[index][rows:] = 0
+            if lse is not None:
+                lse[index][rows:] = -np.inf
+            if rows == 0:
+                continue
+            walk(
+                Head.load(
+                    plan,
+                    (q[index][:rows], k[index][:keys], v[index][:keys]),
+                    scale=scale,
+                    score=score,
+                    mask=mask and mask(index),
+                    place=divmod(number, problem.heads),
+                    shift=_shift(q_offset, index),
+                ),
+                out[index][:rows],
+                None if lse is None else lse[index][:rows],
+            )
+
+
+def backward(
+    plan,
+    dout,
+    q,
+    k,
+    v,
+    out,
+    lse,
+    dlse,
+    dq,
+    dk,
+    dv,
+    q_lengths=None,
+    kv_lengths=None,
+    q_offset=None,
+    *,
+    scale,
+    score=None,
+    mask=None,
+):
+    """Add the gradients of `q`, `k` and `v` to `dq`, `dk` and `dv`.
+
+    Parameters
+    ----------
+    plan : Plan
+        Its `algo`, `block_q`, `block_k` and `problem` are used.
+    dout, out : ndarray, shape leading + (N, E)
+        The gradient of the forward pass's output, and that output; any strides.
+    q, k, v : ndarray, shapes leading + (N, D), leading + (M, D), leading + (M, E)
+        As :func:`forward` had them.
+    lse, dlse : ndarray, shape leading + (N,)
+        The forward pass's log-sum-exp, and its gradient; any strides. `dlse` may be None.
+    dq, dk, dv : ndarray, shapes of `q`, `k` and `v`
+        In the type of the sums, and zero. Heads may share memory (a stride of 0), where their
+        gradients are summed in the order of the heads.
+    q_lengths, kv_lengths, q_offset, scale, score, mask
+        As :func:`forward` had them.
+    """
+    problem = plan.problem
+    walk = {"fa1": _walk_back_fa1, "fa2": _walk_back_fa2}[plan.algo]
+    with np.errstate(all="ignore"):
+        for number, index in enumerate(np.ndindex(problem.leading)):
+            rows = _clamped(q_lengths, index, problem.query_length)
+            keys = _clamped(kv_lengths, index, problem.key_length)
+            if rows == 0 or keys == 0:
+                continue
+            head = Head.load(
+                plan,
+                (q[index][:rows], k[index][:keys], v[index][:keys]),
+                scale=scale,
+                score=score,
+                mask=mask and mask(index),
+                place=divmod(number, problem.heads),
+                shift=_shift(q_offset, index),
+            )
+            given = (None if x is None else x[index][:rows] for x in (dout, out, lse, dlse))
+            walk(
+                HeadBackward.load(head, scale, *given),
+                dq[index][:rows],
+                dk[index][:keys],
+                dv[index][:keys],
+            )
+
+
+def _clamped(lengths, index, length: int) -> int:
+    return length if lengths is None else min(max(int(lengths[index]), 0), length)
+
+
+def _shift(q_offset, index) -> int | None:
+    return None if q_offset is None else min(max(int(q_offset[index]), -MAX_SHIFT), MAX_SHIFT)
+
+
+def _walk_fa1(head: Head, out, lse) -> None:
+    """Key tiles outside: O, l and m of all queries live in memory between the key tiles."""
+    rows = range(len(head.queries))
+    output, sums, maxima = head.start(len(rows))
+    for key_tile in tiles_of(range(len(head.keys)), head.block_k):
+        seeing = head.band.query_range(key_tile.start, key_tile.stop, head.shift, len(rows))
+        for query_tile in head.visited_queries(key_tile, range(*seeing)):
+            queries, keys = head.visible_part(query_tile, key_tile)
+            if not (queries and keys):
+                continue
+            tile = rows_of(queries)
+            scores, hidden = head.scores(queries, keys)
+            maxima[tile], rescale, row_sums = head.weights(scores, maxima[tile])
+            sums_before = sums[tile] * rescale
+            sums[tile] = sums_before + row_sums
+            # O = (l_before O + P V) / l: divided at every step, so that O always is the
+            # attention over the keys seen so far.
+            output[tile] *= sums_before
+            output[tile] += head.weighted_values(scores, hidden, keys)
+            output[tile] /= _divisor(sums[tile])
+    out[...] = _weighed(output, sums)
+    if lse is not None:
+        lse[...] = (maxima + np.log(sums))[:, 0]
+
+
+def _walk_fa2(head: Head, out, lse) -> None:
+    """Query tiles outside: O, l and m of one query tile at a time, O divided by l at the end."""
+    for query_tile in tiles_of(range(len(head.queries)), head.block_q):
+        output, sums, maxima = head.start(len(query_tile))
+        visible = head.band.key_range(query_tile.start, query_tile.stop, head.shift, len(head.keys))
+        for key_tile in head.visited_keys(query_tile, range(*visible)):
+            queries, keys = head.visible_part(query_tile, key_tile)
+            if not (queries and keys):
+                continue
+            tile = rows_of(queries, query_tile.start)
+            scores, hidden = head.scores(queries, keys)
+            maxima[tile], rescale, row_sums = head.weights(scores, maxima[tile])
+            sums[tile] = sums[tile] * rescale + row_sums
+            output[tile] *= rescale
+            output[tile] += head.weighted_values(scores, hidden, keys)
+        out[rows_of(query_tile)] = _weighed(output / _divisor(sums), sums)
+        if lse is not None:
+            lse[rows_of(query_tile)] = (maxima + np.log(sums))[:, 0]
+
+
+def _walk_back_fa1(tiles: HeadBackward, dq, dk, dv) -> None:
+    """Key tiles outside: dK and dV of one key tile at a time, dQ lives in memory."""
+    head = tiles.head
+    rows = len(head.queries)
+    for key_tile in tiles_of(range(len(head.keys)), head.block_k):
+        dk_tile, dv_tile = (np.zeros((len(key_tile), x.shape[1]), x.dtype) for x in (dk, dv))
+        seeing = head.band.query_range(key_tile.start, key_tile.stop, head.shift, rows)
+        for query_tile in head.visited_queries(key_tile, range(*seeing)):
+            queries, keys = head.visible_part(query_tile, key_tile)
+            if not (queries and keys):
+                continue
+            tile = rows_of(keys, key_tile.start)
+            dq_part, dk_part, dv_part = tiles.gradients(queries, keys)
+            dq[rows_of(queries)] += dq_part
+            dk_tile[tile] += dk_part
+            dv_tile[tile] += dv_part
+        dk[rows_of(key_tile)] += dk_tile
+        dv[rows_of(key_tile)] += dv_tile
+
+
+def _walk_back_fa2(tiles: HeadBackward, dq, dk, dv) -> None:
+    """Query tiles outside: dQ of one query tile at a time, dK and dV live in memory."""
+    head = tiles.head
+    for query_tile in tiles_of(range(len(head.queries)), head.block_q):
+        dq_tile = np.zeros((len(query_tile), dq.shape[1]), dq.dtype)
+        visible = head.band.key_range(query_tile.start, query_tile.stop, head.shift, len(head.keys))
+        for key_tile in head.visited_keys(query_tile, range(*visible)):
+            queries, keys = head.visible_part(query_tile, key_tile)
+            if not (queries and keys):
+                continue
+            dq_part, dk_part, dv_part = tiles.gradients(queries, keys)
+            dq_tile[rows_of(queries, query_tile.start)] += dq_part
+            dk[rows_of(keys)] += dk_part
+            dv[rows_of(keys)] += dv_part
+        dq[rows_of(query_tile)] += dq_tile
+
+
+def _divisor(sums):
+    """`l`, but 1 for a row without any weight."""
+    return np.where(sums == 0, 1, sums)
+
+
+def _weighed(output, sums):
+    """O, but 0 for a row without any weight: 0 times a visible value may be NaN."""
+    return np.where(sums == 0, 0, output)

@@ -1,0 +1,1 @@
+"""Arrays without their values: shapes, strides, and what they broadcast to."""

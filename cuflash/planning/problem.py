@@ -1,0 +1,248 @@
+"""What a plan is made for: a device's facts, and one call's shapes and options."""
+
+from __future__ import annotations
+
+import math
+import operator
+from dataclasses import dataclass
+
+from ..masks.band import Band
+from ..operands.dtypes import ACCUMULATORS, result_dtype
+from ..operands.layout import Layout
+from ..operands.spec import Spec
+from ..scores import ScoreMod
+
+# Shared memory one block may use, by compute capability (CUDA C programming guide, table of
+# technical specifications).
+SHARED_BYTES = {
+    70: 98304, 72: 98304, 75: 65536, 80: 166912, 86: 101376, 87: 166912, 88: 101376, 89: 101376,
+    90: 232448, 100: 232448, 103: 232448, 110: 232448, 120: 101376, 121: 101376,
+}  # fmt: skip
+LEAST_ARCH = 70
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the plan needs to know of a machine.
+
+    Parameters
+    ----------
+    arch : int
+        Compute capability times ten (90 for an H200), from 70 on; 0 for the CPU.
+    name : str
+        For printing.
+    multiprocessors : int
+        Number of streaming multiprocessors.
+    shared_bytes : int, optional
+        Shared memory that one block may use; by default that of the architecture.
+    cache_bytes : int
+        Size of the L2 cache.
+    has_features : bool
+        Whether its own instructions (sm_90a) can be compiled: by NVRTC 12.9 and later.
+
+    Raises
+    ------
+    TypeError, ValueError
+        For what is no number of that kind.
+
+    Examples
+    --------
+    >>> Device(90, "NVIDIA H200", multiprocessors=132).shared_bytes
+    232448
+    """
+
+    arch: int
+    name: str = ""
+    multiprocessors: int = 100
+    shared_bytes: int = 0
+    cache_bytes: int = 32 << 20
+    has_features: bool = True
+
+    def __post_init__(self):
+        arch = "compute capability times ten, as 90 for an H200, or 0 for the CPU"
+        self._check_integer("arch", 0, arch)
+        if self.arch and not LEAST_ARCH <= self.arch <= 999:
+            raise ValueError(f"arch={self.arch}: give {arch}; GPUs are served from 70 on")
+        self._check_integer("multiprocessors", 1, "how many there are, 1 or more")
+        self._check_integer("shared_bytes", 0, "bytes of one block, or 0 for the architecture's")
+        self._check_integer("cache_bytes", 0, "bytes, 0 or more")
+        if not isinstance(self.name, str):
+            raise TypeError(f"name={self.name!r}: give a string")
+        if not isinstance(self.has_features, bool):
+            raise TypeError(f"has_features={self.has_features!r}: give True or False")
+        if not self.shared_bytes:
+            object.__setattr__(self, "shared_bytes", SHARED_BYTES.get(self.arch, 49152))
+
+    def _check_integer(self, name: str, least: int, wanted: str) -> None:
+        """Make a field an int, or raise where it is none or less than `least`."""
+        value = getattr(self, name)
+        try:
+            number = operator.index(None if isinstance(value, bool) else value)
+        except TypeError:
+            raise TypeError(f"{name}={value!r}: give an integer, {wanted}") from None
+        if number < least:
+            raise ValueError(f"{name}={value!r}: give {wanted}")
+        object.__setattr__(self, name, number)
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether this is the CPU."""
+        return self.arch == 0
+
+    def __str__(self):
+        return "CPU" if self.is_cpu else f"{self.name or 'GPU'} (sm_{self.arch})"
+
+
+CPU = Device(0, "CPU", multiprocessors=1)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One call's shapes and options, without its arrays.
+
+    Parameters
+    ----------
+    dtype : str
+        Of the operands and the result: float16, bfloat16, float32 or float64.
+    leading : tuple of int
+        The broadcast leading axes; grouped heads are two axes, (key heads, group).
+    heads : int
+        How many of the trailing entries of `leading` belong to one batch entry.
+    query_length, key_length, head_dim, value_dim : int
+        N, M, D and Dv.
+    band : Band
+        Causal mask and window.
+    score : str
+        The score modification's expression, empty for none; `captures` names its scalars.
+    q_lengths, kv_lengths : str
+        Integer type of the lengths, empty where there are none.
+    q_offset : str
+        Integer type of the shifts, empty where the band says what they are.
+    aligned : bool
+        Whether every row of q, k, v and out (and of the gradients) starts on a multiple of 16
+        bytes.
+    unmappable : str
+        Why tensor maps cannot describe q, k and v, or an empty string.
+    backward : bool
+        The gradients of q, k and v instead of out.
+    deterministic : bool
+        Whether gradients must be the same bits each time.
+    summed : tuple of int
+        How many heads share one row of q, k and v, whose gradient sums over them.
+    mask : str
+        "blocks" (a BlockMask), "elements" (an array of bool), or empty for none.
+    mask_lists : int
+        How many different masks it holds, for heads to share.
+    """
+
+    dtype: str
+    leading: tuple[int, ...]
+    query_length: int
+    key_length: int
+    head_dim: int
+    value_dim: int
+    heads: int = 1
+    band: Band = Band()
+    score: str = ""
+    captures: tuple[str, ...] = ()
+    q_lengths: str = ""
+    kv_lengths: str = ""
+    q_offset: str = ""
+    aligned: bool = True
+    unmappable: str = ""
+    backward: bool = False
+    deterministic: bool = True
+    summed: tuple[int, int, int] = (1, 1, 1)
+    mask: str = ""
+    mask_lists: int = 1
+
+    @property
+    def head_count(self) -> int:
+        """B * H: heads of the whole batch."""
+        return math.prod(self.leading)
+
+    @property
+    def accumulator(self) -> str:
+        """The type that sums are held in."""
+        return ACCUMULATORS[self.dtype]
+
+    @property
+    def shift_is_given(self) -> bool:
+        """Whether the caller says where the diagonal lies, by a number or an array of them."""
+        return bool(self.q_offset) or isinstance(self.band.alignment, int)
+
+    @property
+    def flops(self) -> int:
+        """Of the products, per pair of query and key that the band shows; no more is hidden here.
+
+        Forward q.k and P v; backward q.k, dS k and dS q over D, and P dout and dout.v over Dv.
+        """
+        pairs = self.band.count(self.query_length, self.key_length) * self.head_count
+        if self.backward:
+            return 2 * (3 * self.head_dim + 2 * self.value_dim) * pairs
+        return 2 * (self.head_dim + self.value_dim) * pairs
+
+    def __str__(self):
+        lead = "x".join(map(str, self.leading)) or "1"
+        text = f"{self.dtype} heads {lead}, queries {self.query_length}, keys {self.key_length}, "
+        text += f"head dim {self.head_dim}"
+        if self.value_dim != self.head_dim:
+            text += f", value dim {self.value_dim}"
+        if not self.band.is_open:
+            text += f", {self.band}"
+        if self.mask:
+            text += f", mask of {self.mask}"
+        if self.score:
+            text += f", score {self.score}"
+        for name in ("q_lengths", "kv_lengths", "q_offset"):
+            if getattr(self, name):
+                text += f", {name}"
+        if self.backward:
+            text += ", backward" if self.deterministic else ", backward in any order"
+        return text if self.aligned else text + ", rows not aligned to 16 bytes"
+
+
+MAP_AXES = 3  # leading axes of a tensor map, beside rows and columns
+
+
+def _unmappable(layout: Layout, queries: int, keys: int) -> str:
+    """Why tensor maps cannot describe q, k and v, or an empty string."""
+    if len(layout.axes) > MAP_AXES:
+        return f"tensor maps have {MAP_AXES} leading axes, these fold into {len(layout.axes)}"
+    for name, length in (("q", queries), ("k", keys), ("v", keys)):
+        rows, steps = layout.rows[name], layout.axis_strides[name]
+        if min((rows, *steps)) < 0:
+            return f"tensor maps have no negative strides, {name} has"
+        if rows == 0 and length > 1:
+            return f"tensor maps repeat no rows, {name} does"
+    return ""
+
+
+def make_problem(
+    layout: Layout, q: Spec, k: Spec, v: Spec, *, band: Band, score: ScoreMod | None,
+    lengths: dict[str, str], mask: str = "", aligned: bool, backward: bool = False,
+    deterministic: bool = True,
+) -> Problem:  # fmt: skip
+    """The problem that a layout and the options pose."""
+    return Problem(
+        dtype=result_dtype(q.dtype, k.dtype, v.dtype).name,
+        leading=layout.leading,
+        heads=layout.out_shape[-3] if len(layout.out_shape) > 2 else 1,
+        query_length=q.shape[-2],
+        key_length=k.shape[-2],
+        head_dim=q.shape[-1],
+        value_dim=v.shape[-1],
+        band=band,
+        score=score.expression if score else "",
+        captures=score.names if score else (),
+        q_lengths=lengths.get("q_lengths", ""),
+        kv_lengths=lengths.get("kv_lengths", ""),
+        q_offset=lengths.get("q_offset", ""),
+        aligned=aligned,
+        unmappable="" if backward else _unmappable(layout, q.shape[-2], k.shape[-2]),
+        backward=backward,
+        deterministic=deterministic,
+        summed=layout.summed if backward else (1, 1, 1),
+        mask=mask,
+        mask_lists=layout.mask.lists if layout.mask else 1,
+    )
