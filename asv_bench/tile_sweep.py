@@ -37,7 +37,9 @@ import cupy
 import numpy as np
 
 import cuflash
-from cuflash.calls.call import BackwardCall, ForwardCall, find_call
+from cuflash.calls.arguments import Arguments, Options
+from cuflash.calls.call import BackwardCall, ForwardCall
+from cuflash.calls.run import find_call
 from cuflash.gpu import launch
 from cuflash.operands.dtypes import HALF, SINGLE
 from cuflash.planning.mma import MmaTile
@@ -367,12 +369,13 @@ class Shape:
             self.results, self.read = (self.out,), inputs
             kind, missing = ForwardCall, ()
         written = [x.cupy for x in self.results]
-        arrays = (*self.read, *missing, *written)
-        self.arrays = (*arrays, *[None] * (len(kind.operands) - len(arrays)))
-        options = (
-            case.algo, case.engine, self.causal, None, None, None, None, False, deterministic,
-        )  # fmt: skip
-        self.call, self.device_id, self.addresses = find_call(kind, self.arrays, options)
+        given = (*self.read, *missing, *written)
+        self.kind, self.arrays = (
+            kind,
+            dict.fromkeys(kind.operands) | dict(zip(kind.operands, given)),
+        )
+        options = Options(case.algo, case.engine, causal=self.causal, deterministic=deterministic)
+        self.call = find_call(kind, Arguments(self.arrays), options)
 
     def _draw(self):
         return bench.draw(self.sizes, self.case.dtype, self.case.layout)
@@ -397,8 +400,7 @@ class Shape:
         count = len(self.results)
 
         def run():
-            addresses = list(self.addresses)
-            launch.run(call, self.device_id, self.arrays, addresses, count, workspace)
+            launch.run(call, Arguments(self.arrays, workspace=workspace), count)
 
         return run
 

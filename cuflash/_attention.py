@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from .calls.arrays import as_array, as_mask, of_batch, split_offset
-from .calls.call import BackwardCall, ForwardCall, find_call, run_call
+from .calls.arguments import Arguments, Options
+from .calls.arrays import as_array, as_mask, as_window, of_batch, split_offset
+from .calls.call import OF_BATCH, BackwardCall, ForwardCall
+from .calls.run import find_call, run_call
 from .keywords import explains_keywords
-from .planning.plan import Plan
+from .planning.plan import Plan, serves_gradients
 from .planning.problem import Device
 
 
@@ -144,9 +146,9 @@ def attention(
     """
     offset, offsets = split_offset(q_offset)
     arrays = _forward_arrays(q, k, v, out, return_lse, q_lengths, kv_lengths, offsets)
-    options = (algo, engine, causal, window, offset, softcap, scale, enable_gqa, True)
-    count = 1 + bool(return_lse)
-    results = run_call(ForwardCall, arrays, options, count, as_mask(mask), workspace)
+    options = Options(algo, engine, causal, as_window(window), offset, softcap, scale, enable_gqa)
+    arguments = Arguments(arrays, as_mask(mask), workspace)
+    results = run_call(ForwardCall, arguments, options, 1 + bool(return_lse))
     if not return_lse:
         return results[0] if out is None else out
     return tuple(x if mine is None else mine for x, mine in zip(results, out or (None, None)))
@@ -263,8 +265,10 @@ def attention_backward(
         inputs[name] = as_array(name, inputs[name])
     offset, offsets = split_offset(q_offset)
     arrays = _backward_arrays(inputs, grads_out, q_lengths, kv_lengths, offsets)
-    options = (algo, engine, causal, window, offset, softcap, scale, enable_gqa, deterministic)
-    results = run_call(BackwardCall, arrays, options, 3, as_mask(mask), workspace)
+    options = Options(
+        algo, engine, causal, as_window(window), offset, softcap, scale, enable_gqa, deterministic
+    )
+    results = run_call(BackwardCall, Arguments(arrays, as_mask(mask), workspace), options, 3)
     return tuple(x if mine is None else mine for x, mine in zip(results, grads_out or (None,) * 3))
 
 
@@ -336,7 +340,7 @@ def attention_vjp(
     }  # fmt: skip
     kernel = {"algo": algo, "engine": engine}
     out, lse = attention(q, k, v, return_lse=True, **kernel, **options)
-    if algo == "fa3" or engine == "wgmma":
+    if not serves_gradients(algo, engine):
         kernel = {}
 
     def vjp(dout, dlse=None):
@@ -398,33 +402,38 @@ def plan(
     if not (device is None or isinstance(device, Device)):
         raise TypeError(f"device={device!r}: give a cuflash.Device, or None for the arrays' own")
     offset, offsets = split_offset(q_offset)
-    options = (algo, engine, causal, window, offset, softcap, scale, enable_gqa, deterministic)
+    options = Options(
+        algo, engine, causal, as_window(window), offset, softcap, scale, enable_gqa, deterministic
+    )
     integers, mask = (q_lengths, kv_lengths, offsets), as_mask(mask)
     if backward:
         inputs = dict.fromkeys(("dout", "q", "k", "v", "out", "lse", "dlse"))
         inputs.update(q=q, k=k, v=v)
         arrays = _backward_arrays(inputs, out, *integers)
-        return find_call(BackwardCall, arrays, options, device, mask)[0].plan
+        return find_call(BackwardCall, Arguments(arrays, mask), options, device).plan
     arrays = _forward_arrays(q, k, v, out, isinstance(out, tuple), *integers)
-    return find_call(ForwardCall, arrays, options, device, mask)[0].plan
+    return find_call(ForwardCall, Arguments(arrays, mask), options, device).plan
 
 
-def _forward_arrays(q, k, v, out, return_lse, q_lengths, kv_lengths, offsets) -> tuple:
-    """The arrays of a call in the order of ForwardCall.operands, None for those not given."""
+def _forward_arrays(q, k, v, out, return_lse, q_lengths, kv_lengths, offsets) -> dict:
+    """The operands of ForwardCall, None for those not given."""
     q = as_array("q", q)
     out, lse = _split_out(out, return_lse)
-    return (
-        q,
-        as_array("k", k),
-        as_array("v", v),
-        None if out is None else as_array("out", out),
-        None if lse is None else as_array("lse", lse),
-        *of_batch(q_lengths, kv_lengths, offsets, q),
-    )
+    q_lengths, kv_lengths, offsets = of_batch(q_lengths, kv_lengths, offsets, q)
+    return {
+        "q": q,
+        "k": as_array("k", k),
+        "v": as_array("v", v),
+        "out": None if out is None else as_array("out", out),
+        "lse": None if lse is None else as_array("lse", lse),
+        "q_lengths": q_lengths,
+        "kv_lengths": kv_lengths,
+        "q_offset": offsets,
+    }
 
 
-def _backward_arrays(inputs, grads_out, q_lengths, kv_lengths, offsets) -> tuple:
-    """The arrays of a call in the order of BackwardCall.operands, None for those not given.
+def _backward_arrays(inputs, grads_out, q_lengths, kv_lengths, offsets) -> dict:
+    """The operands of BackwardCall, None for those not given.
 
     `inputs` maps the names of what is read to the arrays.
     """
@@ -435,7 +444,8 @@ def _backward_arrays(inputs, grads_out, q_lengths, kv_lengths, offsets) -> tuple
         name: x if x is None and name not in "qkv" else as_array(name, x)
         for name, x in (inputs | gradients).items()
     }
-    return (*arrays.values(), *of_batch(q_lengths, kv_lengths, offsets, arrays["q"]))
+    integers = of_batch(q_lengths, kv_lengths, offsets, arrays["q"])
+    return arrays | dict(zip(OF_BATCH, integers))
 
 
 def _split_out(out, return_lse):

@@ -1,8 +1,9 @@
-"""`cuflash.attention` with its kernels executed by the emulator, on NumPy arrays."""
+"""`cuflash.attention` and its gradients with their kernels executed by the emulator, on NumPy
+arrays: the product's own calls and plans, launched on its memory.
+"""
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import numpy as np
@@ -10,17 +11,16 @@ from cases import H200, on_row
 from emulator import Memory, Module
 from emulator.memory import TensorMap
 
-import cuflash
-from cuflash.calls.arrays import conform, of_batch, split_offset
-from cuflash.calls.call import BackwardCall, find_call
+from cuflash import _attention as api
+from cuflash.calls.arguments import Arguments, Options
+from cuflash.calls.arrays import as_mask, conform, split_offset
+from cuflash.calls.call import BackwardCall, ForwardCall
+from cuflash.calls.run import find_call
 from cuflash.gpu.arguments import pack
 from cuflash.gpu.tensor_maps import TABLES_BYTES, tensor_maps
 from cuflash.gpu.work_order import work_order
 from cuflash.masks.tile_lists import tile_lists
-from cuflash.operands.layout import make_layout
-from cuflash.operands.spec import Spec, conformed
 from cuflash.planning.plan import Plan
-from cuflash.scores import softcap as softcap_score
 
 
 class Result(NamedTuple):
@@ -33,68 +33,21 @@ class Result(NamedTuple):
 
 
 def attention(
-    q, k, v, *, out=None, return_lse=True, scale=None, softcap=None, enable_gqa=False, mask=None,
-    q_lengths=None, kv_lengths=None, q_offset=None, mode="check", seed=0, row=None, device=H200,
-    **options,
+    q, k, v, *, algo=None, engine=None, causal=False, window=None, mask=None, softcap=None,
+    q_lengths=None, kv_lengths=None, q_offset=None, scale=None, enable_gqa=False, return_lse=True,
+    out=None, mode="check", seed=0, row=None, device=H200,
 ):  # fmt: skip
     """attention() as `device` would run it; `row` forces a row of the table, `mode` and `seed`
     are the emulator's.
 
     New results are never-written memory to the kernel; `out=` counts as written, gaps included.
     """
-    lengths = {"q_lengths": q_lengths, "kv_lengths": kv_lengths}
-    plan = cuflash.plan(
-        q, k, v, out=out, scale=scale, softcap=softcap, enable_gqa=enable_gqa, mask=mask,
-        device=device, q_offset=q_offset, **lengths, **options,
-    )  # fmt: skip
-    if plan.problem.q_offset:
-        lengths["q_offset"] = q_offset
-    if row is not None:
-        plan = on_row(plan, row)
-    dtype = np.dtype(plan.problem.dtype) if plan.problem.dtype != "bfloat16" else v.dtype
-    q, k, v = (_conform(x, dtype) for x in (q, k, v))
-    for name, x in lengths.items():
-        if x is not None:
-            lengths[name] = np.asarray(x, getattr(plan.problem, name))
-    specs = {name: None if x is None else _spec(x) for name, x in lengths.items()}
-    mask_spec = mask
-    if mask is not None:
-        blocks = isinstance(mask, cuflash.BlockMask)
-        mask_spec = Spec.contiguous(mask.shape, np.bool_) if blocks else _spec(mask)
-    result, lse = out if return_lse and out is not None else (out, None)
-    shapes = make_layout(_spec(q), _spec(k), _spec(v), enable_gqa=enable_gqa, **specs)
-    fresh, fresh_lse = result is None, lse is None
-    if fresh:
-        result = np.empty(shapes.out_shape, dtype)
-    if fresh_lse and return_lse:
-        lse = np.empty(shapes.lse_shape, plan.problem.accumulator)
-    target = _conform(result, dtype)
-    layout = make_layout(
-        _spec(q), _spec(k), _spec(v), _spec(target), None if lse is None else _spec(lse),
-        enable_gqa=enable_gqa, mask=mask_spec, **specs,
-    )  # fmt: skip
-
-    memory = Memory()
-    scale = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
-    params = pack(plan, layout, scale, softcap_score(softcap).values if softcap else ())
-    for name, x in {"q": q, "k": k, "v": v, **lengths}.items():
-        params[name] = 0 if x is None else memory.place(x)
-    params["out"] = memory.place(target, initialised=not fresh and target is result)
-    params["lse"] = 0 if lse is None else memory.place(lse, initialised=not fresh_lse)
-    _place_mask(params, mask, plan, memory)
-    operands = {"q": q, "k": k, "v": v}
-    maps = tensor_maps(plan, layout) if plan.engine == "wgmma" else {}
-    more = []
-    if plan.engine == "wgmma":
-        packed = [TensorMap(operands[name], *x).pack(memory) for name, x in maps.items()]
-        order = work_order(plan)
-        place = 0 if order is None else memory.place(order)
-        text = b"".join([*packed, place.to_bytes(8, "little")]).ljust(TABLES_BYTES, b"\0")
-        more = [np.frombuffer(text, f"V{TABLES_BYTES}")]
-    stats = _launch(plan, [params, *more], memory, mode, seed)
-    if target is not result:
-        result[...] = target
-    return Result(result, lse, plan, stats)
+    offset, offsets = split_offset(q_offset)
+    options = Options(algo, engine, causal, window, offset, softcap, scale, enable_gqa)
+    given_lse = return_lse and out is not None
+    arrays = api._forward_arrays(q, k, v, out, given_lse, q_lengths, kv_lengths, offsets)
+    count = 1 + return_lse
+    return Result(*_run(ForwardCall, arrays, options, count, mask, mode, seed, row, device))
 
 
 class Gradients(NamedTuple):
@@ -116,33 +69,56 @@ def attention_backward(
 
     New gradients are never-written memory to the kernels; `grads_out=` counts as written.
     """
-    given = (dout, q, k, v, out, lse, dlse, *(grads_out or (None,) * 3))
+    inputs = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
     offset, offsets = split_offset(q_offset)
-    arrays = [*given, *of_batch(q_lengths, kv_lengths, offsets, q)]
-    options = (algo, engine, causal, window, offset, softcap, scale, enable_gqa, deterministic)
-    call = find_call(BackwardCall, tuple(arrays), options, device, mask)[0]
+    options = Options(
+        algo, engine, causal, window, offset, softcap, scale, enable_gqa, deterministic
+    )
+    arrays = api._backward_arrays(inputs, grads_out, q_lengths, kv_lengths, offsets)
+    return Gradients(*_run(BackwardCall, arrays, options, 3, mask, mode, seed, row, device))
+
+
+def _run(kind, arrays, options, count, mask, mode, seed, row, device):
+    """The first results of a call, padded with None, its plan and the emulator's counts."""
+    mask = as_mask(mask)
+    call = find_call(kind, Arguments(arrays, mask), options, device)
     plan = call.plan if row is None else on_row(call.plan, row)
-    results, fresh = [], set()
-    for place, spec in call.results:
-        if arrays[place] is None:
-            arrays[place] = np.empty(spec.shape, spec.dtype)
-            fresh.add(place)
-        results.append(arrays[place])
-    for place, spec in call.copied:
-        arrays[place] = conform(arrays[place], spec)
-    for _, place, spec in call.staged:
-        arrays[place] = np.empty(spec.shape, spec.dtype)
-        fresh.add(place)
+    results, fresh = {}, set()
+    for name, spec in call.results[:count]:
+        if arrays[name] is None:
+            arrays[name] = np.empty(spec.shape, spec.dtype)
+            fresh.add(name)
+        results[name] = arrays[name]
+    for name, spec in call.copied:
+        arrays[name] = conform(arrays[name], spec)
+    for name, spec in call.staged:
+        arrays[name] = np.empty(spec.shape, spec.dtype)
+        fresh.add(name)
 
     memory = Memory()
     params = pack(plan, call.layout, call.scale, call.score.values if call.score else ())
-    for place, (name, x) in enumerate(zip(BackwardCall.operands, arrays, strict=True)):
-        params[name] = 0 if x is None else memory.place(x, initialised=place not in fresh)
+    for name, x in arrays.items():
+        params[name] = 0 if x is None else memory.place(x, initialised=name not in fresh)
     _place_mask(params, mask, plan, memory)
-    stats = _launch(plan, [params], memory, mode, seed)
-    for number, place, _ in call.staged:
-        results[number][...] = arrays[place]
-    return Gradients(*results, plan, stats)
+    tables = _tables(plan, call.layout, arrays, memory)
+    stats = _launch(plan, [params, *tables], memory, mode, seed)
+    for name, _ in call.staged:
+        if name in results:
+            results[name][...] = arrays[name]
+    padding = [None] * (len(call.results) - count)
+    return *results.values(), *padding, plan, stats
+
+
+def _tables(plan, layout, arrays, memory) -> list:
+    """The argument beside Params, of kernels that read operands by tensor maps."""
+    maps = tensor_maps(plan, layout)
+    if not maps:
+        return []
+    packed = [TensorMap(arrays[name], *x).pack(memory) for name, x in maps.items()]
+    order = work_order(plan)
+    address = 0 if order is None else memory.place(order)
+    text = b"".join([*packed, address.to_bytes(8, "little")]).ljust(TABLES_BYTES, b"\0")
+    return [np.frombuffer(text, f"V{TABLES_BYTES}")]
 
 
 def _place_mask(params, mask, plan, memory) -> None:
@@ -174,12 +150,3 @@ def _launch(plan, args, memory, mode, seed) -> dict:
     memory.fetch()
     memory.close()
     return stats
-
-
-def _spec(x):
-    return Spec(x.shape, x.strides, x.dtype)
-
-
-def _conform(x, dtype):
-    spec = _spec(x)
-    return x if conformed(spec, dtype) is spec else np.array(x, dtype, order="C")

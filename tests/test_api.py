@@ -17,6 +17,7 @@ from cuflash import BlockMask, keywords, reference
 from cuflash import _attention as module
 from cuflash.calls import arrays as array_arguments
 from cuflash.calls import call as calls
+from cuflash.calls import run
 from cuflash.operands.spec import Spec
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -25,7 +26,7 @@ H200 = cuflash.Device(90, "NVIDIA H200", multiprocessors=132)
 
 @pytest.fixture(autouse=True)
 def empty_cache(monkeypatch):
-    monkeypatch.setattr(calls, "_calls", {})
+    monkeypatch.setattr(run, "_calls", {})
 
 
 def normal(*shape, dtype=np.float32, seed=0):
@@ -475,8 +476,8 @@ class OnDevice:
 
 def test_arrays_in_different_places():
     with pytest.raises(ValueError, match="q on the CPU, k on GPU 1; move them to one device"):
-        array_arguments.check_places({"q": Q, "k": OnDevice})
-    array_arguments.check_places({"q": OnDevice, "k": OnDevice})
+        array_arguments.check_devices({"q": Q, "k": OnDevice})
+    array_arguments.check_devices({"q": OnDevice, "k": OnDevice})
 
 
 def test_a_mask_in_another_place(monkeypatch):
@@ -1405,10 +1406,10 @@ def test_alignment_is_told_apart():
 
 
 def test_the_cache_stays_small(monkeypatch):
-    monkeypatch.setattr(calls, "_MAX_CALLS", 3)
+    monkeypatch.setattr(run, "_MAX_CALLS", 3)
     for scale in range(1, 9):
         cuflash.attention(Q, K, V, scale=scale)
-        assert len(calls._calls) <= 3
+        assert len(run._calls) <= 3
 
 
 def test_plan_and_attention_share_their_decision():

@@ -28,7 +28,7 @@ from cases import (
 from tolerance import assert_backward_close, assert_forward_close
 
 import cuflash
-from cuflash.calls import call as calls
+from cuflash.calls import run as calls
 from cuflash.operands.dtypes import HALF
 
 pytestmark = pytest.mark.gpu

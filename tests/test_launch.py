@@ -12,15 +12,17 @@ import pytest
 import cuflash
 import cuflash.gpu
 from cuflash.calls import arrays
-from cuflash.calls import call as calls
+from cuflash.calls import run as calls
+from cuflash.calls.arguments import Arguments, Options
 from cuflash.calls.arrays import of_batch, split_offset
-from cuflash.calls.call import BackwardCall, ForwardCall, find_call
+from cuflash.calls.call import BackwardCall, ForwardCall
+from cuflash.calls.run import find_call, run_call
 from cuflash.masks.tile_lists import tile_lists
 from cuflash.planning.params import params_dtype, pointers
 
 H200 = cuflash.Device(90, "NVIDIA H200", multiprocessors=132)
 # The engine mma, since tensor maps are the driver's to make.
-OPTIONS = (None, "mma", False, None, None, None, None, True, True)
+OPTIONS = Options(engine="mma", enable_gqa=True)
 BASE = 1 << 20  # where the first array of the stand-in lies
 
 
@@ -123,10 +125,14 @@ def columns(*shape, dtype=np.float16):
 
 
 def call_of(kind, given, options=OPTIONS, mask=None):
-    """The call for these arrays, by name, as an H200 would run it; all that `run` is given."""
-    arrays = tuple(given.get(name) for name in kind.operands)
-    call, _, addresses = find_call(kind, arrays, options, H200, mask)
-    return call, 0, arrays, addresses
+    """The call for these arrays, by name, as an H200 would run it, and its arguments."""
+    arguments = Arguments({name: given.get(name) for name in kind.operands}, mask)
+    return find_call(kind, arguments, options, H200), arguments
+
+
+def run(launch, call, arguments, count, workspace=None):
+    arguments.workspace = workspace
+    return launch.run(call, arguments, count)
 
 
 def backward_operands(**changed):
@@ -139,8 +145,8 @@ def test_pointers_of_a_forward_call(launch):
     given = {name: make(2, 8, 100, 64) for name in "qkv"}
     for algo in ("fa2", "fa1"):
         launch.launched.clear()
-        call, *rest = call_of(ForwardCall, given, (algo, *OPTIONS[1:]))
-        (out,) = launch.run(call, *rest, 1, None)
+        call, *rest = call_of(ForwardCall, given, OPTIONS._replace(algo=algo))
+        (out,) = run(launch, call, *rest, 1)
         ((name, grid, block, shared_bytes, params),) = launch.launched
         plan = call.plan
         assert (name, grid, block) == (f"{algo}_forward", (plan.grid,), (plan.threads,))
@@ -150,7 +156,7 @@ def test_pointers_of_a_forward_call(launch):
         assert params["out"] == out.data.ptr
         assert params["lse"] == params["q_lengths"] == params["kv_lengths"] == 0
         assert (params["state"] != 0) == (algo == "fa1")
-    _, lse = launch.run(call, *rest, 2, None)
+    _, lse = run(launch, call, *rest, 2)
     assert launch.launched[-1][-1]["lse"] == lse.data.ptr
     assert lse.shape == (2, 8, 100)
 
@@ -158,8 +164,8 @@ def test_pointers_of_a_forward_call(launch):
 @pytest.mark.parametrize("algo", ["fa1", "fa2"])
 def test_pointers_of_a_backward_call(launch, algo):
     given = backward_operands()
-    call, *rest = call_of(BackwardCall, given, (algo, *OPTIONS[1:]))
-    grads = launch.run(call, *rest, 3, None)
+    call, *rest = call_of(BackwardCall, given, OPTIONS._replace(algo=algo))
+    grads = run(launch, call, *rest, 3)
     assert [x.shape for x in grads] == [given[name].shape for name in "qkv"]
     plan = call.plan
     assert [x[0] for x in launch.launched] == [kernel.name for kernel in plan.kernels]
@@ -194,10 +200,9 @@ def run_masked(launch, kind, mask, workspace=None, **options):
     if kind is ForwardCall:
         given = {name: given[name] for name in "qkv"}
     given.update(options.pop("given", {}))
-    named = dict(zip(("algo", "engine", "causal"), OPTIONS[:3], strict=True)) | options
-    call, *rest = call_of(kind, given, (*named.values(), *OPTIONS[3:]), mask)
+    call, *rest = call_of(kind, given, OPTIONS._replace(**options), mask)
     launch.launched.clear()
-    launch.run(call, *rest, len(kind.written), workspace, mask)
+    run(launch, call, *rest, len(kind.written), workspace)
     params = launch.launched[0][-1]
     assert all(x[-1] == params for x in launch.launched)
     assert [x[0] for x in launch.launched] == [kernel.name for kernel in call.plan.kernels]
@@ -365,7 +370,7 @@ def test_empty_calls_need_no_lists(launch, kind):
     given.update({f"d{name}": make(*given[name].shape) for name in "qkv"})
     call, *rest = call_of(kind, given, mask=mask)
     with capturing():
-        launch.run(call, *rest, len(kind.written), None, mask)
+        run(launch, call, *rest, len(kind.written))
     assert launch.launched == []
     assert not mask.device_lists
 
@@ -382,13 +387,13 @@ def test_offsets_reach_the_kernels(launch, kind):
     """One as a number in Params, those of an array where they lie."""
     given = backward_operands()
     for q_offset in (9, -4):
-        call, *rest = call_of(kind, given, (*OPTIONS[:4], q_offset, *OPTIONS[5:]))
-        launch.run(call, *rest, 1, None)
+        call, *rest = call_of(kind, given, OPTIONS._replace(q_offset=q_offset))
+        run(launch, call, *rest, 1)
         params = launch.launched[-1][-1]
         assert (params["q_offset"], params["shift"], params["bottom_right"]) == (0, q_offset, 0)
     offsets = make(2, dtype=np.int64)
     call, *rest = call_of(kind, {**given, "q_offset": offsets})
-    launch.run(call, *rest, 1, None)
+    run(launch, call, *rest, 1)
     params = launch.launched[-1][-1]
     assert params["q_offset"] == offsets.data.ptr
     assert params["kv_lengths"] == 0
@@ -426,8 +431,8 @@ def test_copies_and_stages(launch):
         dv=make(2, 4, 90, 64),
     )
     given["out"] = make(2, 8, 100, 64, dtype=np.float32)
-    call, *rest = call_of(BackwardCall, given, (None, None, *OPTIONS[2:]))
-    grads = launch.run(call, *rest, 3, None)
+    call, *rest = call_of(BackwardCall, given, OPTIONS._replace(engine=None))
+    grads = run(launch, call, *rest, 3)
     params = launch.launched[0][-1]
     moved = {name for name, x in given.items() if params[name] != x.data.ptr}
     # float32 is the result's type: q, v and dv are copied or staged as well.
@@ -442,9 +447,9 @@ def test_a_workspace_that_is_not_needed(launch):
     given = {name: make(2, 8, 100, 64) for name in "qkv"}
     call, *rest = call_of(ForwardCall, given)
     assert not call.plan.workspace_bytes
-    launch.run(call, *rest, 1, make(8))
+    run(launch, call, *rest, 1, make(8))
     with pytest.raises(ValueError, match="workspace is a str: give a contiguous CuPy array"):
-        launch.run(call, *rest, 1, "nonsense")
+        run(launch, call, *rest, 1, "nonsense")
     assert len(launch.launched) == 1
 
 
@@ -455,11 +460,9 @@ def test_lengths_of_the_host_beside_device_arrays(launch):
         arrays = sys.modules["cuflash._attention"]._forward_arrays(
             q, k, v, None, False, None, kv_lengths, None
         )
-        call, device_id, addresses = find_call(ForwardCall, arrays, OPTIONS, H200)
-        launch.run(call, device_id, arrays, addresses, 1, None)
-        place = ForwardCall.operands.index("kv_lengths")
-        assert launch.launched[-1][-1]["kv_lengths"] == arrays[place].data.ptr
-        np.testing.assert_array_equal(arrays[place].values, kv_lengths)
+        launch.run(*call_of(ForwardCall, arrays), 1)
+        assert launch.launched[-1][-1]["kv_lengths"] == arrays["kv_lengths"].data.ptr
+        np.testing.assert_array_equal(arrays["kv_lengths"].values, kv_lengths)
         with capturing(), pytest.raises(RuntimeError, match="no copy, lengths on the device among"):
             cuflash.attention(q, k, v, kv_lengths=kv_lengths)
 
@@ -470,7 +473,7 @@ def test_empty_calls_launch_nothing(launch, kind):
     given.update(dout=make(2, 3, 5, 8), out=make(2, 3, 5, 8), lse=make(2, 3, 5, dtype=np.float32))
     given["out"].fill(7)
     call, *rest = call_of(kind, given)
-    results = launch.run(call, *rest, len(kind.written), None)
+    results = run(launch, call, *rest, len(kind.written))
     assert launch.launched == []
     for x, value in zip(results, kind.empty_values, strict=True):
         assert (x.values == value).all()
@@ -481,20 +484,20 @@ def test_capture_takes_no_memory(launch):
     given = backward_operands(**grads)
     call, *rest = call_of(BackwardCall, given)
     workspace = make(call.plan.workspace_bytes, dtype=np.uint8)
-    launch.run(call, *rest, 3, workspace)
+    run(launch, call, *rest, 3, workspace)
     with capturing():
-        launch.run(call, *rest, 3, workspace)
+        run(launch, call, *rest, 3, workspace)
         assert launch.launched[-1][-1] == launch.launched[0][-1]
         with pytest.raises(RuntimeError, match="captured, pass out= .or grads_out=.*workspace="):
-            launch.run(call, *rest, 3, None)
+            run(launch, call, *rest, 3)
         fresh, *rest = call_of(BackwardCall, {**given, "dq": None})
         with pytest.raises(RuntimeError, match="captured"):
-            launch.run(fresh, *rest, 3, workspace)
+            run(launch, fresh, *rest, 3, workspace)
         copied, *rest = call_of(BackwardCall, {**given, "dout": columns(2, 8, 100, 64)})
         with pytest.raises(RuntimeError, match="captured"):
-            launch.run(copied, *rest, 3, workspace)
+            run(launch, copied, *rest, 3, workspace)
     with pytest.raises(ValueError, match=f"workspace has 16 bytes: give {workspace.nbytes}"):
-        launch.run(call, *call_of(BackwardCall, given)[1:], 3, make(16, dtype=np.uint8))
+        run(launch, *call_of(BackwardCall, given), 3, make(16, dtype=np.uint8))
 
 
 def test_orders_of_work_stay_until_there_are_too_many(launch, monkeypatch):
@@ -537,9 +540,9 @@ def test_addresses_that_are_not_those_of_whole_items(launch, kind, monkeypatch):
     wrong = ("k", "out", "lse") if kind is ForwardCall else ("k", "lse", "dv")
     for name in wrong:
         given[name].data.ptr += 1
-    arrays = tuple(given.get(name) for name in kind.operands)
-    monkeypatch.setattr(calls, "_device_facts", lambda number: H200)
-    results = calls.run_call(kind, arrays, OPTIONS, len(kind.written))
+    arguments = Arguments({name: given.get(name) for name in kind.operands})
+    monkeypatch.setattr(launch, "device_facts", lambda number: H200)
+    results = run_call(kind, arguments, OPTIONS, len(kind.written))
     params = launch.launched[-1][-1]
     for name, x in given.items():
         assert (params[name] == x.data.ptr) == (name not in wrong)

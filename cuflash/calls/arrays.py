@@ -7,7 +7,7 @@ import sys
 
 import numpy as np
 
-from ..masks.band import as_int64, integers_of
+from ..masks.band import as_int64, integers_of, window_sides
 from ..masks.block_mask import BlockMask
 from ..operands.spec import Spec
 
@@ -55,13 +55,13 @@ def as_array(name: str, x):
     )
 
 
-def check_places(arrays: dict[str, object]) -> None:
-    """Raise a ValueError that says which array is where, unless all are in one place."""
+def check_devices(arrays: dict[str, object]) -> None:
+    """Raise a ValueError that says which array is on which device, unless all are on one."""
     # The device of a CuPy array has a number, that of a NumPy array is the word "cpu".
-    places = {name: getattr(x.device, "id", None) for name, x in arrays.items()}
-    if len(set(places.values())) > 1:
-        words = {n: "on the CPU" if p is None else f"on GPU {p}" for n, p in places.items()}
-        listing = ", ".join(f"{name} {place}" for name, place in words.items())
+    numbers = {name: getattr(x.device, "id", None) for name, x in arrays.items()}
+    if len(set(numbers.values())) > 1:
+        words = {n: "on the CPU" if i is None else f"on GPU {i}" for n, i in numbers.items()}
+        listing = ", ".join(f"{name} {device}" for name, device in words.items())
         raise ValueError(f"arrays are in different places: {listing}; move them to one device")
 
 
@@ -98,6 +98,11 @@ def as_mask(mask):
             "to a key, or a BlockMask"
         )
     return mask
+
+
+def as_window(window):
+    """`window` itself if it is a number or None, else as a pair."""
+    return window if window is None or type(window) is int else window_sides(window)
 
 
 def split_offset(q_offset):

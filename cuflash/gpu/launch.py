@@ -118,14 +118,14 @@ def table_maker(maps: dict[str, TensorMap], dtype: str, order):
     order_address = struct.pack("Q", 0 if order is None else order.data.ptr)
     type_code = {"float16": 6, "bfloat16": 9}[dtype]  # CUtensorMapDataType
     fixed = []
-    for place, x in enumerate(maps.values()):
+    for slot, x in enumerate(maps.values()):
         rank = len(x.dims)
         dims, strides = (ctypes.c_uint64 * rank)(*x.dims), (ctypes.c_uint64 * rank)(*x.strides)
         box, steps = (ctypes.c_uint32 * rank)(*x.box), (ctypes.c_uint32 * rank)(*[1] * rank)
         swizzle = {32: 1, 64: 2, 128: 3}[x.swizzle]  # CUtensorMapSwizzle
         # No interleaving, sectors of 256 bytes promoted in L2, zeros outside.
         fixed.append(
-            (place * MAP_BYTES, type_code, rank, (dims, strides, box, steps, 0, swizzle, 3, 0))
+            (slot * MAP_BYTES, type_code, rank, (dims, strides, box, steps, 0, swizzle, 3, 0))
         )
 
     def make(addresses):
@@ -149,17 +149,20 @@ def _tables(call, device_id: int):
     plan = call.plan
     order = _order_on_device(plan, device_id)
     make = table_maker(tensor_maps(plan, call.layout), plan.problem.dtype, order)
-    places = [call.operands.index(name) for name in OPERANDS]
     remembered = functools.lru_cache(maxsize=256)(lambda *operands: (make(operands),))
 
     def of_addresses(addresses, _held=order):
-        return remembered(*[addresses[place] for place in places])
+        return remembered(*[addresses[name] for name in OPERANDS])
 
     return of_addresses
 
 
 def prepare(call, device_id: int):
-    """A function of a call's pointers that launches its kernels on the current stream."""
+    """A function that launches a call's kernels on the current stream.
+
+    Its arguments are the addresses of the operands by their names, in the order of the kernels'
+    pointers, and that of the workspace.
+    """
     plan = call.plan
     names = pointers(plan.problem)
     pack_into = struct.Struct(f"{len(names)}Q").pack_into
@@ -178,7 +181,7 @@ def prepare(call, device_id: int):
     def launch(addresses, base):
         params = template.copy()  # several threads may be here
         parts = [0 if x is None else base + x for x in offsets] if base else nowhere
-        pack_into(params, 0, *addresses, *parts)
+        pack_into(params, 0, *addresses.values(), *parts)
         for function, grid, block, shared_bytes, more in kernels:
             args = (params,) if more is None else (params, *more(addresses))
             function(grid, block, args, shared_bytes)
@@ -186,47 +189,50 @@ def prepare(call, device_id: int):
     return launch
 
 
-def run(call, device_id: int, arrays, addresses, count: int, given_workspace, mask=None):
+def run(call, arguments, count: int):
     """Run a call on CuPy arrays, on the current stream of their device.
 
     Returns its first `count` results.
     """
+    device_id, arrays, addresses = arguments.device_id, arguments.arrays, arguments.addresses
     if cupy.cuda.runtime.getDevice() != device_id:
         with cupy.cuda.Device(device_id):
-            return run(call, device_id, arrays, addresses, count, given_workspace, mask)
+            return run(call, arguments, count)
     results = []
-    for place, spec in call.results[:count]:
-        x = arrays[place]
+    for name, spec in call.results[:count]:
+        x = arrays[name]
         if x is None:
             x = empty(spec.shape, spec.dtype)
-            addresses[place] = x.data.ptr
+            addresses[name] = x.data.ptr
         results.append(x)
     if call.is_empty:
         for x, value in zip(results, call.empty_values):
             x.fill(value)
         return results
     if call.has_lists:
-        lists = device_lists(mask, call.plan, device_id)
-        addresses += [0 if x is None else x.data.ptr for x in lists]
+        lists = device_lists(arguments.mask, call.plan, device_id)
+        for name, x in zip(lists._fields, lists):
+            addresses[f"mask_{name}"] = 0 if x is None else x.data.ptr
     if call.launch is None:
         call.launch = prepare(call, device_id)
     base = 0
-    if call.workspace_bytes or given_workspace is not None:
-        held = workspace(call.workspace_bytes, given_workspace, device_id)
+    if call.workspace_bytes or arguments.workspace is not None:
+        held = workspace(call.workspace_bytes, arguments.workspace, device_id)
         base = held.data.ptr
     if call.copied or call.staged:
-        _launch_with_copies(call, arrays, addresses, base, results)
+        _launch_with_copies(call, arguments, base, results)
     else:
         call.launch(addresses, base)
     return results
 
 
-def _launch_with_copies(call, arrays, addresses, base, results):
+def _launch_with_copies(call, arguments, base: int, results) -> None:
     """Launch where a kernel cannot read or write the caller's arrays themselves."""
-    copies = [(place, conform(arrays[place], spec)) for place, spec in call.copied]
-    stages = [(place, empty(spec.shape, spec.dtype)) for _, place, spec in call.staged]
-    for place, x in copies + stages:
-        addresses[place] = x.data.ptr
-    call.launch(addresses, base)
-    for (number, *_), (_, stage) in zip(call.staged, stages):
-        results[number][...] = stage
+    copies = {name: conform(arguments.arrays[name], spec) for name, spec in call.copied}
+    stages = {name: empty(spec.shape, spec.dtype) for name, spec in call.staged}
+    for name, x in (copies | stages).items():
+        arguments.addresses[name] = x.data.ptr
+    call.launch(arguments.addresses, base)
+    for (name, _), x in zip(call.results, results):
+        if name in stages:
+            x[...] = stages[name]

@@ -60,13 +60,11 @@ def conform(x: cupy.ndarray, wanted) -> cupy.ndarray:
     return copy
 
 
-def on_whole_items(x: cupy.ndarray) -> cupy.ndarray:
-    """`x`, or a copy where its address is not a multiple of its item's size: kernels need that."""
-    if x.data.ptr % x.itemsize == 0:
-        return x
-    copy = empty(x.shape, x.dtype)
-    copy_bytes(copy, x)
-    return copy
+def copy(x: cupy.ndarray) -> cupy.ndarray:
+    """A copy in C order of an array at any address, also one between two of its items."""
+    made = empty(x.shape, x.dtype)
+    copy_bytes(made, x)
+    return made
 
 
 def copy_bytes(target: cupy.ndarray, source: cupy.ndarray) -> None:

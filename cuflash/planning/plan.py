@@ -232,6 +232,12 @@ def _reasons(rejected: Iterable[tuple[Tile, str]]) -> Iterator[str]:
         yield f"{rows[0] if len(rows) == 1 else several}: {reason}"
 
 
+def serves_gradients(algo: str | None, engine: str | None) -> bool:
+    """Whether some row of that algorithm and engine, where they are named, computes gradients."""
+    rows = (row for row in TILES if row.backward)
+    return any(algo in (None, row.algo) and engine in (None, row.engine) for row in rows)
+
+
 def make_plan(
     problem: Problem, device: Device, algo: str | None = None, engine: str | None = None
 ) -> Plan:

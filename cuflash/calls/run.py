@@ -1,0 +1,128 @@
+"""From arguments to results: the remembered call of their kind, on the CPU or on a GPU."""
+
+from __future__ import annotations
+
+from functools import cache
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from ..operands.dtypes import CHUNK_BYTES
+from ..operands.spec import check_apart
+from ..planning.problem import CPU, Device
+from .arguments import Arguments, Options
+from .arrays import check_devices, conform, memory_module
+from .call import Call
+
+_LARGEST_ITEM = 8  # bytes
+_MAX_CALLS = 1024  # kinds of call that are remembered
+_calls: dict[tuple[object, ...], Call] = {}
+
+
+@cache
+def launch_module() -> ModuleType:
+    """`cuflash.gpu.launch`, which imports CuPy: a CPU does without."""
+    from ..gpu import launch
+
+    return launch
+
+
+def find_call(
+    kind: type[Call], arguments: Arguments, options: Options, device: Device | None = None
+) -> Call:
+    """The remembered call of this kind, or a new one.
+
+    `device` is to be planned for instead of the arrays' own.
+    """
+    aligned = arguments.address_bits % CHUNK_BYTES == 0 or arguments.are_aligned(kind.matrices)
+    # 2 == 2.0 and 1 == True, but not all of these are right.
+    types = (type(options.causal), type(options.softcap), type(options.scale))
+    key = (kind, options, types, tuple(arguments.forms), arguments.mask_kind, aligned, device)
+    try:
+        call = _calls.get(key)
+    except TypeError:  # an option that cannot be hashed is wrong: Call says how
+        call = None
+    return call or _new_call(key, kind, arguments, options, device, aligned)
+
+
+def _new_call(
+    key: tuple[object, ...], kind: type[Call], arguments: Arguments, options: Options,
+    device: Device | None, aligned: bool,
+) -> Call:  # fmt: skip
+    """Check and plan a call, and remember it."""
+    located = {name: x for name, x in arguments.arrays.items() if x is not None}
+    if arguments.mask_kind == "elements":
+        located["mask"] = arguments.mask
+    check_devices(located)
+    if device is None:
+        number = arguments.device_id
+        device = CPU if number is None else launch_module().device_facts(number)
+    call = kind(arguments.specs(), options, device, arguments.mask_kind, aligned)
+    if len(_calls) >= _MAX_CALLS:
+        _calls.clear()
+    _calls[key] = call
+    return call
+
+
+def run_call(kind: type[Call], arguments: Arguments, options: Options, count: int) -> list[Any]:
+    """Find the call for these arguments and run it; returns its first `count` results."""
+    call, addresses = find_call(kind, arguments, options), arguments.addresses
+    for a, b, spec, other, low, high in call.apart:
+        if low < (distance := addresses[b] - addresses[a]) < high:
+            check_apart(a, b, spec, other, distance)
+    if arguments.device_id is None:
+        return _run_host(call, arguments, count)
+    for name in call.anywhere:
+        if addresses[name] % _LARGEST_ITEM and (wrong := _not_on_whole_items(arguments)):
+            return _run_on_copies(wrong, call, arguments, options, count)
+    results: list[Any] = launch_module().run(call, arguments, count)
+    return results
+
+
+def _not_on_whole_items(arguments: Arguments) -> list[str]:
+    """Operands whose address is not a multiple of their item's size."""
+    given = ((name, x) for name, x in arguments.arrays.items() if x is not None)
+    return [name for name, x in given if arguments.addresses[name] % x.dtype.itemsize]
+
+
+def _run_on_copies(
+    wrong: list[str], call: Call, arguments: Arguments, options: Options, count: int
+) -> list[Any]:
+    """Run a call on CuPy arrays of which copies stand for the operands `wrong`."""
+    memory, arrays = memory_module(), arguments.arrays
+    with arrays["q"].device:
+        copies = {name: memory.copy(arrays[name]) for name in wrong}
+        again = Arguments(arrays | copies, arguments.mask, arguments.workspace)
+        results = run_call(type(call), again, options, count)
+        for number, (name, _) in enumerate(call.results[:count]):
+            if name in wrong:
+                memory.copy_bytes(arrays[name], results[number])
+                results[number] = arrays[name]
+    return results
+
+
+def _run_host(call: Call, arguments: Arguments, count: int) -> list[Any]:
+    """Run a call on NumPy arrays; returns its first `count` results."""
+    if arguments.workspace is not None:
+        raise TypeError(
+            f"workspace is a {type(arguments.workspace).__name__}: it goes with CuPy arrays, for "
+            "NumPy arrays leave it out"
+        )
+    arrays = dict(arguments.arrays)
+    for name, title in call.written.items():
+        if arrays[name] is not None and not arrays[name].flags.writeable:
+            raise ValueError(f"{title} is read-only: give an array that can be written to")
+    for name, spec in call.results[:count]:
+        if arrays[name] is None:
+            arrays[name] = np.empty(spec.shape, spec.dtype)
+    results = {name: arrays[name] for name in call.written}
+    for name, spec in call.copied:
+        arrays[name] = conform(arrays[name], spec)
+    for name, spec in call.staged:
+        arrays[name] = np.empty(spec.shape, spec.dtype)
+    call.run_host(arrays, arguments.mask)
+    with np.errstate(all="ignore"):  # half precision may overflow
+        for name, _ in call.staged:
+            results[name][...] = arrays[name]
+    return [results[name] for name, _ in call.results[:count]]
