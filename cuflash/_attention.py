@@ -2,19 +2,138 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+
 from .calls.arrays import as_array, as_mask, of_batch, split_offset
 from .calls.call import BackwardCall, ForwardCall, find_call, run_call
 from .keywords import explains_keywords
 from .planning.plan import Plan
 from .planning.problem import Device
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from typing_extensions import Unpack
 
+    from .masks.block_mask import BlockMask
+    from .typing import (
+        Algo,
+        AnyArray,
+        Array,
+        BackwardAlgo,
+        BackwardEngine,
+        BackwardOptions,
+        Causal,
+        CupyArray,
+        Engine,
+        ForwardOptions,
+        Integers,
+        MaskOptions,
+        Real,
+        Vjp,
+        VjpOptions,
+        Window,
+    )  # fmt: skip
+
+    Scalar = TypeVar("Scalar", bound=np.generic)
+    ScalarQ = TypeVar("ScalarQ", bound=np.generic)
+    ScalarK = TypeVar("ScalarK", bound=np.generic)
+    ScalarV = TypeVar("ScalarV", bound=np.generic)
+    Cupy = TypeVar("Cupy", bound=CupyArray)
+    Out = TypeVar("Out", bound=AnyArray)
+    Lse = TypeVar("Lse", bound=AnyArray)
+    Row = NDArray[np.floating[Any]]  # lse of arrays of NumPy
+    Pair = tuple[NDArray[Any] | None, NDArray[Any] | None]
+    AnyPair = tuple[AnyArray | None, AnyArray | None]
+    CupyPair = tuple[CupyArray | None, CupyArray | None]
+    Triple = tuple[NDArray[Any] | None, NDArray[Any] | None, NDArray[Any] | None]
+    CupyTriple = tuple[CupyArray | None, CupyArray | None, CupyArray | None]
+    AnyTriple = tuple[AnyArray | None, AnyArray | None, AnyArray | None]
+
+
+# Operands of CuPy, of NumPy, and of any library: then the result is of CuPy or NumPy, or `out`.
+# CuPy is first for pyright's sake: where its arrays are Any the result is Any, too.
+@overload
+def attention(
+    q: Cupy, k: Cupy, v: Cupy, *,
+    return_lse: Literal[False] = False, out: Cupy | None = None, workspace: Cupy | None = None,
+    **options: Unpack[ForwardOptions],
+) -> Cupy: ...  # fmt: skip
+@overload
+def attention(
+    q: Cupy, k: Cupy, v: Cupy, *,
+    return_lse: Literal[True], out: CupyPair | None = None, workspace: Cupy | None = None,
+    **options: Unpack[ForwardOptions],
+) -> tuple[Cupy, Cupy]: ...  # fmt: skip
+@overload
+def attention(
+    q: NDArray[Scalar], k: NDArray[Scalar], v: NDArray[Scalar], *,
+    return_lse: Literal[False] = False, out: NDArray[Scalar] | None = None, workspace: None = None,
+    **options: Unpack[ForwardOptions],
+) -> NDArray[Scalar]: ...  # fmt: skip
+@overload
+def attention(
+    q: NDArray[Scalar], k: NDArray[Scalar], v: NDArray[Scalar], *,
+    return_lse: Literal[True], out: Pair | None = None, workspace: None = None,
+    **options: Unpack[ForwardOptions],
+) -> tuple[NDArray[Scalar], Row]: ...  # fmt: skip
+@overload
+def attention(
+    q: AnyArray, k: AnyArray, v: AnyArray, *,
+    return_lse: Literal[False] = False, out: None = None, workspace: CupyArray | None = None,
+    **options: Unpack[ForwardOptions],
+) -> Array: ...  # fmt: skip
+@overload
+def attention(
+    q: AnyArray, k: AnyArray, v: AnyArray, *,
+    return_lse: Literal[True], out: None = None, workspace: CupyArray | None = None,
+    **options: Unpack[ForwardOptions],
+) -> tuple[Array, Array]: ...  # fmt: skip
+@overload
+def attention(
+    q: AnyArray, k: AnyArray, v: AnyArray, *,
+    return_lse: Literal[False] = False, out: Out, workspace: CupyArray | None = None,
+    **options: Unpack[ForwardOptions],
+) -> Out: ...  # fmt: skip
+@overload
+def attention(
+    q: AnyArray, k: AnyArray, v: AnyArray, *,
+    return_lse: Literal[True], out: tuple[Out, Lse], workspace: CupyArray | None = None,
+    **options: Unpack[ForwardOptions],
+) -> tuple[Out, Lse]: ...  # fmt: skip
+@overload
+def attention(
+    q: NDArray[Scalar], k: NDArray[Scalar], v: NDArray[Scalar], *,
+    return_lse: bool, out: None = None, workspace: None = None,
+    **options: Unpack[ForwardOptions],
+) -> NDArray[Scalar] | tuple[NDArray[Scalar], Row]: ...  # fmt: skip
+@overload
+def attention(
+    q: AnyArray, k: AnyArray, v: AnyArray, *,
+    return_lse: bool, out: None = None, workspace: CupyArray | None = None,
+    **options: Unpack[ForwardOptions],
+) -> Array | tuple[Array, Array]: ...  # fmt: skip
 @explains_keywords
 def attention(
-    q, k, v, *, algo=None, engine=None, causal=False, window=None, mask=None, softcap=None,
-    q_lengths=None, kv_lengths=None, q_offset=None, scale=None, enable_gqa=False,
-    return_lse=False, out=None, workspace=None,
-):  # fmt: skip
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
+    *,
+    algo: Algo | None = None,
+    engine: Engine | None = None,
+    causal: Causal = False,
+    window: Window | None = None,
+    mask: BlockMask | AnyArray | None = None,
+    softcap: Real | None = None,
+    q_lengths: Integers | None = None,
+    kv_lengths: Integers | None = None,
+    q_offset: Integers | None = None,
+    scale: Real | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    out: AnyArray | AnyPair | None = None,
+    workspace: CupyArray | None = None,
+) -> AnyArray | tuple[AnyArray | None, ...]:
     """Exact attention, `softmax(scale * q @ k.T) @ v`, without the matrix of scores in memory.
 
     Parameters
@@ -149,15 +268,59 @@ def attention(
     results = run_call(ForwardCall, arrays, options, count, as_mask(mask), workspace)
     if not return_lse:
         return results[0] if out is None else out
-    return tuple(x if mine is None else mine for x, mine in zip(results, out or (None, None)))
+    given = out if isinstance(out, tuple) else (None, None)
+    return tuple(x if mine is None else mine for x, mine in zip(results, given))
 
 
+@overload
+def attention_backward(
+    dout: AnyArray, q: Cupy, k: Cupy, v: Cupy, out: AnyArray,
+    lse: AnyArray, *, dlse: AnyArray | None = None, grads_out: CupyTriple | None = None,
+    workspace: Cupy | None = None, **options: Unpack[BackwardOptions],
+) -> tuple[Cupy, Cupy, Cupy]: ...  # fmt: skip
+@overload
+def attention_backward(
+    dout: AnyArray, q: NDArray[ScalarQ], k: NDArray[ScalarK], v: NDArray[ScalarV], out: AnyArray,
+    lse: AnyArray, *, dlse: AnyArray | None = None, grads_out: Triple | None = None,
+    workspace: None = None, **options: Unpack[BackwardOptions],
+) -> tuple[NDArray[ScalarQ], NDArray[ScalarK], NDArray[ScalarV]]: ...  # fmt: skip
+@overload
+def attention_backward(
+    dout: AnyArray, q: AnyArray, k: AnyArray, v: AnyArray, out: AnyArray,
+    lse: AnyArray, *, dlse: AnyArray | None = None, grads_out: None = None,
+    workspace: CupyArray | None = None, **options: Unpack[BackwardOptions],
+) -> tuple[Array, Array, Array]: ...  # fmt: skip
+@overload
+def attention_backward(
+    dout: AnyArray, q: AnyArray, k: AnyArray, v: AnyArray, out: AnyArray,
+    lse: AnyArray, *, dlse: AnyArray | None = None, grads_out: AnyTriple,
+    workspace: CupyArray | None = None, **options: Unpack[BackwardOptions],
+) -> tuple[AnyArray, AnyArray, AnyArray]: ...  # fmt: skip
 @explains_keywords
 def attention_backward(
-    dout, q, k, v, out, lse, *, algo=None, engine=None, causal=False, window=None, mask=None,
-    softcap=None, q_lengths=None, kv_lengths=None, q_offset=None, scale=None, enable_gqa=False,
-    dlse=None, deterministic=True, grads_out=None, workspace=None,
-):  # fmt: skip
+    dout: AnyArray,
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
+    out: AnyArray,
+    lse: AnyArray,
+    *,
+    algo: BackwardAlgo | None = None,
+    engine: BackwardEngine | None = None,
+    causal: Causal = False,
+    window: Window | None = None,
+    mask: BlockMask | AnyArray | None = None,
+    softcap: Real | None = None,
+    q_lengths: Integers | None = None,
+    kv_lengths: Integers | None = None,
+    q_offset: Integers | None = None,
+    scale: Real | None = None,
+    enable_gqa: bool = False,
+    dlse: AnyArray | None = None,
+    deterministic: bool = True,
+    grads_out: AnyTriple | None = None,
+    workspace: CupyArray | None = None,
+) -> tuple[AnyArray, ...]:
     r"""Gradients of :func:`attention` with respect to q, k and v, given that of its result.
 
     Give the same options as to the forward call. :func:`attention_vjp` does both calls.
@@ -258,6 +421,7 @@ def attention_backward(
     >>> dq.shape, dk.shape
     ((2, 8, 100, 64), (2, 2, 100, 64))
     """
+    inputs: dict[str, AnyArray | None]
     inputs = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
     for name in ("dout", "out", "lse"):
         inputs[name] = as_array(name, inputs[name])
@@ -268,12 +432,67 @@ def attention_backward(
     return tuple(x if mine is None else mine for x, mine in zip(results, grads_out or (None,) * 3))
 
 
+@overload
+def attention_vjp(
+    q: Cupy, k: Cupy, v: Cupy, *,
+    return_lse: Literal[False] = False, **options: Unpack[VjpOptions],
+) -> tuple[Cupy, Vjp[tuple[Cupy, Cupy, Cupy]]]: ...  # fmt: skip
+@overload
+def attention_vjp(
+    q: Cupy, k: Cupy, v: Cupy, *,
+    return_lse: Literal[True], **options: Unpack[VjpOptions],
+) -> tuple[tuple[Cupy, Cupy], Vjp[tuple[Cupy, Cupy, Cupy]]]: ...  # fmt: skip
+@overload
+def attention_vjp(
+    q: NDArray[ScalarQ], k: NDArray[ScalarK], v: NDArray[ScalarV], *,
+    return_lse: Literal[False] = False, **options: Unpack[VjpOptions],
+) -> tuple[
+    NDArray[ScalarQ | ScalarK | ScalarV],
+    Vjp[tuple[NDArray[ScalarQ], NDArray[ScalarK], NDArray[ScalarV]]],
+]: ...  # fmt: skip
+@overload
+def attention_vjp(
+    q: NDArray[ScalarQ], k: NDArray[ScalarK], v: NDArray[ScalarV], *,
+    return_lse: Literal[True], **options: Unpack[VjpOptions],
+) -> tuple[
+    tuple[NDArray[ScalarQ | ScalarK | ScalarV], Row],
+    Vjp[tuple[NDArray[ScalarQ], NDArray[ScalarK], NDArray[ScalarV]]],
+]: ...  # fmt: skip
+@overload
+def attention_vjp(
+    q: AnyArray, k: AnyArray, v: AnyArray, *,
+    return_lse: Literal[False] = False, **options: Unpack[VjpOptions],
+) -> tuple[Array, Vjp[tuple[Array, Array, Array]]]: ...  # fmt: skip
+@overload
+def attention_vjp(
+    q: AnyArray, k: AnyArray, v: AnyArray, *,
+    return_lse: Literal[True], **options: Unpack[VjpOptions],
+) -> tuple[tuple[Array, Array], Vjp[tuple[Array, Array, Array]]]: ...  # fmt: skip
+@overload
+def attention_vjp(
+    q: AnyArray, k: AnyArray, v: AnyArray, *,
+    return_lse: bool, **options: Unpack[VjpOptions],
+) -> tuple[Array | tuple[Array, Array], Vjp[tuple[Array, Array, Array]]]: ...  # fmt: skip
 @explains_keywords
 def attention_vjp(
-    q, k, v, *, algo=None, engine=None, causal=False, window=None, mask=None, softcap=None,
-    q_lengths=None, kv_lengths=None, q_offset=None, scale=None, enable_gqa=False,
-    deterministic=True, return_lse=False,
-):  # fmt: skip
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
+    *,
+    algo: Algo | None = None,
+    engine: Engine | None = None,
+    causal: Causal = False,
+    window: Window | None = None,
+    mask: BlockMask | AnyArray | None = None,
+    softcap: Real | None = None,
+    q_lengths: Integers | None = None,
+    kv_lengths: Integers | None = None,
+    q_offset: Integers | None = None,
+    scale: Real | None = None,
+    enable_gqa: bool = False,
+    deterministic: bool = True,
+    return_lse: bool = False,
+) -> tuple[Array | tuple[Array, Array], Vjp[tuple[Array, Array, Array]]]:
     """:func:`attention`, and the function from its result's gradient to those of q, k and v.
 
     Parameters
@@ -329,30 +548,47 @@ def attention_vjp(
     >>> np.allclose(dv.sum(), out.size)
     True
     """
-    options = {
+    options: MaskOptions = {
         "causal": causal, "window": window, "mask": mask, "softcap": softcap,
         "q_lengths": q_lengths, "kv_lengths": kv_lengths, "q_offset": q_offset, "scale": scale,
         "enable_gqa": enable_gqa,
     }  # fmt: skip
-    kernel = {"algo": algo, "engine": engine}
-    out, lse = attention(q, k, v, return_lse=True, **kernel, **options)
-    if algo == "fa3" or engine == "wgmma":
-        kernel = {}
+    out, lse = attention(q, k, v, algo=algo, engine=engine, return_lse=True, **options)
+    backward_algo, backward_engine = (
+        (None, None) if algo == "fa3" or engine == "wgmma" else (algo, engine)
+    )
 
-    def vjp(dout, dlse=None):
+    def vjp(dout: AnyArray, dlse: AnyArray | None = None) -> tuple[Array, Array, Array]:
         return attention_backward(
-            dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic, **kernel, **options
-        )
+            dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic,
+            algo=backward_algo, engine=backward_engine, **options,
+        )  # fmt: skip
 
     return ((out, lse) if return_lse else out), vjp
 
 
 @explains_keywords
 def plan(
-    q, k, v, *, algo=None, engine=None, causal=False, window=None, mask=None, softcap=None,
-    q_lengths=None, kv_lengths=None, q_offset=None, scale=None, enable_gqa=False, out=None,
-    device=None, backward=False, deterministic=True,
-) -> Plan:  # fmt: skip
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
+    *,
+    algo: Algo | None = None,
+    engine: Engine | None = None,
+    causal: Causal = False,
+    window: Window | None = None,
+    mask: BlockMask | AnyArray | None = None,
+    softcap: Real | None = None,
+    q_lengths: Integers | None = None,
+    kv_lengths: Integers | None = None,
+    q_offset: Integers | None = None,
+    scale: Real | None = None,
+    enable_gqa: bool = False,
+    out: AnyArray | AnyPair | AnyTriple | None = None,
+    device: Device | None = None,
+    backward: bool = False,
+    deterministic: bool = True,
+) -> Plan:
     """What :func:`attention` or :func:`attention_backward` would run for these arguments.
 
     Parameters
@@ -399,31 +635,44 @@ def plan(
         raise TypeError(f"device={device!r}: give a cuflash.Device, or None for the arrays' own")
     offset, offsets = split_offset(q_offset)
     options = (algo, engine, causal, window, offset, softcap, scale, enable_gqa, deterministic)
-    integers, mask = (q_lengths, kv_lengths, offsets), as_mask(mask)
+    integers, visible = (q_lengths, kv_lengths, offsets), as_mask(mask)
     if backward:
+        inputs: dict[str, AnyArray | None]
         inputs = dict.fromkeys(("dout", "q", "k", "v", "out", "lse", "dlse"))
         inputs.update(q=q, k=k, v=v)
         arrays = _backward_arrays(inputs, out, *integers)
-        return find_call(BackwardCall, arrays, options, device, mask)[0].plan
+        chosen: Plan = find_call(BackwardCall, arrays, options, device, visible)[0].plan
+        return chosen
     arrays = _forward_arrays(q, k, v, out, isinstance(out, tuple), *integers)
-    return find_call(ForwardCall, arrays, options, device, mask)[0].plan
+    chosen = find_call(ForwardCall, arrays, options, device, visible)[0].plan
+    return chosen
 
 
-def _forward_arrays(q, k, v, out, return_lse, q_lengths, kv_lengths, offsets) -> tuple:
+def _forward_arrays(
+    q: AnyArray, k: AnyArray, v: AnyArray, out: AnyArray | tuple[AnyArray | None, ...] | None,
+    return_lse: bool, q_lengths: Integers | None, kv_lengths: Integers | None,
+    offsets: Integers | None,
+) -> tuple[Array | None, ...]:  # fmt: skip
     """The arrays of a call in the order of ForwardCall.operands, None for those not given."""
-    q = as_array("q", q)
+    queries = as_array("q", q)
     out, lse = _split_out(out, return_lse)
     return (
-        q,
+        queries,
         as_array("k", k),
         as_array("v", v),
         None if out is None else as_array("out", out),
         None if lse is None else as_array("lse", lse),
-        *of_batch(q_lengths, kv_lengths, offsets, q),
+        *of_batch(q_lengths, kv_lengths, offsets, queries),
     )
 
 
-def _backward_arrays(inputs, grads_out, q_lengths, kv_lengths, offsets) -> tuple:
+def _backward_arrays(
+    inputs: dict[str, AnyArray | None],
+    grads_out: AnyArray | tuple[AnyArray | None, ...] | None,
+    q_lengths: Integers | None,
+    kv_lengths: Integers | None,
+    offsets: Integers | None,
+) -> tuple[Array | None, ...]:
     """The arrays of a call in the order of BackwardCall.operands, None for those not given.
 
     `inputs` maps the names of what is read to the arrays.
@@ -432,13 +681,15 @@ def _backward_arrays(inputs, grads_out, q_lengths, kv_lengths, offsets) -> tuple
         raise TypeError(f"grads_out is {_kind(grads_out)}: give a triple (dq, dk, dv)")
     gradients = dict(zip(("dq", "dk", "dv"), grads_out or (None,) * 3))
     arrays = {
-        name: x if x is None and name not in "qkv" else as_array(name, x)
+        name: None if x is None and name not in "qkv" else as_array(name, x)
         for name, x in (inputs | gradients).items()
     }
     return (*arrays.values(), *of_batch(q_lengths, kv_lengths, offsets, arrays["q"]))
 
 
-def _split_out(out, return_lse):
+def _split_out(
+    out: AnyArray | tuple[AnyArray | None, ...] | None, return_lse: bool
+) -> tuple[AnyArray | None, ...]:
     """`out=` as a pair of arrays or Nones."""
     if out is None:
         return None, None
@@ -453,5 +704,5 @@ def _split_out(out, return_lse):
     return out, None
 
 
-def _kind(x) -> str:
+def _kind(x: object) -> str:
     return f"a tuple of {len(x)}" if isinstance(x, tuple) else f"a {type(x).__name__}"

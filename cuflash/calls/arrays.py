@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,27 +13,33 @@ from ..masks.band import as_int64, integers_of
 from ..masks.block_mask import BlockMask
 from ..operands.spec import Spec
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from typing_extensions import TypeIs
+
+    from ..typing import AnyArray, Array, CupyArray, Integers
+
 _DLPACK_CPU = 1  # kDLCPU
-_array_types = {np.ndarray}  # and CuPy's, once one was seen
+_array_types: set[type] = {np.ndarray}  # and CuPy's, once one was seen
 
 
 @functools.cache
-def memory_module():
-    """`cuflash.memory`, which imports CuPy: a CPU does without."""
+def memory_module() -> ModuleType:
+    """`cuflash.gpu.memory`, which imports CuPy: a CPU does without."""
     from ..gpu import memory
 
     return memory
 
 
-def _is_cupy(x) -> bool:
+def _is_cupy(x: object) -> TypeIs[CupyArray]:
     cupy = sys.modules.get("cupy")  # an array of it exists only if it is imported
     return cupy is not None and isinstance(x, cupy.ndarray)
 
 
-def as_array(name: str, x):
+def as_array(name: str, x: Any) -> Array:
     """`x` itself if NumPy or CuPy made it; else what DLPack or the CUDA interface shows of it."""
     if type(x) in _array_types:
-        return x
+        return x  # type: ignore[no-any-return]  # an array: a local name would take time
     if isinstance(x, np.ma.MaskedArray):
         instead = f"give {name}.data or {name}.filled(...)"
         if name in ("q", "k", "v"):
@@ -49,13 +57,14 @@ def as_array(name: str, x):
             given = f"{name} is a {type(x).__name__} that NumPy cannot take by DLPack"
             raise TypeError(f"{given} ({error}): give a NumPy array") from error
     if hasattr(x, "__dlpack_device__") or hasattr(x, "__cuda_array_interface__"):
-        return memory_module().as_array(x)
+        view: CupyArray = memory_module().as_array(x)
+        return view
     raise TypeError(
         f"{name} is a {type(x).__name__}: give a NumPy or CuPy array, or one that speaks DLPack"
     )
 
 
-def check_places(arrays: dict[str, object]) -> None:
+def check_places(arrays: dict[str, Array]) -> None:
     """Raise a ValueError that says which array is where, unless all are in one place."""
     # The device of a CuPy array has a number, that of a NumPy array is the word "cpu".
     places = {name: getattr(x.device, "id", None) for name, x in arrays.items()}
@@ -65,13 +74,13 @@ def check_places(arrays: dict[str, object]) -> None:
         raise ValueError(f"arrays are in different places: {listing}; move them to one device")
 
 
-def _as_integers(name: str, integers):
+def _as_integers(name: str, given: Integers | None) -> Array | None:
     """Lengths or offsets as an array of int32 or int64; None stays None."""
-    if integers is None:
+    if given is None:
         return None
-    if isinstance(integers, (int, np.integer, list, tuple)):
-        integers = integers_of(integers)
-    integers = as_array(name, integers)
+    if isinstance(given, (int, np.integer, list, tuple)):
+        given = integers_of(given)
+    integers = as_array(name, given)
     if integers.dtype.kind not in "iu":
         what = "offsets" if name == "q_offset" else "lengths"
         raise TypeError(f"{name} has dtype {integers.dtype}: {what} are integers")
@@ -81,26 +90,27 @@ def _as_integers(name: str, integers):
     return _int64_copy(integers)
 
 
-def _int64_copy(integers):
+def _int64_copy(integers: Array) -> Array:
     if isinstance(integers, np.ndarray):
         return as_int64(integers)
-    return memory_module().as_int64(integers)
+    copy: CupyArray = memory_module().as_int64(integers)
+    return copy
 
 
-def as_mask(mask):
+def as_mask(mask: BlockMask | AnyArray | None) -> BlockMask | Array | None:
     """`mask` itself if it is a BlockMask or None, else as an array of bool."""
     if mask is None or isinstance(mask, BlockMask):
         return mask
-    mask = as_array("mask", mask)
-    if mask.dtype != np.bool_:
+    elements = as_array("mask", mask)
+    if elements.dtype != np.bool_:
         raise TypeError(
-            f"mask has dtype {mask.dtype}: give an array of bool, True where a query may attend "
-            "to a key, or a BlockMask"
+            f"mask has dtype {elements.dtype}: give an array of bool, True where a query may "
+            "attend to a key, or a BlockMask"
         )
-    return mask
+    return elements
 
 
-def split_offset(q_offset):
+def split_offset(q_offset: Integers | None) -> tuple[int | None, Integers | None]:
     """`q_offset` as the integer of all batch entries and as what :func:`of_batch` takes.
 
     Of the two the other one is None: an integer travels without an array.
@@ -112,7 +122,12 @@ def split_offset(q_offset):
     return None, q_offset
 
 
-def of_batch(q_lengths, kv_lengths, offsets, like) -> tuple:
+def of_batch(
+    q_lengths: Integers | None,
+    kv_lengths: Integers | None,
+    offsets: Integers | None,
+    like: Array | None,
+) -> tuple[Array | None, ...]:
     """Lengths and offsets in the one type that a kernel reads them as; None for those not given.
 
     Those of the host come where `like` is, those on a device stay there.
@@ -126,15 +141,16 @@ def of_batch(q_lengths, kv_lengths, offsets, like) -> tuple:
     return tuple(_beside(like, x) for x in made)
 
 
-def _beside(like, integers):
+def _beside(like: Array | None, integers: Array | None) -> Array | None:
     """A copy of a NumPy array on the device of `like`, if that is a CuPy array."""
     if not isinstance(integers, np.ndarray) or not _is_cupy(like):
         return integers
     with like.device:
-        return memory_module().as_array(integers)
+        copy: CupyArray = memory_module().as_array(integers)
+        return copy
 
 
-def conform(x: np.ndarray, wanted: Spec) -> np.ndarray:
+def conform(x: NDArray[Any], wanted: Spec) -> NDArray[Any]:
     """`x` as an engine reads it: itself, or a copy that :func:`operands.conformed` asks for."""
     if x.dtype == wanted.dtype and x.strides == wanted.strides:
         return x
