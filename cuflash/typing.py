@@ -35,6 +35,7 @@ Causal: TypeAlias = bool | np.bool_ | Alignment
 Integer: TypeAlias = int | np.integer[Any]
 Real: TypeAlias = float | np.floating[Any] | np.integer[Any]
 Window: TypeAlias = SupportsIndex | tuple[SupportsIndex | None, SupportsIndex | None]
+BlockSize: TypeAlias = SupportsIndex | tuple[SupportsIndex, SupportsIndex]
 
 
 class SupportsDLPack(Protocol):
