@@ -6,14 +6,17 @@ import functools
 import math
 from collections import Counter
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..operands.dtypes import CHUNK_BYTES, EVERY, HALF, ITEM_BYTES, SINGLE
 from .problem import Device, Problem
 from .traffic import moved, moved_unfused
 
-ALGOS = ("fa1", "fa2", "fa3")
-ENGINES = ("numpy", "simt", "mma", "wgmma")
+if TYPE_CHECKING:
+    from ..typing import Algo, Engine
+
+ALGOS: tuple[Algo, ...] = ("fa1", "fa2", "fa3")
+ENGINES: tuple[Engine, ...] = ("numpy", "simt", "mma", "wgmma")
 WARPGROUP = 128  # threads
 BARRIER_BYTES = 1024  # of a wgmma kernel's shared memory, with what else is not tiles
 
