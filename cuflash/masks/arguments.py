@@ -170,3 +170,8 @@ def token_indices(global_tokens: Any, key_length: int) -> NDArray[np.int64]:
             f"sequence of indices below it"
         )
     return np.arange(int(tokens)) if tokens.ndim == 0 else tokens
+
+
+def by(pair: tuple[int, int]) -> str:
+    """Such as 16x32, for messages."""
+    return f"{pair[0]}x{pair[1]}"

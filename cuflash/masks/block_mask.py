@@ -1,6 +1,6 @@
 """Block-sparse masks: which blocks of keys a block of queries sees, and which of their elements.
 
-`mask_patterns.py` says how a mask is held. `tiles` cuts it into tiles of any size in the same form,
+`patterns.py` says how a mask is held. `tiles` cuts it into tiles of any size in the same form,
 for kernels whose tiles are not its blocks.
 """
 
@@ -12,22 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from . import constructions
-from .arguments import (
-    block_pair,
-    bools,
-    check_takes_four,
-    checked_alignment,
-    counts,
-    integer_tuple,
-    integers,
-    is_sparse,
-    number_of,
-    positive,
-    token_indices,
-    two_lengths,
-    window_band,
-)
+from . import arguments, constructions, picture
 from .band import Band
 from .patterns import (
     EMPTY,
@@ -55,9 +40,6 @@ if TYPE_CHECKING:
     from .patterns import Blocks, Indices, Kinds, Pair, Words
 
     Lengths = Sequence[SupportsIndex]  # of queries and keys
-
-_DRAWN = 64  # squares of a picture in either direction
-_SQUARE = 8  # pixels of one
 
 
 class BlockMask:
@@ -134,22 +116,20 @@ class BlockMask:
     __array_ufunc__ = None  # an array & a mask is a TypeError, not an array of objects
 
     def __init__(
-        self,
-        blocks: ArrayLike | AnyArray,
-        block_size: BlockSize = 128,
+        self, blocks: ArrayLike | AnyArray, block_size: BlockSize = 128,
         shape: Lengths | None = None,
-    ):
-        shown = bools("blocks", blocks)
-        block = block_pair(block_size)
+    ):  # fmt: skip
+        shown = arguments.bools("blocks", blocks)
+        block = arguments.block_pair(block_size)
         *leading, rows, columns = shown.shape
         if shape is None:
             shape = rows * block[0], columns * block[1]
-        lengths = two_lengths(shape)
+        lengths = arguments.two_lengths(shape)
         grid = grid_of(lengths, block)
         if (rows, columns) != grid:
             raise ValueError(
                 f"blocks is a grid of {rows}x{columns}: shape={lengths} in blocks of "
-                f"{_by(block)} needs ceil(Nq / bq) x ceil(Nk / bk) = {_by(grid)}"
+                f"{arguments.by(block)} needs ceil(Nq / bq) x ceil(Nk / bk) = {arguments.by(grid)}"
             )
         kinds = np.where(shown, np.uint8(FULL), np.uint8(EMPTY))
         kinds = kinds.reshape(math.prod(leading), *grid)
@@ -205,7 +185,7 @@ class BlockMask:
         >>> BlockMask.from_dense(visible, 32) == BlockMask.causal((64, 64), block_size=32)
         True
         """
-        elements, block = bools("mask", mask), block_pair(block_size)
+        elements, block = arguments.bools("mask", mask), arguments.block_pair(block_size)
         held = held_size((elements.shape[-2], elements.shape[-1]), block)
         return cls._judged(elements.shape, block, constructions.of_dense(elements, held))
 
@@ -228,7 +208,7 @@ class BlockMask:
         >>> BlockMask.from_scipy(scipy.sparse.eye_array(200), 64).block_density
         0.25
         """
-        if not is_sparse(matrix):
+        if not arguments.is_sparse(matrix):
             raise TypeError(
                 f"matrix is a {type(matrix).__name__}: give a sparse array of SciPy or cupyx"
             )
@@ -237,7 +217,7 @@ class BlockMask:
         own = matrix.blocksize if matrix.format == "bsr" else (0, 0)
         if block_size is None:
             block_size = own if all(own) and not any(b % HALF for b in own) else 128
-        block = block_pair(block_size)
+        block = arguments.block_pair(block_size)
         if block != own:
             matrix = matrix.tocsr()
         held = held_size(matrix.shape, block)
@@ -245,11 +225,9 @@ class BlockMask:
 
     @classmethod
     def from_function(
-        cls,
-        f: Callable[[Indices, Indices, Indices, Indices], Any],
-        shape: Sequence[SupportsIndex],
-        block_size: BlockSize = 128,
-    ) -> BlockMask:
+        cls, f: Callable[[Indices, Indices, Indices, Indices], Any],
+        shape: Sequence[SupportsIndex], block_size: BlockSize = 128,
+    ) -> BlockMask:  # fmt: skip
         """The mask that a vectorised predicate describes.
 
         Parameters
@@ -275,22 +253,19 @@ class BlockMask:
         """
         if not callable(f):
             raise TypeError(f"f is a {type(f).__name__}: give a function f(b, h, q, k)")
-        check_takes_four(f)
-        sizes = integer_tuple(
+        arguments.check_takes_four(f)
+        sizes = arguments.integer_tuple(
             "shape", shape, range(2, 5), "(Nq, Nk), (H, Nq, Nk) or (B, H, Nq, Nk)"
         )
-        block = block_pair(block_size)
+        block = arguments.block_pair(block_size)
         held = held_size((sizes[-2], sizes[-1]), block)
         return cls._judged(sizes, block, constructions.of_function(f, sizes, held))
 
     @classmethod
     def causal(
-        cls,
-        shape: Lengths,
-        alignment: Alignment = "bottom_right",
-        *,
+        cls, shape: Lengths, alignment: Alignment = "bottom_right", *,
         block_size: BlockSize = 128,
-    ) -> BlockMask:
+    ) -> BlockMask:  # fmt: skip
         """Keys up to the query's own, as `causal=` of :func:`cuflash.attention`.
 
         Parameters
@@ -311,17 +286,15 @@ class BlockMask:
         ■■■■▨▨
         ■■■■■▨
         """
-        return cls._band(shape, Band(right=0, alignment=checked_alignment(alignment)), block_size)
+        return cls._band(
+            shape, Band(right=0, alignment=arguments.checked_alignment(alignment)), block_size
+        )
 
     @classmethod
     def sliding_window(
-        cls,
-        shape: Lengths,
-        window: Window | None,
-        alignment: Alignment = "bottom_right",
-        *,
+        cls, shape: Lengths, window: Window | None, alignment: Alignment = "bottom_right", *,
         block_size: BlockSize = 128,
-    ) -> BlockMask:
+    ) -> BlockMask:  # fmt: skip
         """Keys around the query's own, as `window=` of :func:`cuflash.attention`.
 
         Parameters
@@ -341,17 +314,13 @@ class BlockMask:
         >>> BlockMask.sliding_window((96, 96), (20, 0)).to_dense()[50].nonzero()[0][[0, -1]]
         array([30, 50])
         """
-        return cls._band(shape, window_band(window, alignment), block_size)
+        return cls._band(shape, arguments.window_band(window, alignment), block_size)
 
     @classmethod
     def prefix(
-        cls,
-        shape: Lengths,
-        length: ArrayLike | AnyArray,
-        alignment: Alignment = "bottom_right",
-        *,
-        block_size: BlockSize = 128,
-    ) -> BlockMask:
+        cls, shape: Lengths, length: ArrayLike | AnyArray, alignment: Alignment = "bottom_right",
+        *, block_size: BlockSize = 128,
+    ) -> BlockMask:  # fmt: skip
         """Keys of a prefix, and those up to the query's own.
 
         Parameters
@@ -371,23 +340,20 @@ class BlockMask:
         >>> BlockMask.prefix((64, 64), [[10], [20]], block_size=32).to_dense()[:, 0, 0].sum(axis=-1)
         array([10, 20])
         """
-        lengths = two_lengths(shape)
-        prefixes = counts("length", length)
+        lengths = arguments.two_lengths(shape)
+        prefixes = arguments.counts("length", length)
         if (prefixes < 0).any():
             raise ValueError(f"length={prefixes.min()}: a prefix has 0 keys or more")
         ends = np.minimum(prefixes, lengths[1])[..., None]
-        band = Band(right=0, alignment=checked_alignment(alignment))
+        band = Band(right=0, alignment=arguments.checked_alignment(alignment))
         first, stop = constructions.band_interval(band, lengths)
         return cls._intervals(first, np.maximum(stop, ends), lengths, block_size)
 
     @classmethod
     def documents(
-        cls,
-        query_ids: ArrayLike | AnyArray,
-        key_ids: ArrayLike | AnyArray | None = None,
-        *,
+        cls, query_ids: ArrayLike | AnyArray, key_ids: ArrayLike | AnyArray | None = None, *,
         block_size: BlockSize = 128,
-    ) -> BlockMask:
+    ) -> BlockMask:  # fmt: skip
         """Keys of the query's own document, of several that are packed into one sequence.
 
         Parameters
@@ -417,8 +383,8 @@ class BlockMask:
         ·····■■■■·
         ··········
         """
-        queries = integers("query_ids", query_ids, least=1)
-        keys = queries if key_ids is None else integers("key_ids", key_ids, least=1)
+        queries = arguments.integers("query_ids", query_ids, least=1)
+        keys = queries if key_ids is None else arguments.integers("key_ids", key_ids, least=1)
         try:
             leading = np.broadcast_shapes(queries.shape[:-1], keys.shape[:-1])
         except ValueError:
@@ -427,21 +393,16 @@ class BlockMask:
                 "their leading axes must broadcast"
             ) from None
         lengths = queries.shape[-1], keys.shape[-1]
-        block = block_pair(block_size)
+        block = arguments.block_pair(block_size)
         held = held_size(lengths, block)
         kinds, blocks = constructions.of_documents(queries, keys, leading, held)
         return cls._judged((*leading, *lengths), block, blocks, kinds)
 
     @classmethod
     def dilated(
-        cls,
-        shape: Lengths,
-        window: Window | None,
-        dilation: SupportsIndex,
-        alignment: Alignment = "bottom_right",
-        *,
-        block_size: BlockSize = 128,
-    ) -> BlockMask:
+        cls, shape: Lengths, window: Window | None, dilation: SupportsIndex,
+        alignment: Alignment = "bottom_right", *, block_size: BlockSize = 128,
+    ) -> BlockMask:  # fmt: skip
         """Every `dilation`-th key around the query's own.
 
         Parameters
@@ -466,23 +427,21 @@ class BlockMask:
         >>> BlockMask.dilated((64, 64), 9, 4).to_dense()[30].nonzero()[0]
         array([22, 26, 30, 34, 38])
         """
-        lengths = two_lengths(shape)
-        block = block_pair(block_size)
-        step = min(positive("dilation", dilation), max(sum(lengths), 1))  # no farther keys
-        band = window_band(window, alignment)
+        lengths = arguments.two_lengths(shape)
+        block = arguments.block_pair(block_size)
+        step = min(
+            arguments.positive("dilation", dilation), max(sum(lengths), 1)
+        )  # no farther keys
+        band = arguments.window_band(window, alignment)
         held = held_size(lengths, block)
         kinds, blocks = constructions.of_dilation(band, step, lengths, held)
         return cls._judged(lengths, block, blocks, kinds)
 
     @classmethod
     def global_local(
-        cls,
-        shape: Lengths,
-        window: Window | None,
-        global_tokens: ArrayLike | AnyArray | range,
-        *,
-        block_size: BlockSize = 128,
-    ) -> BlockMask:
+        cls, shape: Lengths, window: Window | None, global_tokens: ArrayLike | AnyArray | range,
+        *, block_size: BlockSize = 128,
+    ) -> BlockMask:  # fmt: skip
         """Keys around the query's own, and tokens that see all and are seen by all.
 
         Parameters
@@ -513,17 +472,17 @@ class BlockMask:
         ··■▨■▨
         ··■·▨■
         """
-        lengths = two_lengths(shape)
-        block = block_pair(block_size)
+        lengths = arguments.two_lengths(shape)
+        block = arguments.block_pair(block_size)
         held = held_size(lengths, block)
-        tokens = token_indices(global_tokens, lengths[1])
+        tokens = arguments.token_indices(global_tokens, lengths[1])
         kinds, blocks = constructions.of_tokens(tokens, lengths, held)
         crosses = cls._judged(lengths, block, blocks, kinds)
         return crosses | cls.sliding_window(lengths, window, block_size=block)
 
     @classmethod
     def _band(cls, shape: Lengths, band: Band, block_size: BlockSize) -> BlockMask:
-        lengths = two_lengths(shape)
+        lengths = arguments.two_lengths(shape)
         interval = constructions.band_interval(band, lengths)
         return cls._intervals(*interval, lengths, block_size)
 
@@ -532,7 +491,7 @@ class BlockMask:
         cls, first: Indices, stop: Indices, lengths: Pair, block_size: BlockSize
     ) -> BlockMask:
         """Query q sees the keys of [first[..., q], stop[..., q])."""
-        block = block_pair(block_size)
+        block = arguments.block_pair(block_size)
         shape = *np.broadcast_shapes(first.shape, stop.shape)[:-1], *lengths
         first, stop = (
             np.broadcast_to(x, shape[:-1]).reshape(math.prod(shape[:-2]), lengths[0])
@@ -700,7 +659,7 @@ class BlockMask:
         >>> [f"{word:016b}" for word in bits[0, :3, 0]]
         ['0000000000000001', '0000000000000011', '0000000000000111']
         """
-        rows, columns = positive("rows", rows), positive("columns", columns)
+        rows, columns = arguments.positive("rows", rows), arguments.positive("columns", columns)
         within = held_size(self._lengths, (rows, columns))
         kinds, patterns = self._cut(*within)
         if within == (rows, columns):
@@ -834,25 +793,12 @@ class BlockMask:
         >>> BlockMask.from_scipy(matrix) == mask
         True
         """
-        from scipy.sparse import bsr_array
-
-        number, (query_length, key_length) = number_of(index, self.shape), self._lengths
-        common = tuple(map(math.gcd, self.block_size, self._lengths))
-        if 0 in self._lengths:
-            return bsr_array(self._lengths, blocksize=common, dtype=bool)
+        number = arguments.number_of(index, self.shape)
         kinds, (bq, bk) = self._kinds[number], self._held
-        starts = np.cumsum([0, *np.count_nonzero(kinds, axis=1)])
         patterns = self._patterns[self._pattern_of[number][kinds != EMPTY]]
-        stored = unpack(patterns, bk), np.nonzero(kinds)[1], starts
-        matrix = bsr_array(stored, shape=(len(kinds) * bq, kinds.shape[1] * bk))
-        if matrix.shape == (query_length, key_length):
-            return matrix
-        matrix = matrix.tocsr()
-        matrix.resize(query_length, key_length)
-        matrix.eliminate_zeros()
-        matrix = matrix.tobsr(common)
-        matrix.sort_indices()
-        return matrix
+        return constructions.as_matrix(
+            kinds, unpack(patterns, bk), self._lengths, (bq, bk), self.block_size
+        )
 
     def __repr__(self) -> str:
         return (
@@ -861,42 +807,8 @@ class BlockMask:
         )
 
     def __str__(self) -> str:
-        header, squares = self._picture()
-        return "\n".join([header, *("".join("·▨■"[kind] for kind in row) for row in squares)])
+        return picture.as_text(self)
 
     def _repr_svg_(self) -> str:
         """The picture for notebooks: full squares are filled, partial ones crossed out."""
-        header, squares = self._picture()
-        height, width = (n * _SQUARE for n in squares.shape)
-
-        def path(kind: int, stroke: str) -> str:
-            places = np.argwhere(squares == kind) * _SQUARE
-            return "".join(f"M{x} {y}{stroke}" for y, x in places)
-
-        filled = path(FULL, f"h{_SQUARE}v{_SQUARE}h-{_SQUARE}z")
-        crossed = path(PARTIAL, f"l{_SQUARE} {_SQUARE}m0-{_SQUARE}l-{_SQUARE} {_SQUARE}")
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-1 -1 {width + 2} {height + 2}" '
-            f'width="{width + 2}" height="{height + 2}"><title>{header}</title>'
-            f'<rect width="{width}" height="{height}" fill="#fff" stroke="#888"/>'
-            f'<path d="{filled}" fill="#1f4e79"/>'
-            f'<path d="{crossed}" fill="none" stroke="#1f4e79"/></svg>'
-        )
-
-    def _picture(self) -> tuple[str, Kinds]:
-        """A line of text, and the kinds of the first mask's squares."""
-        header = f"BlockMask {self.shape}, blocks of {_by(self.block_size)}, "
-        header += f"density {self.density:.3g}"
-        lists, rows, columns = self._kinds.shape
-        grid = rows, columns
-        if lists != 1:
-            header += f", the first of {lists}"
-        scale = -(-max(*grid, 1) // _DRAWN)
-        if scale > 1:
-            header += f", {_by((scale, scale))} blocks a square"
-        squares = coarsen(self._kinds[:1], grid, (1, 1), (scale, scale))
-        return header, squares[0] if lists else np.zeros((0, 0), np.uint8)
-
-
-def _by(pair: Pair) -> str:
-    return f"{pair[0]}x{pair[1]}"
+        return picture.as_svg(self)

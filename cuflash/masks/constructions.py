@@ -1,7 +1,8 @@
 """What each kind of mask shows: kinds of blocks, and the elements of partial ones.
 
 A function here returns what :func:`assemble` takes beside the lengths and what is held of a block:
-the kinds and the blocks that are to be judged, or these alone where all are.
+the kinds and the blocks that are to be judged, or these alone where all are. :func:`as_matrix` is
+the way back of :func:`of_matrix`.
 """
 
 from __future__ import annotations
@@ -50,6 +51,26 @@ def of_matrix(matrix: Any, held: Pair) -> Iterator[tuple[Indices, Words]]:
         matrix = matrix.copy()
         matrix.sum_duplicates()
     return (stored_blocks if matrix.format == "bsr" else stored_elements)(matrix, held)
+
+
+def as_matrix(kinds: Kinds, elements: Bools, lengths: Pair, held: Pair, block_size: Pair) -> Any:
+    """The BSR array of one mask: `elements` of blocks that are not empty, in their order."""
+    from scipy.sparse import bsr_array
+
+    common = math.gcd(block_size[0], lengths[0]), math.gcd(block_size[1], lengths[1])
+    if 0 in lengths:
+        return bsr_array(lengths, blocksize=common, dtype=bool)
+    starts = np.cumsum([0, *np.count_nonzero(kinds, axis=1)])
+    shape = len(kinds) * held[0], kinds.shape[1] * held[1]
+    matrix = bsr_array((elements, np.nonzero(kinds)[1], starts), shape=shape)
+    if matrix.shape == lengths:
+        return matrix
+    matrix = matrix.tocsr()
+    matrix.resize(*lengths)
+    matrix.eliminate_zeros()
+    matrix = matrix.tobsr(common)
+    matrix.sort_indices()
+    return matrix
 
 
 def of_function(
