@@ -29,7 +29,6 @@ from cuflash.planning.problem import CPU, Problem
 
 def plan_for(algo, q, k, v, blocks=None) -> Plan:
     """The engine's plan for float32 arrays without a mask, with its own or the given tiles."""
-    block_q, block_k = blocks or host.default_blocks(algo, q.shape[-1], v.shape[-1])
     problem = Problem(
         dtype="float32",
         leading=q.shape[:-2],
@@ -40,7 +39,9 @@ def plan_for(algo, q, k, v, blocks=None) -> Plan:
         heads=q.shape[-3],
     )
     plan = make_plan(problem, CPU, algo)
-    return replace(plan, tile=replace(plan.tile, block_q=block_q, block_k=block_k))
+    if blocks is None:
+        return plan
+    return replace(plan, tile=replace(plan.tile, block_q=blocks[0], block_k=blocks[1]))
 
 
 def draw(shape) -> list[np.ndarray]:

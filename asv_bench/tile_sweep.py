@@ -40,7 +40,11 @@ import cuflash
 from cuflash.calls.call import BackwardCall, ForwardCall, find_call
 from cuflash.gpu import launch
 from cuflash.operands.dtypes import HALF, SINGLE
-from cuflash.planning.plan import TILES, Plan, Tile, _backward, _mma, _simt, _wgmma, _wgmma_fa1
+from cuflash.planning.mma import MmaTile
+from cuflash.planning.plan import TILES, Plan
+from cuflash.planning.simt import SimtTile
+from cuflash.planning.tile import Tile
+from cuflash.planning.wgmma import WgmmaTile
 
 
 class Case(NamedTuple):
@@ -111,11 +115,47 @@ CASES = {
         _both_masks(4, 16, 4096, 128), True),
 }  # fmt: skip
 
-# Beyond the table's rows. _mma(algo, max_dim, block_k, warps, slabs, ...);
-# _simt(algo, dtypes, max_dim, block_k, warps, row_lanes, lane_rows, ...);
-# _wgmma(max_dim, block_k, warpgroups, ...), as fa3 and fa2;
-# _wgmma_fa1(max_dim, block_k, step_k, warpgroups, ...);
-# _backward(algo, engine, dtypes, max_dim, block_q, warps, slabs or (row_lanes, lane_rows), ...).
+
+def _stages(algo, more):
+    """Of fa1 two, unless it is said."""
+    return {"stages": 2 if algo == "fa1" else 1, **more}
+
+
+def _simt(algo, dtypes, max_dim, block_k, warps, row_lanes, lane_rows, **more):
+    return SimtTile(
+        algo=algo, dtypes=dtypes, max_dim=max_dim, block_k=block_k, warps=warps,
+        row_lanes=row_lanes, lane_rows=lane_rows, **_stages(algo, more),
+    )  # fmt: skip
+
+
+def _mma(algo, max_dim, block_k, warps, slabs, **more):
+    return MmaTile(
+        algo=algo, max_dim=max_dim, block_k=block_k, warps=warps, slabs=slabs,
+        **_stages(algo, more),
+    )  # fmt: skip
+
+
+def _wgmma(max_dim, block_k, warpgroups, **more):
+    """As fa3 and as fa2."""
+    sizes = {"max_dim": max_dim, "block_k": block_k, "warps": 4 * warpgroups, "fill": 1.0, **more}
+    return WgmmaTile(algo="fa3", **sizes), WgmmaTile(algo="fa2", **sizes)
+
+
+def _wgmma_fa1(max_dim, block_k, step_k, warpgroups, **more):
+    sizes = {"max_dim": max_dim, "block_k": block_k, "step_k": step_k, "stages": 1, **more}
+    return WgmmaTile(algo="fa1", warps=4 * warpgroups, **sizes)
+
+
+def _backward(algo, engine, dtypes, max_dim, block_q, warps, rows, **more):
+    """`rows`: slabs (mma), or row_lanes and lane_rows (simt)."""
+    sizes = {"algo": algo, "max_dim": max_dim, "block_q": block_q, "warps": warps, **more}
+    if engine == "mma":
+        return MmaTile(slabs=rows, backward=True, **sizes)
+    row_lanes, lane_rows = rows
+    return SimtTile(dtypes=dtypes, row_lanes=row_lanes, lane_rows=lane_rows, backward=True, **sizes)
+
+
+# Beyond the table's rows.
 CANDIDATES: dict[str, list[Tile]] = {
     "half64": [
         _mma("fa2", 64, 64, 4, 2, stages=2, queries_in_registers=True),

@@ -13,12 +13,12 @@ from emulator.memory import TensorMap
 import cuflash
 from cuflash.calls.arrays import conform, of_batch, split_offset
 from cuflash.calls.call import BackwardCall, find_call
+from cuflash.gpu.arguments import pack
 from cuflash.gpu.tensor_maps import TABLES_BYTES, tensor_maps
 from cuflash.gpu.work_order import work_order
 from cuflash.masks.tile_lists import tile_lists
 from cuflash.operands.layout import make_layout
 from cuflash.operands.spec import Spec, conformed
-from cuflash.planning.params import pack
 from cuflash.planning.plan import Plan
 from cuflash.scores import softcap as softcap_score
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import re
 import sys
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -40,7 +41,12 @@ def compared(text: str) -> str:
 
 def texts():
     """(what it is, text) of every kernel."""
-    for number, row in enumerate(row for row in TILES if row.engine != "numpy"):
+    same: Counter[str] = Counter()
+    for row in TILES:
+        if not row.threads:
+            continue
+        same[str(row)] += 1
+        title = f"{row} ({same[str(row)]}), D {row.max_dim}"
         for dtype in row.dtypes:
             for kind, more in KINDS.items():
                 problem = Problem(
@@ -56,7 +62,7 @@ def texts():
                         continue
                     plan = Plan(problem, device, row)
                     for kernel in plan.kernels:
-                        name = f"{number} {row}, D {row.max_dim}, {dtype}, {kind}, sm_{arch}"
+                        name = f"{title}, {dtype}, {kind}, sm_{arch}"
                         yield f"{name}, {kernel.name}", compared(plan.source(kernel.name))
 
 

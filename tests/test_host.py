@@ -304,8 +304,7 @@ def test_large_scores_do_not_overflow(algo):
 def test_default_blocks(algo, dtype):
     n = 2100 if dtype != "float64" else 70
     q, k, v = inputs((), n, n + 3, 16, 8, dtype=dtype)
-    blocks = host.default_blocks(algo, 16, 8)
-    assert check(algo, q, k, v, causal=True, blocks=blocks) < 0.6
+    assert check(algo, q, k, v, causal=True, blocks=None) < 0.6
     assert check(algo, q, k, v, blocks=None) < 0.6
 
 

@@ -36,11 +36,11 @@ from hypothesis import strategies as st
 from tolerance import assert_backward_close, assert_forward_close
 
 from cuflash import reference
+from cuflash.gpu.arguments import pack
 from cuflash.masks.band import Band
 from cuflash.operands.layout import MAX_LENGTH, make_layout
 from cuflash.operands.spec import Spec
 from cuflash.planning import source
-from cuflash.planning.params import pack
 from cuflash.planning.plan import TILES, make_plan
 from cuflash.planning.problem import Device, Problem
 from cuflash.reference import UNIT_ROUNDOFF, forward_bound
@@ -272,7 +272,7 @@ def rows_of(backward):
     return [
         pytest.param(row, dtype, id=f"{i}-{row.algo}-{row.engine}-{row.max_dim}-{dtype}")
         for i, row in enumerate(TILES)
-        if row.engine != "numpy" and row.backward == backward
+        if row.threads and row.backward == backward
         for dtype in (row.dtypes[-2:] if backward else row.dtypes)
     ]
 
@@ -702,7 +702,8 @@ def test_the_farthest_shifts_of_the_longest_sequences(window, offsets):
     memory, got = Memory(), np.zeros((count, 4, 6), np.int32)
     params = pack(plan, layout, 1.0, ())
     params["q_offset"] = memory.place(offsets)
-    module = Module(source.prelude(plan) + source.expand("key_tiles.cuh") + EDGES)
+    prelude = source.prelude(plan.problem, plan.tile)
+    module = Module(prelude + source.expand("seams/key_tiles.cuh") + EDGES)
     module.launch("edges", count, 1, [params, memory.place(got)], memory=memory)
     memory.fetch()
     memory.close()

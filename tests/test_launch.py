@@ -92,7 +92,7 @@ def launch(monkeypatch):
 
     def compiled(plan, device_id, kernel):
         def run(grid, block, arguments, shared_bytes):
-            params = arguments[0].view(params_dtype(plan))[0]
+            params = arguments[0].view(params_dtype(plan.problem))[0]
             module.launched.append((kernel.name, grid, block, shared_bytes, params))
 
         return run
@@ -173,7 +173,7 @@ def test_pointers_of_a_backward_call(launch, algo):
         assert params[name] == x.data.ptr
     assert params["dlse"] == params["q_lengths"] == params["kv_lengths"] == params["q_offset"] == 0
     sizes = dict(plan.workspace)
-    parts = pointers(plan)[len(BackwardCall.operands) :]
+    parts = pointers(plan.problem)[len(BackwardCall.operands) :]
     assert set(sizes) <= set(parts)
     spans = sorted((int(params[x]), int(params[x]) + size) for x, size in sizes.items())
     assert all(begin % 256 == 0 for begin, _ in spans)
@@ -230,7 +230,7 @@ def test_pointers_of_a_block_mask(launch, kind, algo, causal):
     assert params["axis_size"][:3].tolist() == [2, 4, 2]
     assert params["mask_axis_stride"][:3].tolist() == [0, 2, 1]
     # Behind the lists come the parts of the workspace.
-    names = pointers(plan)
+    names = pointers(plan.problem)
     assert names[len(kind.operands) :][:4] == LISTS
     for name, _ in plan.workspace:
         assert params[name] - params[plan.workspace[0][0]] == plan.workspace_offsets[name]
@@ -319,7 +319,7 @@ def test_pointers_of_a_mask_of_elements(launch, kind, algo):
     mask = Array(np.zeros((4, 2, 1, 90), bool).reshape(8, 1, 90)[::-1])
     mask.data.ptr += 9  # bytes need no alignment
     plan, params = run_masked(launch, kind, mask, algo=algo, given=lengths)
-    assert pointers(plan)[len(kind.operands) :][0] == "mask"
+    assert pointers(plan.problem)[len(kind.operands) :][0] == "mask"
     assert params["mask"] == mask.data.ptr
     assert params["kv_lengths"] == lengths["kv_lengths"].data.ptr
     assert params["q_lengths"] == params["mask_order"] == 0
@@ -374,7 +374,7 @@ def test_one_pointer_for_each_operand():
     for kind, backward in ((ForwardCall, False), (BackwardCall, True)):
         x = np.zeros((2, 3, 4), np.float16)
         plan = cuflash.plan(x, x, x, device=H200, backward=backward)
-        assert pointers(plan)[: len(kind.operands)] == kind.operands
+        assert pointers(plan.problem)[: len(kind.operands)] == kind.operands
 
 
 @kinds

@@ -243,7 +243,7 @@ def kernels(arch, dtypes) -> list[Kernel]:
         Kernel(row, dtype, arch, row.max_dim)
         for row in TILES
         for dtype in dtypes
-        if row.engine != "numpy" and dtype in row.dtypes
+        if row.threads and dtype in row.dtypes
     ]
     return [each for kernel in made if not kernel.reject() for each in kernel.all_of_plan()]
 
@@ -357,7 +357,7 @@ def test_odd_problems_compile(plan):
 
 @pytest.mark.full
 @pytest.mark.parametrize("arch", [*ARCHES, "sm_90a"])
-@pytest.mark.parametrize("row", [row for row in TILES if row.engine != "numpy"], ids=str)
+@pytest.mark.parametrize("row", [row for row in TILES if row.threads], ids=str)
 def test_whole_matrix_compiles(row, arch):
     """All rows, architectures and types."""
     for kernel in kernels(arch, row.dtypes):

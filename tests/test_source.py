@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 from compile_kernels import OPTIONS, compile_source, include_folder, require_nvrtc
 
+from cuflash.gpu.arguments import pack
 from cuflash.masks.band import Band
 from cuflash.planning import source as source_module
-from cuflash.planning.params import fields, pack, params_dtype, pointers
+from cuflash.planning.params import fields, params_dtype, pointers
 from cuflash.planning.plan import TILES, Plan, make_plan
 from cuflash.planning.problem import CPU, Device, Problem
 from cuflash.planning.source import without_comments
@@ -32,6 +33,10 @@ kernels = pytest.mark.parametrize("name", NAMES)
 def plan(dtype="float16", algo="fa2", engine=None, d=64, **more) -> Plan:
     problem = Problem(dtype, (2, 3), 100, 90, d, d, heads=3, **more)
     return make_plan(problem, H200, algo, engine)
+
+
+def prelude(made):
+    return source_module.prelude(made.problem, made.tile)
 
 
 def kernel_files():
@@ -165,24 +170,24 @@ def test_prelude_names_are_its_own(backward):
         re.findall(r"^(?:constexpr \w+|struct|using|typedef .*?) (\w+)\b", text, re.MULTILINE)
     )
     made = plan(backward=backward)
-    prelude = source_module.prelude(made)
-    names = set(re.findall(r"constexpr \w+ (\w+) =|using (\w+) =|struct (\w+) \{", prelude))
+    text = prelude(made)
+    names = set(re.findall(r"constexpr \w+ (\w+) =|using (\w+) =|struct (\w+) \{", text))
     names = {name for group in names for name in group if name}
     assert {"Element", "Accumulator", "Length", "Params", "BLOCK_K", "THREADS"} <= names
     assert not names & declared
-    members = [name for name, *_ in fields(made)]
+    members = [name for name, *_ in fields(made.problem)]
     assert len(members) == len(set(members))
     assert not names & set(members)
 
 
 def test_constants_are_typed():
-    prelude = source_module.prelude(plan(engine="simt", dtype="float32"))
-    assert "constexpr bool ENGINE_IS_MMA = false;" in prelude
-    assert "constexpr int HEAD_DIM = 64;" in prelude
-    assert "using Element = float;\nusing Accumulator = float;\nusing Length = int;" in prelude
-    assert "using Length = long long;" in source_module.prelude(plan(kv_lengths="int64"))
-    assert "using Length = long long;" in source_module.prelude(plan(q_offset="int64"))
-    assert "using Accumulator = double;" in source_module.prelude(plan("float64"))
+    text = prelude(plan(engine="simt", dtype="float32"))
+    assert "constexpr bool ENGINE_IS_MMA = false;" in text
+    assert "constexpr int HEAD_DIM = 64;" in text
+    assert "using Element = float;\nusing Accumulator = float;\nusing Length = int;" in text
+    assert "using Length = long long;" in prelude(plan(kv_lengths="int64"))
+    assert "using Length = long long;" in prelude(plan(q_offset="int64"))
+    assert "using Accumulator = double;" in prelude(plan("float64"))
 
 
 @pytest.mark.parametrize(
@@ -222,7 +227,7 @@ def test_params(backward):
     problem = Problem("float64", (2, 3), 100, 90, 64, 64, heads=3, captures=("slope", "cap"),
                       score="score", backward=backward)  # fmt: skip
     made = make_plan(problem, H200)
-    dtype, names = params_dtype(made), pointers(made)
+    dtype, names = params_dtype(made.problem), pointers(made.problem)
     assert dtype.names[: len(names)] == names
     assert [dtype.fields[name][1] for name in names] == [8 * i for i in range(len(names))]
     assert {name for name, _ in made.workspace} <= set(names)
@@ -281,7 +286,7 @@ def test_packing_gradients():
     made = make_plan(problem, H200)
     layout = make_layout(spec, keys, keys, spec, rows, gradients=gradients)
     params = pack(made, layout, 0.5, ())[0]
-    for name in pointers(made):
+    for name in pointers(made.problem):
         assert params[name] == 0
     for name in ("dout", "q", "out", "dq"):
         assert params[f"{name}_row_stride"] == 64
@@ -338,7 +343,7 @@ def test_errors_point_at_the_true_line_of_a_header():
 
 def test_tiles_name_kernels_that_exist():
     for row in TILES:
-        if row.engine != "numpy":
+        if row.threads:
             made = Plan(plan(backward=row.backward, summed=(1, 3, 3)).problem, H200, row)
             for kernel in made.kernels:
                 assert (KERNELS / f"{kernel.name}.cu").is_file()

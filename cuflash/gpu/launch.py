@@ -12,10 +12,12 @@ import cupy
 import numpy as np
 
 from ..extras import HOW_TO_INSTALL_CUPY
-from ..planning.params import pack, pointers, workspace_pointers
-from ..planning.plan import Launch, Plan
+from ..planning.params import pointers, workspace_pointers
+from ..planning.plan import Plan
 from ..planning.problem import Device
 from ..planning.source import without_comments
+from ..planning.tile import Launch
+from .arguments import pack
 from .memory import FIRST_CALL, conform, device_lists, empty, refuse_capture, workspace
 from .tensor_maps import MAP_BYTES, OPERANDS, TABLES_BYTES, TensorMap, tensor_maps
 from .work_order import work_order
@@ -159,17 +161,17 @@ def _tables(call, device_id: int):
 def prepare(call, device_id: int):
     """A function of a call's pointers that launches its kernels on the current stream."""
     plan = call.plan
-    names = pointers(plan)
+    names = pointers(plan.problem)
     pack_into = struct.Struct(f"{len(names)}Q").pack_into
     template = pack(plan, call.layout, call.scale, call.score.values if call.score else ())
     template = template.view(f"V{template.itemsize}")  # CuPy describes each field of a structure
-    tables = {plan.kernel: _tables(call, device_id)} if plan.engine == "wgmma" else {}
+    tables = {plan.kernel: _tables(call, device_id)} if plan.tile.map_boxes(plan.problem) else {}
     kernels = [
         (compiled(plan, device_id, x), (x.grid,), (x.threads,), x.shared_bytes, tables.get(x.name))
         for x in plan.kernels
     ]
     starts = plan.workspace_offsets
-    given = len(names) - len(workspace_pointers(plan))
+    given = len(names) - len(workspace_pointers(plan.problem))
     offsets = [starts.get(name) for name in names[given:]]
     nowhere = (0,) * len(offsets)
 

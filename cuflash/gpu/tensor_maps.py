@@ -12,7 +12,6 @@ from ..planning.problem import MAP_AXES
 OPERANDS = ("q", "k", "v")
 MAP_BYTES = 128
 TABLES_BYTES = (len(OPERANDS) * MAP_BYTES // 64 + 1) * 64  # maps, a pointer, and up to alignment
-WARPGROUP_ROWS = 64
 
 
 class TensorMap(NamedTuple):
@@ -31,15 +30,14 @@ class TensorMap(NamedTuple):
 
 def tensor_maps(plan: Plan, layout: Layout) -> dict[str, TensorMap]:
     """The maps of a plan's operands."""
-    p, item = plan.problem, ITEM_BYTES[plan.problem.dtype]
-    head_width, value_width = plan.tile.widths(p)
-    sizes = {
-        "q": (p.query_length, p.head_dim, head_width, WARPGROUP_ROWS),
-        "k": (p.key_length, p.head_dim, head_width, plan.tile.step_k),
-        "v": (p.key_length, p.value_dim, value_width, plan.tile.step_k),
+    p, item, maps = plan.problem, ITEM_BYTES[plan.problem.dtype], {}
+    extents = {
+        "q": (p.query_length, p.head_dim),
+        "k": (p.key_length, p.head_dim),
+        "v": (p.key_length, p.value_dim),
     }
-    maps = {}
-    for name, (length, columns, width, rows) in sizes.items():
+    for name, rows, width in plan.tile.map_boxes(p):
+        length, columns = extents[name]
         panel = 64 if width % 64 == 0 else 32
         steps = [step * item for step in (layout.rows[name], *layout.axis_strides[name])]
         dims = [size if step else 1 for size, step in zip((length, *layout.axes), steps)]

@@ -8,7 +8,7 @@ import heapq
 import numpy as np
 
 from ..planning.plan import Plan
-from .tensor_maps import WARPGROUP_ROWS
+from ..planning.wgmma import WARPGROUP_ROWS
 
 MOST_ITEMS = 1 << 15  # of more, any order gives blocks about as much each
 ITEM_TILES = 2  # the start and the end of an item take as long as that many key tiles
@@ -28,7 +28,7 @@ def work_order(plan: Plan) -> np.ndarray | None:
     """
     p, blocks = plan.problem, plan.grid
     count = p.head_count * plan.query_tiles
-    if plan.algo != "fa3" or count > MOST_ITEMS or (p.mask and p.band.is_open):
+    if not plan.tile.persists or count > MOST_ITEMS or (p.mask and p.band.is_open):
         return None
     lengths = [_length(plan, tile) for tile in reversed(range(plan.query_tiles))]
     if len(set(lengths)) == 1:

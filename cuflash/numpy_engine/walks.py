@@ -43,21 +43,6 @@ if TYPE_CHECKING:
     Integers = NDArray[np.integer[Any]]
 
 
-def default_blocks(algo: str, head_dim: int, value_dim: int) -> tuple[int, int]:
-    """Queries and keys per tile that run fastest, for `algo` "fa1" or "fa2".
-
-    Examples
-    --------
-    >>> default_blocks("fa2", 64, 64)
-    (2048, 512)
-    """
-    # Threaded BLAS wants tall tiles, so that its threads seldom wait for each other, and a tile
-    # of scores (4 MiB in float32) should stay in cache. Of sizes from 256 to 2048 these were
-    # fastest, or as fast as any, for both algorithms at head dims 64 and 256, with and without
-    # masks (asv_bench/host_ratio.py --blocks).
-    return 2048, 512
-
-
 def forward(
     plan: Plan,
     q: NDArray[Any],

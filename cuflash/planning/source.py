@@ -6,9 +6,9 @@ import functools
 import re
 from importlib.resources import files
 
-from ..masks.band import MAX_SHIFT
 from .params import fields, params_dtype
-from .plan import BARRIER_BYTES, Plan
+from .problem import Problem
+from .tile import Tile
 
 C_TYPES = {
     "float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double",
@@ -19,146 +19,46 @@ _COMMENT = re.compile(r'("(?:\\.|[^"\\])*")|\s*//.*')  # or a string, which may 
 _INCLUDE = re.compile(r'#include "([\w./]+)"\s*')
 
 
-def _params_struct(plan: Plan) -> str:
+def _params_struct(problem: Problem) -> str:
     lines = [
         f"    {c_type} {name}{f'[{count}]' if count > 1 else ''};"
-        for name, _, count, c_type in fields(plan)
+        for name, _, count, c_type in fields(problem)
     ]
-    size = params_dtype(plan).itemsize
+    size = params_dtype(problem).itemsize
     check = f'static_assert(sizeof(Params) == {size}, "Params as Python packs it");'
     return "\n".join(["struct Params {", *lines, "};", check])
 
 
-def _constants(plan: Plan) -> dict[str, int | bool]:
-    tile = plan.tile
-    return {
-        "ENGINE_IS_MMA": tile.engine == "mma",
-        "THREADS": plan.threads,
-        "WARPS": tile.warps,
-        "MIN_BLOCKS": tile.min_blocks,
-        "BLOCK_Q": tile.block_q,
-        "BLOCK_K": tile.block_k,
-        "STEP_K": tile.step_k,
-        "STAGES": tile.stages,
-        "LOAD_UNROLL": tile.load_unroll,
-        "WARP_SLABS": tile.slabs,
-        "WARP_SPLIT": tile.split,
-        "QUERIES_IN_REGISTERS": tile.queries_in_registers,
-        "TAKES_MAXIMA": tile.maxima,
-        "ROW_LANES": tile.row_lanes,
-        "LANE_ROWS": tile.lane_rows,
-        "HEAD_DIM": plan.problem.head_dim,
-        "HEAD_DIM_V": plan.problem.value_dim,
-        "ALIGNED": plan.problem.aligned,
-        "SHARED_BYTES": plan.shared_bytes,
-        "SHIFT_IS_GIVEN": plan.problem.shift_is_given,
-        "MAX_SHIFT": MAX_SHIFT,
-        "SCORE_IS_MODIFIED": bool(plan.problem.score),
-        "MASKED": bool(plan.problem.mask),
-        "MASK_ROWS": tile.scored[0],
-        "MASK_COLUMNS": tile.scored[1],
-        **(
-            {"PING_PONG": tile.ping_pong, "BARRIER_BYTES": BARRIER_BYTES}
-            if tile.engine == "wgmma"
-            else {}
-        ),
-        **({"STEP_Q": tile.step_q, "ORDERED": plan.is_ordered} if tile.backward else {}),
-    }
-
-
-def _product(name: str, plan: Plan, columns: int, depth: int, a_in_registers: bool) -> str:
-    """A function of one product of 64 rows: C += A B, or C = A B^T with A in shared memory, too.
-
-    It takes a wgmma instruction for every 16 of `depth`, all of them in one statement: for each of
-    its many operands NVRTC needs long. C[i][j] is register 4 * (j / 2) + 2 * i + j % 2, as the
-    instruction numbers them; Left and Right say how far to move the descriptors of A and B.
-    """
-    count, kind = columns // 2, {"float16": "f16", "bfloat16": "bf16"}[plan.problem.dtype]
-    steps = range(-(-depth // 16))
-    inputs: list[str] = []
-
-    def operand(constraint: str, expression: str) -> str:
-        inputs.append(f'"{constraint}"({expression})')
-        return f"%{count + len(inputs) - 1}"
-
-    if a_in_registers:
-        layouts, parameter = "typename Right", f"const unsigned int (&a)[{len(steps)}][4]"
-        majors, move = "1", "rows"
-    else:
-        layouts, parameter = "typename Left, typename Right", "unsigned long long a"
-        majors, move = "0, 0", "columns"
-        a = operand("l", "a")
-    b = operand("l", "b")
-    sums = ", ".join(f"%{i}" for i in range(count))
-    lines = ["{", ".reg .pred sum;", ".reg .b64 left, right;"]
-    for i in steps:
-        if a_in_registers:
-            left = "{" + ", ".join(operand("r", f"a[{i}][{r}]") for r in range(4)) + "}"
-        else:
-            left = "left"
-            lines.append(f"add.s64 left, {a}, {operand('n', f'Left::columns({i})')};")
-        lines += [
-            f"add.s64 right, {b}, {operand('n', f'Right::{move}({i})')};",
-            f"setp.ne.b32 sum, {int(a_in_registers or i > 0)}, 0;",
-            f"wgmma.mma_async.sync.aligned.m64n{columns}k16.f32.{kind}.{kind} "
-            f"{{{sums}}}, {left}, right, sum, 1, 1, {majors};",
-        ]
-    text = "\n        ".join(f'"{line}\\n"' for line in [*lines, "}"])
-    cells = ", ".join(f'"+f"(C[{r // 2 % 2}][{r // 4 * 2 + r % 2}])' for r in range(count))
-    return f"""\
-template <{layouts}>
-__device__ __forceinline__ void {name}(float (&C)[2][{columns // 4}], {parameter},
-                                       unsigned long long b) {{
-    asm volatile(
-        {text}
-        : {cells}
-        : {", ".join(inputs)} : "memory");
-}}"""
-
-
-def _products(plan: Plan) -> str:
-    """S = Q K^T, both rows by rows in shared memory; O += P V, P in registers, V by columns."""
-    tile = plan.tile
-    _, value_width = tile.widths(plan.problem)
-    return "\n".join(
-        [
-            _product("multiply_shared", plan, tile.step_k, plan.problem.head_dim, False),
-            _product("multiply_registers", plan, value_width, tile.step_k, True),
-        ]
-    )
-
-
-def _score_function(plan: Plan) -> str:
-    names = plan.problem.captures
+def _score_function(problem: Problem) -> str:
+    names = problem.captures
     captures = "".join(f"    const Accumulator {name} = p.{name};\n" for name in names)
     return f"""\
 template <typename T>
 __device__ __forceinline__ T modify(T score, int batch, int head, int q, int k, const Params& p) {{
 {captures}#line 1 "score expression"
-    return {plan.problem.score or "score"};
+    return {problem.score or "score"};
 }}"""
 
 
-def prelude(plan: Plan) -> str:
-    """What only this plan's kernel needs: types, constants, Params and the score expression."""
-    problem = plan.problem
+def prelude(problem: Problem, tile: Tile) -> str:
+    """What only this problem's kernels need: types, constants, Params and the score expression."""
     integers = problem.q_lengths or problem.kv_lengths or problem.q_offset
     constants = [
         f"constexpr {'bool' if isinstance(value, bool) else 'int'} {name} = {str(value).lower()};"
-        for name, value in _constants(plan).items()
+        for name, value in sorted(tile.constants(problem).items())
     ]
     return "\n".join(
         [
-            f"// {problem.dtype}, {plan.tile}",
+            f"// {problem.dtype}, {tile}",
             "#include <cuda_bf16.h>",
             "#include <cuda_fp16.h>",
             f"using Element = {C_TYPES[problem.dtype]};",
             f"using Accumulator = {C_TYPES[problem.accumulator]};",
             f"using Length = {C_INTEGERS[integers]};",
             *constants,
-            _params_struct(plan),
-            _score_function(plan),
-            *([_products(plan)] if plan.engine == "wgmma" else []),
+            _params_struct(problem),
+            _score_function(problem),
+            *([products] if (products := tile.products(problem)) else []),
             "",
         ]
     )
@@ -199,8 +99,8 @@ def without_comments(text: str) -> str:
 
 
 @functools.lru_cache(maxsize=256)
-def kernel_source(plan: Plan, kernel: str) -> str:
-    """The whole source of one of the plan's kernels, with its comments."""
-    if plan.engine == "numpy":
-        raise ValueError("the numpy engine compiles nothing")
-    return prelude(plan) + expand(f"{kernel}.cu")
+def kernel_source(problem: Problem, tile: Tile, kernel: str) -> str:
+    """The whole source of one of a row's kernels, with its comments."""
+    if not tile.threads:
+        raise ValueError(f"the {tile.engine} engine compiles nothing")
+    return prelude(problem, tile) + expand(f"{kernel}.cu")

@@ -23,8 +23,8 @@ References
 from __future__ import annotations
 
 
-def moved(problem, algo: str, query_tiles, block_k: int, item: int, sums: int) -> int:
-    """Bytes that `algo` moves with these tiles; `item` and `sums` are the bytes of an element.
+def moved(problem, keys_outside: bool, query_tiles, block_k: int, item: int, sums: int) -> int:
+    """Bytes that are moved with these tiles; `item` and `sums` are the bytes of an element.
 
     `query_tiles` are the ranges of queries of a head's tiles.
     """
@@ -38,7 +38,7 @@ def moved(problem, algo: str, query_tiles, block_k: int, item: int, sums: int) -
         around = n * ((2 * dv + d) * item + (1 + 2 + d) * sums)
         return problem.head_count * (keys + at_visit + around)
     keys, results = (d + dv) * item, n * (dv * item + sums)
-    if algo == "fa1":
+    if keys_outside:
         visits = query_visits(problem, block_k)
         state = 2 * max(0, visits - n) * (dv + 2) * sums
         return problem.head_count * (m * keys + visits * d * item + state + results)

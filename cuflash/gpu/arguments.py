@@ -1,0 +1,58 @@
+"""A plan's argument, packed: all of the kernels' struct but its pointers."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..masks.band import MAX_SHIFT
+from ..operands.layout import MAX_LENGTH, Layout
+from ..planning.params import LENGTHS, OPERANDS, params_dtype
+from ..planning.plan import Plan
+
+# A band's open side: as far as a shift and a position can be from another position. The sum of all
+# three is still an int.
+OPEN_WIDTH = MAX_SHIFT + MAX_LENGTH - 1
+
+
+def pack(plan: Plan, layout: Layout, scale: float, captured: tuple[float, ...]) -> np.ndarray:
+    """The argument with everything but its pointers, as an array of one structure."""
+    problem, dtype = plan.problem, params_dtype(plan.problem)
+    params = np.zeros(1, dtype)
+    for name in OPERANDS[problem.backward]:
+        params[f"{name}_row_stride"] = layout.rows[name]
+        params[f"{name}_axis_stride"][0, : len(layout.axes)] = layout.axis_strides[name]
+    for name in LENGTHS:
+        params[f"{name}_stride"][0, : len(layout.axes)] = layout.axis_strides[name]
+    params["axis_size"][0, : len(layout.axes)] = layout.axes
+    params["axes"] = len(layout.axes)
+    params["heads"] = problem.heads
+    params["head_count"] = problem.head_count
+    params["query_length"] = problem.query_length
+    params["key_length"] = problem.key_length
+    band = problem.band
+    params["band_left"] = OPEN_WIDTH if band.left is None else min(band.left, OPEN_WIDTH)
+    params["band_right"] = OPEN_WIDTH if band.right is None else min(band.right, OPEN_WIDTH)
+    params["bottom_right"] = band.alignment == "bottom_right"
+    params["shift"] = band.shift(problem.query_length, problem.key_length)
+    params["query_tiles"], params["key_tiles"] = plan.query_tiles, plan.key_tiles
+    if problem.mask:
+        params["mask_axis_stride"][0, : len(layout.axes)] = layout.axis_strides["mask"]
+        params["mask_rows"], params["mask_columns"] = plan.tile.scored_tiles(problem)
+    if problem.mask == "elements":
+        _pack_elements(params, problem, layout.mask)
+    params["section"] = plan.section
+    params["scale"] = scale
+    for name, value in zip(problem.captures, captured):
+        params[name] = value
+    return params
+
+
+def _pack_elements(params, problem, mask) -> None:
+    """Where the elements of a bool array lie; backward reads its transpose."""
+    turned = -1 if problem.backward else 1
+    sizes = (problem.query_length, problem.key_length)[::turned]
+    params["mask_height"], params["mask_width"] = sizes
+    params["mask_row_stride"], params["mask_column_stride"] = mask.strides[::turned]
+    params["list_axes"] = len(mask.axes)
+    params["list_axis_size"][0, : len(mask.axes)] = mask.axes
+    params["list_axis_stride"][0, : len(mask.axes)] = mask.axis_strides

@@ -1,0 +1,93 @@
+"""The engine of tensor cores: mma.sync on halves, from sm_80 on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+from ..operands.dtypes import HALF, ITEM_BYTES
+from .problem import Device, Problem
+from .tile import ceil_div, round_up
+from .warps import WarpTile
+
+LEAST_ARCH = 80
+
+
+@dataclass(frozen=True, kw_only=True)
+class MmaTile(WarpTile):
+    """A row whose warps have `slabs` times 16 rows."""
+
+    engine: ClassVar[str] = "mma"
+
+    dtypes: tuple[str, ...] = HALF
+
+    def missing(self, problem: Problem, device: Device) -> str:
+        """What the device lacks, or an empty string."""
+        if device.arch < LEAST_ARCH:
+            return f"needs sm_{LEAST_ARCH} or later, the device is sm_{device.arch}"
+        return ""
+
+    def item_bytes(self, problem: Problem) -> int:
+        """Of an element in shared memory: the operands'."""
+        return ITEM_BYTES[problem.dtype]
+
+    def widths(self, problem: Problem) -> tuple[int, int]:
+        """Columns of a query or key row and of a value row, in steps of a product's 16."""
+        return round_up(problem.head_dim, 16), round_up(problem.value_dim, 16)
+
+    def dq_per_thread(self, problem: Problem) -> int:
+        """Sums of a dQ tile that one thread holds: a warp has 32 queries, every so many-th group
+        of 16 columns.
+        """
+        across = self.warps * 32 // self.block_q
+        return 16 * ceil_div(self.widths(problem)[0], 16 * across)
+
+    def sum_widths(self, problem: Problem) -> tuple[int, int]:
+        """Columns of dK and dV, whose groups of 16 the warps that share keys deal out."""
+        head, value = self.widths(problem)
+        return round_up(head, 16 * self.split), round_up(value, 16 * self.split)
+
+    def constants(self, problem: Problem) -> dict[str, int | bool]:
+        """Sizes that the kernels read."""
+        return {"ENGINE_IS_MMA": True, **super().constants(problem)}
+
+
+_fa2 = partial(MmaTile, algo="fa2")
+_fa1 = partial(MmaTile, algo="fa1")
+
+
+def _both(**sizes: Any) -> tuple[MmaTile, MmaTile]:
+    """A row of gradients, for either algorithm."""
+    return _fa2(backward=True, **sizes), _fa1(backward=True, **sizes)
+
+
+# fmt: off
+_FORWARD = (
+    _fa2(max_dim=64,  block_k=64,  warps=4, slabs=2, stages=2, queries_in_registers=True,
+         load_unroll=8, fill=1.0),
+    _fa2(max_dim=64,  block_k=64,  warps=4, slabs=1, stages=3, queries_in_registers=True),
+    _fa2(max_dim=128, block_k=48,  warps=4, slabs=2, stages=2, min_blocks=2, maxima=True, fill=1.0),
+    _fa2(max_dim=128, block_k=64,  warps=4, slabs=2, stages=2, min_blocks=2, step_k=32, fill=1.0),
+    _fa2(max_dim=128, block_k=64,  warps=4, slabs=1, stages=2, queries_in_registers=True),
+    _fa2(max_dim=256, block_k=64,  warps=8, slabs=1, stages=1, fill=1.0),
+    _fa2(max_dim=256, block_k=32,  warps=4, slabs=1, stages=2),
+    _fa1(max_dim=64,  block_k=512, warps=8, slabs=2, stages=2, queries_in_registers=True,
+         step_k=64),
+    _fa1(max_dim=128, block_k=256, warps=8, slabs=1, stages=2, queries_in_registers=True,
+         step_k=64),
+    _fa1(max_dim=128, block_k=128, warps=4, slabs=1, stages=2, step_k=64),
+    _fa1(max_dim=256, block_k=128, warps=4, slabs=1, stages=2, step_k=32),
+    _fa1(max_dim=256, block_k=32,  warps=4, slabs=1, stages=2, step_k=32),
+)
+_BACKWARD = (
+    *_both(max_dim=32,  block_q=128, step_q=64, warps=4, slabs=2, split=1, stages=2, load_unroll=4,
+           min_blocks=2),
+    *_both(max_dim=64,  block_q=64,  step_q=32, warps=4, slabs=2, split=1, stages=2, load_unroll=8,
+           min_blocks=2),
+    *_both(max_dim=128, block_q=64,  step_q=32, warps=8, slabs=2, split=2, stages=2),
+    *_both(max_dim=256, block_q=64,  step_q=16, warps=8, slabs=2, split=4, stages=2),
+    *_both(max_dim=256, block_q=64,  step_q=16, warps=8, slabs=2, split=4, stages=1),
+)
+# fmt: on
+ROWS = (*_FORWARD, *_BACKWARD)

@@ -1,0 +1,34 @@
+"""The engine of the CPU: tiles of NumPy's matrix products, any element type and head dim."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .problem import Device, Problem
+from .tile import Tile
+
+
+@dataclass(frozen=True, kw_only=True)
+class NumpyTile(Tile):
+    """A row that numpy_engine/ serves."""
+
+    engine: ClassVar[str] = "numpy"
+
+    def __str__(self) -> str:
+        return f"{self.algo} numpy {self.block_q}x{self.block_k}"
+
+    def reject(self, problem: Problem, device: Device) -> str:
+        """Why this row cannot serve, or an empty string."""
+        return "" if device.is_cpu else "the numpy engine works on NumPy arrays"
+
+
+# Threaded BLAS wants tall tiles, so that its threads seldom wait for each other, and a tile of
+# scores (4 MiB in float32) should stay in cache. Of sizes from 256 to 2048 these were fastest, or
+# as fast as any, for both algorithms at head dims 64 and 256, with and without masks
+# (asv_bench/host_ratio.py --blocks).
+ROWS = tuple(
+    NumpyTile(algo=algo, max_dim=1 << 30, block_q=2048, block_k=512, backward=backward)
+    for backward in (False, True)
+    for algo in ("fa2", "fa1")
+)

@@ -1,0 +1,103 @@
+"""The engine of FMA units: any element type, any GPU."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar
+
+from ..operands.dtypes import CHUNK_BYTES, EVERY, ITEM_BYTES, SINGLE
+from .problem import Problem
+from .tile import ceil_div, round_up
+from .warps import WarpTile
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimtTile(WarpTile):
+    """A row whose warps have `32 / row_lanes * lane_rows` rows: so many lanes share a row, and each
+    lane holds so many rows.
+    """
+
+    engine: ClassVar[str] = "simt"
+
+    @property
+    def warp_rows(self) -> int:
+        """Rows of one warp: queries, or keys in backward."""
+        return 32 // self.row_lanes * self.lane_rows
+
+    def item_bytes(self, problem: Problem) -> int:
+        """Of an element in shared memory: of the type of sums."""
+        return ITEM_BYTES[problem.accumulator]
+
+    def widths(self, problem: Problem) -> tuple[int, int]:
+        """Columns of a query or key row and of a value row; rows that are summed as well as scored
+        give every lane of a row as many.
+        """
+        head = round_up(problem.head_dim, self._chunk(problem))
+        if self.backward:
+            head = self._summed_width(problem, problem.head_dim)
+        return head, self._summed_width(problem, problem.value_dim)
+
+    def _chunk(self, problem: Problem) -> int:
+        return CHUNK_BYTES // self.item_bytes(problem)
+
+    def _summed_width(self, problem: Problem, columns: int) -> int:
+        """Columns of which each lane sums a share, in groups of 1, 2 or a whole chunk."""
+        chunk, share = self._chunk(problem), ceil_div(columns, self.row_lanes)
+        group = (4 if share == 3 else share) if share < chunk else chunk
+        return round_up(round_up(share, group) * self.row_lanes, chunk)
+
+    def exchange_bytes(self, problem: Problem) -> int:
+        """What a warp of a forward kernel needs to pass P from lane to lane."""
+        return self.tile_bytes(problem, self.warp_rows, self.step_k)
+
+    def dq_per_thread(self, problem: Problem) -> int:
+        """Sums of a dQ tile that one thread holds: 4 queries, every so many-th chunk of columns."""
+        chunk, across = self._chunk(problem), self.warps * 32 * 4 // self.block_q
+        return 4 * chunk * ceil_div(self.widths(problem)[0], chunk * across)
+
+    def constants(self, problem: Problem) -> dict[str, int | bool]:
+        """Sizes that the kernels read."""
+        return {"ENGINE_IS_MMA": False, **super().constants(problem)}
+
+
+_fa2 = partial(SimtTile, algo="fa2")
+_fa1 = partial(SimtTile, algo="fa1")
+
+
+def _both(**sizes: Any) -> tuple[SimtTile, SimtTile]:
+    """A row of gradients, for either algorithm."""
+    return _fa2(backward=True, **sizes), _fa1(backward=True, **sizes)
+
+
+# fmt: off
+_FORWARD = (
+    _fa2(dtypes=SINGLE, max_dim=16,  block_k=64, warps=4, row_lanes=4,  lane_rows=4, fill=1.0),
+    _fa2(dtypes=SINGLE, max_dim=64,  block_k=64, warps=4, row_lanes=8,  lane_rows=8, min_blocks=2,
+         fill=1.0),
+    _fa2(dtypes=SINGLE, max_dim=128, block_k=64, warps=8, row_lanes=16, lane_rows=8, fill=1.0),
+    _fa2(dtypes=SINGLE, max_dim=128, block_k=32, warps=4, row_lanes=8,  lane_rows=4),
+    _fa2(dtypes=EVERY,  max_dim=128, block_k=32, warps=4, row_lanes=16, lane_rows=4),
+    _fa2(dtypes=EVERY,  max_dim=256, block_k=32, warps=4, row_lanes=16, lane_rows=4),
+    _fa2(dtypes=EVERY,  max_dim=512, block_k=16, warps=4, row_lanes=16, lane_rows=2),
+    _fa2(dtypes=EVERY,  max_dim=512, block_k=8,  warps=2, row_lanes=8,  lane_rows=1),
+    _fa1(dtypes=SINGLE, max_dim=64,  block_k=128, warps=8, row_lanes=8,  lane_rows=4, stages=2,
+         step_k=64),
+    _fa1(dtypes=SINGLE, max_dim=128, block_k=64,  warps=8, row_lanes=16, lane_rows=4, stages=2),
+    _fa1(dtypes=EVERY,  max_dim=128, block_k=32,  warps=4, row_lanes=16, lane_rows=4, stages=2),
+    _fa1(dtypes=EVERY,  max_dim=256, block_k=32,  warps=4, row_lanes=16, lane_rows=2, stages=2),
+    _fa1(dtypes=EVERY,  max_dim=512, block_k=16,  warps=4, row_lanes=16, lane_rows=1, stages=2),
+    _fa1(dtypes=EVERY,  max_dim=512, block_k=8,   warps=2, row_lanes=8,  lane_rows=1, stages=2),
+)
+_BACKWARD = (
+    *_both(dtypes=SINGLE, max_dim=32,  block_q=64, warps=4, row_lanes=8,  lane_rows=8, stages=2),
+    *_both(dtypes=SINGLE, max_dim=32,  block_q=64, warps=4, row_lanes=8,  lane_rows=8, stages=1),
+    *_both(dtypes=SINGLE, max_dim=64,  block_q=32, warps=4, row_lanes=8,  lane_rows=8, stages=1,
+           min_blocks=2),
+    *_both(dtypes=SINGLE, max_dim=128, block_q=32, warps=8, row_lanes=16, lane_rows=8, stages=2),
+    *_both(dtypes=EVERY,  max_dim=128, block_q=32, warps=4, row_lanes=16, lane_rows=4, stages=1),
+    *_both(dtypes=EVERY,  max_dim=256, block_q=16, warps=4, row_lanes=16, lane_rows=2, stages=1),
+    *_both(dtypes=EVERY,  max_dim=512, block_q=16, warps=4, row_lanes=16, lane_rows=1, stages=1),
+)
+# fmt: on
+ROWS = (*_FORWARD, *_BACKWARD)

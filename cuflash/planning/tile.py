@@ -1,0 +1,334 @@
+"""Rows of the engines' tables: what a kernel's sizes make of a problem.
+
+An engine is a module beside this one with a kind of :class:`Tile` and its rows: mma.py, simt.py,
+wgmma.py and numpy.py. `docs/adding-an-engine.md` shows how to add one.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
+
+from ..masks.band import MAX_SHIFT
+from ..operands.dtypes import EVERY
+from .problem import Device, Problem
+
+MASK_LIST_THREADS = 32  # of a block of mask_lists
+
+
+def ceil_div(value: int, size: int) -> int:
+    """How many pieces of `size` cover `value`."""
+    return -(-value // size)
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple that is not below `value`."""
+    return ceil_div(value, multiple) * multiple
+
+
+class Buffer(NamedTuple):
+    """Memory with a name: `count` tiles of `tile_bytes`, one behind the other."""
+
+    name: str
+    tile_bytes: int
+    count: int = 1
+
+    @property
+    def bytes(self) -> int:
+        """Size of all its tiles."""
+        return self.tile_bytes * self.count
+
+
+class Launch(NamedTuple):
+    """One kernel of a plan, as it is launched."""
+
+    name: str
+    grid: int
+    threads: int
+    shared_bytes: int = 0
+
+
+class MapBox(NamedTuple):
+    """What one copy by a tensor map moves of an operand; `columns` are those of a row in shared
+    memory, which may take several copies.
+    """
+
+    operand: str
+    rows: int
+    columns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """One row of a table: sizes of a kernel, for head dims up to `max_dim`.
+
+    Parameters
+    ----------
+    algo : str
+        fa1, fa2 or fa3.
+    max_dim : int
+        The widest rows of q, k and v that are served.
+    dtypes : tuple of str
+        The element types that are served.
+    block_q, block_k : int
+        Queries and keys of a tile of scores.
+    backward : bool
+        Whether the kernels compute gradients.
+    fill : float
+        Thread blocks per multiprocessor from which the row is worth taking.
+    """
+
+    engine: ClassVar[str]
+    compile_options: ClassVar[tuple[str, ...]] = ()  # for NVRTC, beside what CuPy passes
+
+    algo: str
+    max_dim: int
+    dtypes: tuple[str, ...] = EVERY
+    block_q: int = 0
+    block_k: int = 0
+    backward: bool = False
+    fill: float = 0.0
+
+    @property
+    def threads(self) -> int:
+        """Threads of one block; 0 where nothing is launched."""
+        return 0
+
+    @property
+    def stages(self) -> int:
+        """Tiles in shared memory at a time."""
+        return 1
+
+    @property
+    def keys_outside(self) -> bool:
+        """Whether the loop over key tiles is the outer one, so that a head has one block."""
+        return self.algo == "fa1"
+
+    @property
+    def persists(self) -> bool:
+        """Whether blocks work on one query tile after the other, as many as there are."""
+        return self.algo == "fa3"
+
+    @property
+    def kind(self) -> str:
+        """Algorithm and engine in words."""
+        return f"{self.algo}{' backward' if self.backward else ''} {self.engine}"
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.block_q}x{self.block_k}"
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel that does the work, and of its file."""
+        return f"{self.algo}_{'backward' if self.backward else 'forward'}"
+
+    @property
+    def scored(self) -> tuple[int, int]:
+        """Rows and columns of a tile of a mask's lists; in backward its rows are keys."""
+        return (self.block_k, self.block_q) if self.backward else (self.block_q, self.block_k)
+
+    def scored_tiles(self, problem: Problem) -> tuple[int, int]:
+        """How many such tiles there are down and across."""
+        height, width = self.scored
+        rows, columns = problem.query_length, problem.key_length
+        if self.backward:
+            rows, columns = columns, rows
+        return ceil_div(rows, height), ceil_div(columns, width)
+
+    def query_tiles(self, problem: Problem) -> int:
+        """Tiles of queries in one head."""
+        return ceil_div(problem.query_length, self.block_q)
+
+    def key_tiles(self, problem: Problem) -> int:
+        """Tiles of keys in one head."""
+        return ceil_div(problem.key_length, self.block_k)
+
+    def query_lead(self, problem: Problem) -> int:
+        """Rows of a head's first tile of queries that lie before its first query."""
+        return 0
+
+    def blocks(self, problem: Problem) -> int:
+        """Thread blocks: B * H in fa1; B * H * Tr in fa2, B * H * Tc in its backward.
+
+        Of fa3 the most: its blocks persist, and there are no more than multiprocessors.
+        """
+        if self.keys_outside:
+            return problem.head_count
+        tiles = self.key_tiles(problem) if self.backward else self.query_tiles(problem)
+        return problem.head_count * tiles
+
+    def adds_in_order(self, problem: Problem) -> bool:
+        """Whether blocks add to dQ one after the other, in the order of their keys."""
+        return self.backward and problem.deterministic and not self.keys_outside
+
+    def reject(self, problem: Problem, device: Device) -> str:
+        """Why this row cannot or should not serve, or an empty string."""
+        raise NotImplementedError
+
+    def shared(self, problem: Problem) -> tuple[Buffer, ...]:
+        """Shared memory of a block, in this order."""
+        return ()
+
+    def shared_bytes(self, problem: Problem) -> int:
+        """Size of it."""
+        return sum(buffer.bytes for buffer in self.shared(problem))
+
+    def workspace(self, problem: Problem) -> tuple[Buffer, ...]:
+        """What the kernels keep in device memory beside their results."""
+        return ()
+
+    def launches(self, problem: Problem, device: Device) -> tuple[Launch, ...]:
+        """The kernels, in the order in which they are launched."""
+        return (Launch(self.kernel, self.blocks(problem), self.threads),)
+
+    def constants(self, problem: Problem) -> dict[str, int | bool]:
+        """Sizes that the kernels read, by their names there."""
+        return {}
+
+    def products(self, problem: Problem) -> str:
+        """CUDA C that only this row's sizes make, or an empty string."""
+        return ""
+
+    def map_boxes(self, problem: Problem) -> tuple[MapBox, ...]:
+        """The operands that kernels read by tensor maps."""
+        return ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelTile(Tile):
+    """A row of an engine on GPUs.
+
+    Parameters
+    ----------
+    warps : int
+        Warps of a block that score.
+    step_k, step_q : int
+        Keys of a tile that are scored at once, all by default; in backward that many queries.
+    stages : int
+        Tiles under way at a time: of keys in fa2 and fa3, of queries in fa1 and backward.
+    slabs : int
+        Rows of a warp, in slabs of 16.
+    """
+
+    warps: int
+    step_k: int = 0
+    step_q: int = 0
+    stages: int = 1
+    slabs: int = 1
+
+    def __post_init__(self) -> None:
+        """Fill in what follows from other sizes."""
+        own = "block_k" if self.backward else "block_q"
+        object.__setattr__(self, own, self.rows)
+        if not self.step_k:
+            object.__setattr__(self, "step_k", self.block_k)
+        if not self.step_q:
+            object.__setattr__(self, "step_q", self.block_q)
+
+    @property
+    def warp_rows(self) -> int:
+        """Rows of one warp: queries, or keys in backward."""
+        return 16 * self.slabs
+
+    @property
+    def rows(self) -> int:
+        """Rows of all warps of a block."""
+        return self.warps * self.warp_rows
+
+    @property
+    def threads(self) -> int:
+        """Threads of one block."""
+        return 32 * self.warps
+
+    def __str__(self) -> str:
+        text = f"{self.kind} {self.block_q}x{self.block_k}, {self.warps} warps"
+        return text + (f", {self.stages} stages" if self.stages > 1 else "")
+
+    def widths(self, problem: Problem) -> tuple[int, int]:
+        """Columns of a query or key row and of a value row in shared memory."""
+        raise NotImplementedError
+
+    def missing(self, problem: Problem, device: Device) -> str:
+        """What the engine lacks on that device or for that problem, or an empty string."""
+        return ""
+
+    def reject(self, problem: Problem, device: Device) -> str:
+        """Why this row cannot or should not serve, or an empty string."""
+        if device.is_cpu:
+            return f"the {self.engine} engine works on CuPy arrays"
+        if problem.dtype not in self.dtypes:
+            return f"serves {', '.join(self.dtypes)}, not {problem.dtype}"
+        if reason := self.missing(problem, device):
+            return reason
+        if max(problem.head_dim, problem.value_dim) > self.max_dim:
+            return f"serves head dims up to {self.max_dim}"
+        if problem.mask:
+            height, width = self.scored
+            if any(size & (size - 1) for size in self.scored):
+                return f"its tiles of {height}x{width} lie across the blocks of masks"
+            if problem.mask_lists * math.prod(self.scored_tiles(problem)) >= 1 << 31:
+                return "the mask has more than 2^31 of its tiles"
+        shared = self.shared_bytes(problem)
+        if shared > device.shared_bytes:
+            return f"needs {shared} bytes of shared memory, the device has {device.shared_bytes}"
+        if self.blocks(problem) < self.fill * device.multiprocessors:
+            return (
+                f"its {self.blocks(problem)} blocks leave too much of "
+                f"{device.multiprocessors} multiprocessors idle"
+            )
+        return ""
+
+    def workspace(self, problem: Problem) -> tuple[Buffer, ...]:
+        """Of a mask of elements: lists of tiles, and what each tile shows."""
+        if problem.mask != "elements":
+            return ()
+        rows, columns = self.scored_tiles(problem)
+        tiles, (height, width) = problem.mask_lists * rows * columns, self.scored
+        return (
+            Buffer("mask_ranges", 8, problem.mask_lists * rows),
+            Buffer("mask_entries", 16, tiles),
+            Buffer("mask_bits", height * ceil_div(width, 32) * 4, tiles),
+            Buffer("mask_states", 1, tiles),
+        )
+
+    def launches(self, problem: Problem, device: Device) -> tuple[Launch, ...]:
+        """Lists of a mask of elements are made first; sums of gradients come last."""
+        grid = self.blocks(problem)
+        if self.persists:
+            grid = min(grid, device.multiprocessors)
+        main = Launch(self.kernel, grid, self.threads, self.shared_bytes(problem))
+        lists: tuple[Launch, ...] = ()
+        if problem.mask == "elements":
+            rows, columns = self.scored_tiles(problem)
+            rows *= problem.mask_lists
+            lists = (
+                Launch("mask_tiles", rows * columns, self.threads),
+                Launch("mask_lists", rows, MASK_LIST_THREADS),
+            )
+        return (*lists, *self.around(problem, main))
+
+    def around(self, problem: Problem, main: Launch) -> tuple[Launch, ...]:
+        """The kernel that does the work, with those before and after it."""
+        return (main,)
+
+    def constants(self, problem: Problem) -> dict[str, int | bool]:
+        """Sizes that every kernel reads."""
+        return {
+            "THREADS": self.threads,
+            "WARPS": self.warps,
+            "BLOCK_Q": self.block_q,
+            "BLOCK_K": self.block_k,
+            "STEP_K": self.step_k,
+            "STAGES": self.stages,
+            "HEAD_DIM": problem.head_dim,
+            "HEAD_DIM_V": problem.value_dim,
+            "ALIGNED": problem.aligned,
+            "SHARED_BYTES": self.shared_bytes(problem),
+            "SHIFT_IS_GIVEN": problem.shift_is_given,
+            "MAX_SHIFT": MAX_SHIFT,
+            "SCORE_IS_MODIFIED": bool(problem.score),
+            "MASKED": bool(problem.mask),
+            "MASK_ROWS": self.scored[0],
+            "MASK_COLUMNS": self.scored[1],
+        }

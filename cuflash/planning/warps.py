@@ -1,0 +1,161 @@
+"""What the engines have in common whose warps work on rows of their own: mma and simt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..operands.dtypes import CHUNK_BYTES, ITEM_BYTES
+from .problem import Problem
+from .tile import Buffer, KernelTile, Launch, ceil_div
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarpTile(KernelTile):
+    """A row of an engine whose warps work on rows of their own, forward and backward.
+
+    In a backward row the roles are exchanged: a warp owns rows of keys, a block `block_k` of them,
+    and `block_q` queries at a time pass by.
+
+    Parameters
+    ----------
+    load_unroll : int
+        Rows that a thread has under way when it copies a tile: what leaves the row without spills.
+    min_blocks : int
+        Blocks that a multiprocessor must have room for, which bounds their registers.
+    split : int
+        Warps that have the same keys, in backward: each scores queries of its own and sums columns
+        of its own, and P goes through shared memory.
+    queries_in_registers : bool
+        Whether a warp keeps its queries in registers from the first key tile on.
+    maxima : bool
+        Whether the softmax of fa2 takes the maxima of every tile. What does without them
+        (guarded_softmax.cuh) needs more registers.
+    row_lanes, lane_rows : int
+        Lanes that share a row, and rows of a lane.
+    """
+
+    load_unroll: int = 2
+    min_blocks: int = 1
+    split: int = 1
+    queries_in_registers: bool = False
+    maxima: bool = False
+    row_lanes: int = 1
+    lane_rows: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of all warps of a block."""
+        return self.warps // self.split * self.warp_rows
+
+    @property
+    def scored(self) -> tuple[int, int]:
+        """Rows and columns of a tile of a mask's lists: fa1's warps each walk their own."""
+        if self.keys_outside and not self.backward:
+            return self.warp_rows, self.step_k
+        return super().scored
+
+    def item_bytes(self, problem: Problem) -> int:
+        """Of an element in shared memory."""
+        raise NotImplementedError
+
+    def dq_per_thread(self, problem: Problem) -> int:
+        """Sums of a dQ tile that one thread holds."""
+        raise NotImplementedError
+
+    def sum_widths(self, problem: Problem) -> tuple[int, int]:
+        """Columns of dK and dV as the threads of a block hold them."""
+        return self.widths(problem)
+
+    def row_stats_bytes(self, problem: Problem) -> int:
+        """What backward keeps of a tile of queries: two numbers each, and a flag."""
+        return 2 * self.block_q * ITEM_BYTES[problem.accumulator] + CHUNK_BYTES
+
+    def exchange_bytes(self, problem: Problem) -> int:
+        """What a warp of a forward kernel needs to pass P from lane to lane."""
+        return 0
+
+    def tile_bytes(self, problem: Problem, rows: int, columns: int) -> int:
+        """Of a tile in shared memory, whose rows lie an odd number of chunks apart."""
+        chunks = ceil_div(columns * self.item_bytes(problem), CHUNK_BYTES)
+        return rows * (chunks | 1) * CHUNK_BYTES
+
+    def shared(self, problem: Problem) -> tuple[Buffer, ...]:
+        """Tiles of rows, and what changes hands between lanes or warps."""
+        head, value = self.widths(problem)
+        q, k = (self.tile_bytes(problem, rows, head) for rows in (self.block_q, self.block_k))
+        v = self.tile_bytes(problem, self.block_k, value)
+        if self.backward:
+            scores = self.tile_bytes(problem, self.block_k, self.block_q)
+            return (
+                Buffer("K", k),
+                Buffer("V", v),
+                Buffer("Q", q, self.stages),
+                Buffer("dO", self.tile_bytes(problem, self.block_q, value), self.stages),
+                Buffer("dS", scores),
+                Buffer("P", scores, int(self.split > 1)),
+                Buffer("row_stats", self.row_stats_bytes(problem), self.stages),
+            )
+        exchange = Buffer("exchange", self.exchange_bytes(problem), self.warps)
+        if self.keys_outside:  # a warp has its own queries, slab after slab
+            slab = self.tile_bytes(problem, self.warp_rows, head)
+            return (
+                Buffer("K", k),
+                Buffer("V", v),
+                Buffer("Q", slab, self.warps * self.stages),
+                exchange,
+            )
+        return Buffer("Q", q), Buffer("K", k, self.stages), Buffer("V", v, self.stages), exchange
+
+    def workspace(self, problem: Problem) -> tuple[Buffer, ...]:
+        """O, l and m of fa1's forward pass; sums and turns of backward."""
+        masks, item = super().workspace(problem), ITEM_BYTES[problem.accumulator]
+        if not self.backward:
+            rows = problem.head_count * problem.query_length
+            state = Buffer("state", (problem.value_dim + 2) * item, rows)
+            return (*masks, state) if self.keys_outside else masks
+        q_tiles = problem.head_count * self.query_tiles(problem)
+        k_tiles = problem.head_count * self.key_tiles(problem)
+        sums = (
+            Buffer(name, self.block_k * width * item, k_tiles)
+            for name, width, heads in zip(
+                ("dk_sum", "dv_sum"), self.sum_widths(problem), problem.summed[1:]
+            )
+            if heads > 1
+        )
+        turns = Buffer("turns", 4, q_tiles + 1)
+        return (
+            *masks,
+            Buffer("rows", self.row_stats_bytes(problem), q_tiles),
+            Buffer("dq_sum", self.threads * self.dq_per_thread(problem) * item, q_tiles),
+            *sums,
+            *([turns] if self.adds_in_order(problem) else []),
+        )
+
+    def around(self, problem: Problem, main: Launch) -> tuple[Launch, ...]:
+        """Backward: sums of rows come first, those over blocks and heads last."""
+        if not self.backward:
+            return (main,)
+        q_tiles, k_tiles = self.query_tiles(problem), self.key_tiles(problem)
+        rows = Launch("backward_rows", problem.head_count * q_tiles, self.threads)
+        sums = (
+            Launch(f"sum_d{name}", problem.head_count // heads * tiles, self.threads)
+            for name, tiles, heads in zip("qkv", (q_tiles, k_tiles, k_tiles), problem.summed)
+            if name == "q" or heads > 1
+        )
+        return (rows, main, *sums)
+
+    def constants(self, problem: Problem) -> dict[str, int | bool]:
+        """Sizes that kernels of warps read."""
+        own: dict[str, int | bool] = {
+            "MIN_BLOCKS": self.min_blocks,
+            "LOAD_UNROLL": self.load_unroll,
+            "WARP_SLABS": self.slabs,
+            "WARP_SPLIT": self.split,
+            "QUERIES_IN_REGISTERS": self.queries_in_registers,
+            "TAKES_MAXIMA": self.maxima,
+            "ROW_LANES": self.row_lanes,
+            "LANE_ROWS": self.lane_rows,
+        }
+        if self.backward:
+            own |= {"STEP_Q": self.step_q, "ORDERED": self.adds_in_order(problem)}
+        return super().constants(problem) | own
