@@ -370,12 +370,10 @@ class Shape:
             kind, missing = ForwardCall, ()
         written = [x.cupy for x in self.results]
         given = (*self.read, *missing, *written)
-        self.kind, self.arrays = (
-            kind,
-            dict.fromkeys(kind.operands) | dict(zip(kind.operands, given)),
-        )
+        named = zip(kind.operands, given)
+        self.kind, self.arrays = kind, {name: x for name, x in named if x is not None}
         options = Options(case.algo, case.engine, causal=self.causal, deterministic=deterministic)
-        self.call = find_call(kind, Arguments(self.arrays), options)
+        self.call = find_call(kind, Arguments(kind.operands, self.arrays), options)
 
     def _draw(self):
         return bench.draw(self.sizes, self.case.dtype, self.case.layout)
@@ -400,7 +398,7 @@ class Shape:
         count = len(self.results)
 
         def run():
-            launch.run(call, Arguments(self.arrays, workspace=workspace), count)
+            launch.run(call, Arguments(self.kind.operands, self.arrays, None, workspace), count)
 
         return run
 

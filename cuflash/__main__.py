@@ -11,14 +11,22 @@ import platform
 import statistics
 import sys
 import time
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
 from . import __version__, attention, plan, reference
 from .extras import HOW_TO_INSTALL_CUPY
-from .planning.plan import ALGOS, ENGINES
+from .planning.plan import ALGOS, ENGINES, Plan
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+    from types import ModuleType
+
+    from numpy.typing import NDArray
+
+    from .typing import Algo, Engine, ForwardOptions
 
 DTYPES = {
     "float16": np.float16,
@@ -29,6 +37,7 @@ DTYPES = {
 # Large enough that the time is not that of the call, and small enough for a float64 reference.
 CPU_SHAPE, GPU_SHAPE = (1, 4, 1000, 64), (8, 16, 1000, 64)
 CPU_DTYPES = ("float32", "float16")
+CPU_ALGOS: tuple[Algo, ...] = ("fa1", "fa2")
 REPEATS = {"CPU": 3, "GPU": 11}
 HEADS_CHECKED = 4  # the first and last ones; the reference of all of a GPU's would take minutes
 
@@ -44,7 +53,7 @@ def main() -> int:
     """Print the report; return 0 if every check passed."""
     print(f"cuflash {__version__}, Python {platform.python_version()}, NumPy {np.__version__}")
     cupy, missing = find_cupy()
-    print(f"GPU      {missing}" if missing else describe(cupy))
+    print(f"GPU      {missing}" if cupy is None else describe(cupy))
     engines, broken = usable_engines(cupy)
     for engine, reason in engines.items():
         print(f"engine   {engine}: {reason or 'usable'}")
@@ -65,7 +74,7 @@ def main() -> int:
     return 1 if failed or broken else 0
 
 
-def find_cupy():
+def find_cupy() -> tuple[ModuleType | None, str]:
     """CuPy if it is here with a device; and in words why not, or an empty string."""
     try:
         import cupy
@@ -88,7 +97,7 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def describe(cupy) -> str:
+def describe(cupy: ModuleType) -> str:
     """The GPUs and what drives them."""
     runtime, lines = cupy.cuda.runtime, []
     for number in range(runtime.getDeviceCount()):
@@ -105,9 +114,10 @@ def describe(cupy) -> str:
     return "\n".join([*lines, f"{version}, {compiler}, driver for CUDA {driver // 1000}"])
 
 
-def usable_engines(cupy) -> tuple[dict[str, str], str]:
+def usable_engines(cupy: ModuleType | None) -> tuple[dict[Engine, str], str]:
     """Why each engine cannot be used, empty if it can; and those that a GPU should have run."""
-    reasons, broken = {}, []
+    reasons: dict[Engine, str] = {}
+    broken: list[str] = []
     for engine in ENGINES:
         if engine == "numpy":
             reasons[engine] = ""
@@ -135,15 +145,17 @@ def measure_cpu() -> list[Row]:
         q, k, v = operands(CPU_SHAPE, dtype)
         for causal in (False, True):
             bound = reference.forward_bound(q, k, v, dtype, causal=causal)
-            for algo in ("fa1", "fa2"):
-                options = {"algo": algo, "engine": "numpy", "causal": causal}
+            for algo in CPU_ALGOS:
+                options: ForwardOptions = {"algo": algo, "engine": "numpy", "causal": causal}
                 out, lse = attention(q, k, v, return_lse=True, **options)
                 seconds = cpu_seconds(lambda: attention(q, k, v, **options))  # noqa: B023
                 rows.append(row(plan(q, k, v, **options), CPU_SHAPE, seconds, bound, out, lse))
     return rows
 
 
-def measure_gpu(cupy, engines) -> list[Row]:  # pragma: no cover - needs a GPU
+def measure_gpu(
+    cupy: ModuleType, engines: Iterable[Engine]
+) -> list[Row]:  # pragma: no cover - needs a GPU
     """Check and time every algorithm, engine and type that this GPU serves."""
     rows = []
     batch, heads = GPU_SHAPE[:2]
@@ -153,28 +165,31 @@ def measure_gpu(cupy, engines) -> list[Row]:  # pragma: no cover - needs a GPU
         q, k, v = (cupy.asarray(x) for x in host)
         checked = [x.reshape(-1, *x.shape[2:])[some] for x in host]
         for causal in (False, True):
-            bound = reference.forward_bound(*checked, dtype, causal=causal)
+            bound = reference.forward_bound(
+                checked[0], checked[1], checked[2], dtype, causal=causal
+            )
             for engine in engines:
                 for algo in ALGOS:
-                    options = {"algo": algo, "engine": engine, "causal": causal}
+                    options: ForwardOptions = {"algo": algo, "engine": engine, "causal": causal}
                     try:
                         chosen = plan(q, k, v, **options)
                     except NotImplementedError:  # not for this type
                         continue
                     out, lse = attention(q, k, v, return_lse=True, **options)
-                    results = (x.reshape(-1, *x.shape[2:])[some].get() for x in (out, lse))
+                    mine, my_lse = (x.reshape(-1, *x.shape[2:])[some].get() for x in (out, lse))
                     call = lambda: attention(q, k, v, out=out, **options)  # noqa: B023, E731
-                    rows.append(row(chosen, GPU_SHAPE, gpu_seconds(cupy, call), bound, *results))
+                    seconds = gpu_seconds(cupy, call)
+                    rows.append(row(chosen, GPU_SHAPE, seconds, bound, mine, my_lse))
     return rows
 
 
-def operands(shape, dtype: str) -> list[np.ndarray]:
+def operands(shape: tuple[int, ...], dtype: str) -> list[NDArray[Any]]:
     """Queries, keys and values from the standard normal distribution."""
     rng = np.random.default_rng(0)
     return [rng.standard_normal(shape, np.float32).astype(DTYPES[dtype]) for _ in "qkv"]
 
 
-def cpu_seconds(call) -> float:
+def cpu_seconds(call: Callable[[], object]) -> float:
     """The median time of a few calls."""
     times = []
     for _ in range(REPEATS["CPU"]):
@@ -184,7 +199,9 @@ def cpu_seconds(call) -> float:
     return statistics.median(times)
 
 
-def gpu_seconds(cupy, call) -> float:  # pragma: no cover - needs a GPU
+def gpu_seconds(
+    cupy: ModuleType, call: Callable[[], object]
+) -> float:  # pragma: no cover - needs a GPU
     """The median time of a few calls between events on the current stream, after a warm-up."""
     call()
     events = [[cupy.cuda.Event() for _ in range(2)] for _ in range(REPEATS["GPU"])]
@@ -193,12 +210,20 @@ def gpu_seconds(cupy, call) -> float:  # pragma: no cover - needs a GPU
         call()
         end.record()
     events[-1][1].synchronize()
-    return statistics.median(cupy.cuda.get_elapsed_time(*pair) for pair in events) / 1e3
+    milliseconds = [float(cupy.cuda.get_elapsed_time(*pair)) for pair in events]
+    return statistics.median(milliseconds) / 1e3
 
 
-def row(chosen, shape, seconds, bound, out, lse) -> Row:
+def row(
+    chosen: Plan,
+    shape: tuple[int, ...],
+    seconds: float,
+    bound: reference.Bound,
+    out: NDArray[Any],
+    lse: NDArray[Any],
+) -> Row:
     """One measurement as a line of the table."""
-    ratio = max(float(x.max()) for x in bound.ratios(out, lse))
+    ratio = max(float(x.max()) for x in bound.ratios(out, lse) if x is not None)
     causal = " causal" if chosen.problem.band.right == 0 else ""
     passed = ratio <= 1
     cells = (

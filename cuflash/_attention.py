@@ -2,21 +2,140 @@
 
 from __future__ import annotations
 
-from .calls.arguments import Arguments, Options
-from .calls.arrays import as_array, as_mask, as_window, of_batch, split_offset
-from .calls.call import OF_BATCH, BackwardCall, ForwardCall
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
+
+from .calls.arguments import Arguments, Options, backward_arrays, forward_arrays
+from .calls.arrays import as_array, as_mask, as_window, split_offset
+from .calls.call import BackwardCall, ForwardCall
 from .calls.run import find_call, run_call
 from .keywords import explains_keywords
 from .planning.plan import Plan, serves_gradients
 from .planning.problem import Device
 
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from typing_extensions import Unpack
 
+    from .masks.block_mask import BlockMask
+    from .typing import (
+        Algo,
+        AnyArray,
+        Array,
+        BackwardAlgo,
+        BackwardEngine,
+        BackwardOptions,
+        Causal,
+        CupyArray,
+        Engine,
+        ForwardOptions,
+        Integers,
+        MaskOptions,
+        Real,
+        Vjp,
+        VjpOptions,
+        Window,
+    )  # fmt: skip
+
+    Scalar = TypeVar("Scalar", bound=np.generic)
+    ScalarQ = TypeVar("ScalarQ", bound=np.generic)
+    ScalarK = TypeVar("ScalarK", bound=np.generic)
+    ScalarV = TypeVar("ScalarV", bound=np.generic)
+    Cupy = TypeVar("Cupy", bound=CupyArray)
+    Out = TypeVar("Out", bound=AnyArray)
+    Lse = TypeVar("Lse", bound=AnyArray)
+    Row = NDArray[np.floating[Any]]  # lse of arrays of NumPy
+    Pair = tuple[NDArray[Any] | None, NDArray[Any] | None]
+    AnyPair = tuple[AnyArray | None, AnyArray | None]
+    CupyPair = tuple[CupyArray | None, CupyArray | None]
+    Triple = tuple[NDArray[Any] | None, NDArray[Any] | None, NDArray[Any] | None]
+    CupyTriple = tuple[CupyArray | None, CupyArray | None, CupyArray | None]
+    AnyTriple = tuple[AnyArray | None, AnyArray | None, AnyArray | None]
+
+
+# Operands of CuPy, of NumPy, and of any library: then the result is of CuPy or NumPy, or `out`.
+# CuPy is first for pyright's sake: where its arrays are Any the result is Any, too.
+@overload
+def attention(
+    q: Cupy, k: Cupy, v: Cupy, *,
+    return_lse: Literal[False] = False, out: Cupy | None = None, workspace: Cupy | None = None,
+    **options: Unpack[ForwardOptions],
+) -> Cupy: ...  # fmt: skip
+@overload
+def attention(
+    q: Cupy, k: Cupy, v: Cupy, *,
+    return_lse: Literal[True], out: CupyPair | None = None, workspace: Cupy | None = None,
+    **options: Unpack[ForwardOptions],
+) -> tuple[Cupy, Cupy]: ...  # fmt: skip
+@overload
+def attention(
+    q: NDArray[Scalar], k: NDArray[Scalar], v: NDArray[Scalar], *,
+    return_lse: Literal[False] = False, out: NDArray[Scalar] | None = None, workspace: None = None,
+    **options: Unpack[ForwardOptions],
+) -> NDArray[Scalar]: ...  # fmt: skip
+@overload
+def attention(
+    q: NDArray[Scalar], k: NDArray[Scalar], v: NDArray[Scalar], *,
+    return_lse: Literal[True], out: Pair | None = None, workspace: None = None,
+    **options: Unpack[ForwardOptions],
+) -> tuple[NDArray[Scalar], Row]: ...  # fmt: skip
+@overload
+def attention(
+    q: AnyArray, k: AnyArray, v: AnyArray, *,
+    return_lse: Literal[False] = False, out: None = None, workspace: CupyArray | None = None,
+    **options: Unpack[ForwardOptions],
+) -> Array: ...  # fmt: skip
+@overload
+def attention(
+    q: AnyArray, k: AnyArray, v: AnyArray, *,
+    return_lse: Literal[True], out: None = None, workspace: CupyArray | None = None,
+    **options: Unpack[ForwardOptions],
+) -> tuple[Array, Array]: ...  # fmt: skip
+@overload
+def attention(
+    q: AnyArray, k: AnyArray, v: AnyArray, *,
+    return_lse: Literal[False] = False, out: Out, workspace: CupyArray | None = None,
+    **options: Unpack[ForwardOptions],
+) -> Out: ...  # fmt: skip
+@overload
+def attention(
+    q: AnyArray, k: AnyArray, v: AnyArray, *,
+    return_lse: Literal[True], out: tuple[Out, Lse], workspace: CupyArray | None = None,
+    **options: Unpack[ForwardOptions],
+) -> tuple[Out, Lse]: ...  # fmt: skip
+@overload
+def attention(
+    q: NDArray[Scalar], k: NDArray[Scalar], v: NDArray[Scalar], *,
+    return_lse: bool, out: None = None, workspace: None = None,
+    **options: Unpack[ForwardOptions],
+) -> NDArray[Scalar] | tuple[NDArray[Scalar], Row]: ...  # fmt: skip
+@overload
+def attention(
+    q: AnyArray, k: AnyArray, v: AnyArray, *,
+    return_lse: bool, out: None = None, workspace: CupyArray | None = None,
+    **options: Unpack[ForwardOptions],
+) -> Array | tuple[Array, Array]: ...  # fmt: skip
 @explains_keywords
 def attention(
-    q, k, v, *, algo=None, engine=None, causal=False, window=None, mask=None, softcap=None,
-    q_lengths=None, kv_lengths=None, q_offset=None, scale=None, enable_gqa=False,
-    return_lse=False, out=None, workspace=None,
-):  # fmt: skip
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
+    *,
+    algo: Algo | None = None,
+    engine: Engine | None = None,
+    causal: Causal = False,
+    window: Window | None = None,
+    mask: BlockMask | AnyArray | None = None,
+    softcap: Real | None = None,
+    q_lengths: Integers | None = None,
+    kv_lengths: Integers | None = None,
+    q_offset: Integers | None = None,
+    scale: Real | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    out: AnyArray | AnyPair | None = None,
+    workspace: CupyArray | None = None,
+) -> AnyArray | tuple[AnyArray | None, ...]:
     """Exact attention, `softmax(scale * q @ k.T) @ v`, without the matrix of scores in memory.
 
     Parameters
@@ -145,21 +264,65 @@ def attention(
     True
     """
     offset, offsets = split_offset(q_offset)
-    arrays = _forward_arrays(q, k, v, out, return_lse, q_lengths, kv_lengths, offsets)
+    arrays = forward_arrays(q, k, v, out, return_lse, q_lengths, kv_lengths, offsets)
     options = Options(algo, engine, causal, as_window(window), offset, softcap, scale, enable_gqa)
-    arguments = Arguments(arrays, as_mask(mask), workspace)
+    arguments = Arguments(ForwardCall.operands, arrays, as_mask(mask), workspace)
     results = run_call(ForwardCall, arguments, options, 1 + bool(return_lse))
     if not return_lse:
         return results[0] if out is None else out
-    return tuple(x if mine is None else mine for x, mine in zip(results, out or (None, None)))
+    given = out if isinstance(out, tuple) else (None, None)
+    return tuple(x if mine is None else mine for x, mine in zip(results, given))
 
 
+@overload
+def attention_backward(
+    dout: AnyArray, q: Cupy, k: Cupy, v: Cupy, out: AnyArray,
+    lse: AnyArray, *, dlse: AnyArray | None = None, grads_out: CupyTriple | None = None,
+    workspace: Cupy | None = None, **options: Unpack[BackwardOptions],
+) -> tuple[Cupy, Cupy, Cupy]: ...  # fmt: skip
+@overload
+def attention_backward(
+    dout: AnyArray, q: NDArray[ScalarQ], k: NDArray[ScalarK], v: NDArray[ScalarV], out: AnyArray,
+    lse: AnyArray, *, dlse: AnyArray | None = None, grads_out: Triple | None = None,
+    workspace: None = None, **options: Unpack[BackwardOptions],
+) -> tuple[NDArray[ScalarQ], NDArray[ScalarK], NDArray[ScalarV]]: ...  # fmt: skip
+@overload
+def attention_backward(
+    dout: AnyArray, q: AnyArray, k: AnyArray, v: AnyArray, out: AnyArray,
+    lse: AnyArray, *, dlse: AnyArray | None = None, grads_out: None = None,
+    workspace: CupyArray | None = None, **options: Unpack[BackwardOptions],
+) -> tuple[Array, Array, Array]: ...  # fmt: skip
+@overload
+def attention_backward(
+    dout: AnyArray, q: AnyArray, k: AnyArray, v: AnyArray, out: AnyArray,
+    lse: AnyArray, *, dlse: AnyArray | None = None, grads_out: AnyTriple,
+    workspace: CupyArray | None = None, **options: Unpack[BackwardOptions],
+) -> tuple[AnyArray, AnyArray, AnyArray]: ...  # fmt: skip
 @explains_keywords
 def attention_backward(
-    dout, q, k, v, out, lse, *, algo=None, engine=None, causal=False, window=None, mask=None,
-    softcap=None, q_lengths=None, kv_lengths=None, q_offset=None, scale=None, enable_gqa=False,
-    dlse=None, deterministic=True, grads_out=None, workspace=None,
-):  # fmt: skip
+    dout: AnyArray,
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
+    out: AnyArray,
+    lse: AnyArray,
+    *,
+    algo: BackwardAlgo | None = None,
+    engine: BackwardEngine | None = None,
+    causal: Causal = False,
+    window: Window | None = None,
+    mask: BlockMask | AnyArray | None = None,
+    softcap: Real | None = None,
+    q_lengths: Integers | None = None,
+    kv_lengths: Integers | None = None,
+    q_offset: Integers | None = None,
+    scale: Real | None = None,
+    enable_gqa: bool = False,
+    dlse: AnyArray | None = None,
+    deterministic: bool = True,
+    grads_out: AnyTriple | None = None,
+    workspace: CupyArray | None = None,
+) -> tuple[AnyArray, ...]:
     r"""Gradients of :func:`attention` with respect to q, k and v, given that of its result.
 
     Give the same options as to the forward call. :func:`attention_vjp` does both calls.
@@ -260,24 +423,81 @@ def attention_backward(
     >>> dq.shape, dk.shape
     ((2, 8, 100, 64), (2, 2, 100, 64))
     """
+    inputs: dict[str, AnyArray | None]
     inputs = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
     for name in ("dout", "out", "lse"):
         inputs[name] = as_array(name, inputs[name])
     offset, offsets = split_offset(q_offset)
-    arrays = _backward_arrays(inputs, grads_out, q_lengths, kv_lengths, offsets)
+    arrays = backward_arrays(inputs, grads_out, q_lengths, kv_lengths, offsets)
     options = Options(
         algo, engine, causal, as_window(window), offset, softcap, scale, enable_gqa, deterministic
     )
-    results = run_call(BackwardCall, Arguments(arrays, as_mask(mask), workspace), options, 3)
+    arguments = Arguments(BackwardCall.operands, arrays, as_mask(mask), workspace)
+    results = run_call(BackwardCall, arguments, options, 3)
     return tuple(x if mine is None else mine for x, mine in zip(results, grads_out or (None,) * 3))
 
 
+@overload
+def attention_vjp(
+    q: Cupy, k: Cupy, v: Cupy, *,
+    return_lse: Literal[False] = False, **options: Unpack[VjpOptions],
+) -> tuple[Cupy, Vjp[tuple[Cupy, Cupy, Cupy]]]: ...  # fmt: skip
+@overload
+def attention_vjp(
+    q: Cupy, k: Cupy, v: Cupy, *,
+    return_lse: Literal[True], **options: Unpack[VjpOptions],
+) -> tuple[tuple[Cupy, Cupy], Vjp[tuple[Cupy, Cupy, Cupy]]]: ...  # fmt: skip
+@overload
+def attention_vjp(
+    q: NDArray[ScalarQ], k: NDArray[ScalarK], v: NDArray[ScalarV], *,
+    return_lse: Literal[False] = False, **options: Unpack[VjpOptions],
+) -> tuple[
+    NDArray[ScalarQ | ScalarK | ScalarV],
+    Vjp[tuple[NDArray[ScalarQ], NDArray[ScalarK], NDArray[ScalarV]]],
+]: ...  # fmt: skip
+@overload
+def attention_vjp(
+    q: NDArray[ScalarQ], k: NDArray[ScalarK], v: NDArray[ScalarV], *,
+    return_lse: Literal[True], **options: Unpack[VjpOptions],
+) -> tuple[
+    tuple[NDArray[ScalarQ | ScalarK | ScalarV], Row],
+    Vjp[tuple[NDArray[ScalarQ], NDArray[ScalarK], NDArray[ScalarV]]],
+]: ...  # fmt: skip
+@overload
+def attention_vjp(
+    q: AnyArray, k: AnyArray, v: AnyArray, *,
+    return_lse: Literal[False] = False, **options: Unpack[VjpOptions],
+) -> tuple[Array, Vjp[tuple[Array, Array, Array]]]: ...  # fmt: skip
+@overload
+def attention_vjp(
+    q: AnyArray, k: AnyArray, v: AnyArray, *,
+    return_lse: Literal[True], **options: Unpack[VjpOptions],
+) -> tuple[tuple[Array, Array], Vjp[tuple[Array, Array, Array]]]: ...  # fmt: skip
+@overload
+def attention_vjp(
+    q: AnyArray, k: AnyArray, v: AnyArray, *,
+    return_lse: bool, **options: Unpack[VjpOptions],
+) -> tuple[Array | tuple[Array, Array], Vjp[tuple[Array, Array, Array]]]: ...  # fmt: skip
 @explains_keywords
 def attention_vjp(
-    q, k, v, *, algo=None, engine=None, causal=False, window=None, mask=None, softcap=None,
-    q_lengths=None, kv_lengths=None, q_offset=None, scale=None, enable_gqa=False,
-    deterministic=True, return_lse=False,
-):  # fmt: skip
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
+    *,
+    algo: Algo | None = None,
+    engine: Engine | None = None,
+    causal: Causal = False,
+    window: Window | None = None,
+    mask: BlockMask | AnyArray | None = None,
+    softcap: Real | None = None,
+    q_lengths: Integers | None = None,
+    kv_lengths: Integers | None = None,
+    q_offset: Integers | None = None,
+    scale: Real | None = None,
+    enable_gqa: bool = False,
+    deterministic: bool = True,
+    return_lse: bool = False,
+) -> tuple[Array | tuple[Array, Array], Vjp[tuple[Array, Array, Array]]]:
     """:func:`attention`, and the function from its result's gradient to those of q, k and v.
 
     Parameters
@@ -333,30 +553,47 @@ def attention_vjp(
     >>> np.allclose(dv.sum(), out.size)
     True
     """
-    options = {
+    options: MaskOptions = {
         "causal": causal, "window": window, "mask": mask, "softcap": softcap,
         "q_lengths": q_lengths, "kv_lengths": kv_lengths, "q_offset": q_offset, "scale": scale,
         "enable_gqa": enable_gqa,
     }  # fmt: skip
-    kernel = {"algo": algo, "engine": engine}
-    out, lse = attention(q, k, v, return_lse=True, **kernel, **options)
-    if not serves_gradients(algo, engine):
-        kernel = {}
+    out, lse = attention(q, k, v, algo=algo, engine=engine, return_lse=True, **options)
+    backward_algo, backward_engine = (
+        (algo, engine) if serves_gradients(algo, engine) else (None, None)
+    )
 
-    def vjp(dout, dlse=None):
+    def vjp(dout: AnyArray, dlse: AnyArray | None = None) -> tuple[Array, Array, Array]:
         return attention_backward(
-            dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic, **kernel, **options
-        )
+            dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic,
+            algo=backward_algo, engine=backward_engine, **options,
+        )  # fmt: skip
 
     return ((out, lse) if return_lse else out), vjp
 
 
 @explains_keywords
 def plan(
-    q, k, v, *, algo=None, engine=None, causal=False, window=None, mask=None, softcap=None,
-    q_lengths=None, kv_lengths=None, q_offset=None, scale=None, enable_gqa=False, out=None,
-    device=None, backward=False, deterministic=True,
-) -> Plan:  # fmt: skip
+    q: AnyArray,
+    k: AnyArray,
+    v: AnyArray,
+    *,
+    algo: Algo | None = None,
+    engine: Engine | None = None,
+    causal: Causal = False,
+    window: Window | None = None,
+    mask: BlockMask | AnyArray | None = None,
+    softcap: Real | None = None,
+    q_lengths: Integers | None = None,
+    kv_lengths: Integers | None = None,
+    q_offset: Integers | None = None,
+    scale: Real | None = None,
+    enable_gqa: bool = False,
+    out: AnyArray | AnyPair | AnyTriple | None = None,
+    device: Device | None = None,
+    backward: bool = False,
+    deterministic: bool = True,
+) -> Plan:
     """What :func:`attention` or :func:`attention_backward` would run for these arguments.
 
     Parameters
@@ -405,63 +642,14 @@ def plan(
     options = Options(
         algo, engine, causal, as_window(window), offset, softcap, scale, enable_gqa, deterministic
     )
-    integers, mask = (q_lengths, kv_lengths, offsets), as_mask(mask)
+    integers, visible = (q_lengths, kv_lengths, offsets), as_mask(mask)
     if backward:
+        inputs: dict[str, AnyArray | None]
         inputs = dict.fromkeys(("dout", "q", "k", "v", "out", "lse", "dlse"))
         inputs.update(q=q, k=k, v=v)
-        arrays = _backward_arrays(inputs, out, *integers)
-        return find_call(BackwardCall, Arguments(arrays, mask), options, device).plan
-    arrays = _forward_arrays(q, k, v, out, isinstance(out, tuple), *integers)
-    return find_call(ForwardCall, Arguments(arrays, mask), options, device).plan
-
-
-def _forward_arrays(q, k, v, out, return_lse, q_lengths, kv_lengths, offsets) -> dict:
-    """The operands of ForwardCall, None for those not given."""
-    q = as_array("q", q)
-    out, lse = _split_out(out, return_lse)
-    q_lengths, kv_lengths, offsets = of_batch(q_lengths, kv_lengths, offsets, q)
-    return {
-        "q": q,
-        "k": as_array("k", k),
-        "v": as_array("v", v),
-        "out": None if out is None else as_array("out", out),
-        "lse": None if lse is None else as_array("lse", lse),
-        "q_lengths": q_lengths,
-        "kv_lengths": kv_lengths,
-        "q_offset": offsets,
-    }
-
-
-def _backward_arrays(inputs, grads_out, q_lengths, kv_lengths, offsets) -> dict:
-    """The operands of BackwardCall, None for those not given.
-
-    `inputs` maps the names of what is read to the arrays.
-    """
-    if not (grads_out is None or (isinstance(grads_out, tuple) and len(grads_out) == 3)):
-        raise TypeError(f"grads_out is {_kind(grads_out)}: give a triple (dq, dk, dv)")
-    gradients = dict(zip(("dq", "dk", "dv"), grads_out or (None,) * 3))
-    arrays = {
-        name: x if x is None and name not in "qkv" else as_array(name, x)
-        for name, x in (inputs | gradients).items()
-    }
-    integers = of_batch(q_lengths, kv_lengths, offsets, arrays["q"])
-    return arrays | dict(zip(OF_BATCH, integers))
-
-
-def _split_out(out, return_lse):
-    """`out=` as a pair of arrays or Nones."""
-    if out is None:
-        return None, None
-    if return_lse:
-        if not isinstance(out, tuple) or len(out) != 2:
-            raise TypeError(f"out is {_kind(out)}: with return_lse=True give a pair (out, lse)")
-        return out
-    if isinstance(out, tuple):
-        raise TypeError(
-            f"out is {_kind(out)}: a pair goes with return_lse=True, else give an array"
-        )
-    return out, None
-
-
-def _kind(x) -> str:
-    return f"a tuple of {len(x)}" if isinstance(x, tuple) else f"a {type(x).__name__}"
+        arrays = backward_arrays(inputs, out, *integers)
+        arguments = Arguments(BackwardCall.operands, arrays, visible)
+        return find_call(BackwardCall, arguments, options, device).plan
+    arrays = forward_arrays(q, k, v, out, isinstance(out, tuple), *integers)
+    arguments = Arguments(ForwardCall.operands, arrays, visible)
+    return find_call(ForwardCall, arguments, options, device).plan

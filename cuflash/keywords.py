@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterable
+from typing import ParamSpec, TypeVar
 
-Function = TypeVar("Function", bound=Callable)
+Params = ParamSpec("Params")
+Result = TypeVar("Result")
 
 _MASK = "mask= takes an array of bool, True where a query may attend, or a BlockMask"
 _NO_ADDEND = f"nothing is added to scores; {_MASK}"
@@ -60,25 +61,26 @@ ELSEWHERE = {
 }
 
 
-def explains_keywords(function: Function) -> Function:
+def explains_keywords(function: Callable[Params, Result]) -> Callable[Params, Result]:
     """`function`, whose TypeError for an argument of another library says what to give instead.
 
     Its signature stays as it is: no other keyword is taken.
     """
 
     @functools.wraps(function)
-    def call(*args, **options):
+    def call(*args: Params.args, **options: Params.kwargs) -> Result:
         try:
             return function(*args, **options)
         except TypeError as error:
-            if error.__traceback__.tb_next is None:  # raised by the call itself, not inside
+            trace = error.__traceback__
+            if trace is None or trace.tb_next is None:  # raised by the call itself, not inside
                 _explain(function, options)
             raise
 
     return call
 
 
-def _explain(function, options) -> None:
+def _explain(function: Callable[..., object], options: Iterable[str]) -> None:
     """Raise a TypeError for the first keyword that is another library's, if there is one."""
     known = inspect.signature(function).parameters
     for name in options:

@@ -3,31 +3,75 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import numpy as np
 
 from .masks.band import MAX_SHIFT, Band, integers_of
 from .masks.block_mask import BlockMask
 
+if TYPE_CHECKING:
+    from typing import TypedDict
+
+    from numpy.typing import ArrayLike, DTypeLike, NDArray
+    from typing_extensions import Unpack
+
+    from .typing import Causal, Real, Window
+
+    Floats = NDArray[np.floating[Any]]
+    Bools = NDArray[np.bool_]
+    Float = type[np.floating[Any]]
+
+    class _Masking(TypedDict, total=False):
+        causal: Causal
+        window: Window | None
+        mask: BlockMask | ArrayLike | None
+        q_lengths: ArrayLike | None
+        kv_lengths: ArrayLike | None
+        q_offset: ArrayLike | None
+
+    class _Scoring(_Masking, total=False):
+        scale: Real | None
+        enable_gqa: bool
+
+    class _Options(_Scoring, total=False):
+        softcap: Real | None
+        dtype: Float
+
+
+@overload
+def attention(
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, return_lse: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> Floats: ...  # fmt: skip
+@overload
+def attention(
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, return_lse: Literal[True],
+    **options: Unpack[_Options],
+) -> tuple[Floats, Floats]: ...  # fmt: skip
+@overload
+def attention(
+    q: ArrayLike, k: ArrayLike, v: ArrayLike, *, return_lse: bool, **options: Unpack[_Options]
+) -> Floats | tuple[Floats, Floats]: ...
+
 
 def attention(
-    q,
-    k,
-    v,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
     *,
-    causal=False,
-    window=None,
-    mask=None,
-    softcap=None,
-    q_lengths=None,
-    kv_lengths=None,
-    q_offset=None,
-    scale=None,
-    enable_gqa=False,
-    return_lse=False,
-    dtype=np.float64,
-):
+    causal: Causal = False,
+    window: Window | None = None,
+    mask: BlockMask | ArrayLike | None = None,
+    softcap: Real | None = None,
+    q_lengths: ArrayLike | None = None,
+    kv_lengths: ArrayLike | None = None,
+    q_offset: ArrayLike | None = None,
+    scale: Real | None = None,
+    enable_gqa: bool = False,
+    return_lse: bool = False,
+    dtype: Float = np.float64,
+) -> Floats | tuple[Floats, Floats]:
     """Attention of `q` over `k` and `v`, as :func:`cuflash.attention` defines it.
 
     Parameters
@@ -74,23 +118,23 @@ def attention(
 
 
 def attention_backward(
-    dout,
-    q,
-    k,
-    v,
+    dout: ArrayLike,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
     *,
-    dlse=None,
-    causal=False,
-    window=None,
-    mask=None,
-    softcap=None,
-    q_lengths=None,
-    kv_lengths=None,
-    q_offset=None,
-    scale=None,
-    enable_gqa=False,
-    dtype=np.float64,
-):
+    dlse: ArrayLike | None = None,
+    causal: Causal = False,
+    window: Window | None = None,
+    mask: BlockMask | ArrayLike | None = None,
+    softcap: Real | None = None,
+    q_lengths: ArrayLike | None = None,
+    kv_lengths: ArrayLike | None = None,
+    q_offset: ArrayLike | None = None,
+    scale: Real | None = None,
+    enable_gqa: bool = False,
+    dtype: Float = np.float64,
+) -> tuple[Floats, Floats, Floats]:
     """Gradients of :func:`attention`, as :func:`cuflash.attention_backward` defines them.
 
     Parameters
@@ -148,39 +192,52 @@ def attention_backward(
         kv_lengths=kv_lengths,
         q_offset=q_offset,
     )
-    dout = np.asarray(dout).astype(dtype)
+    grad = np.asarray(dout).astype(dtype)
     with np.errstate(all="ignore"):
-        dS = _score_gradient(dense, dout, _row_sums(dense, dout, dlse))
-        dv = _visible_sum(dense.weights.mT, dout, dense.visible.mT)
+        dS = _score_gradient(dense, grad, _row_sums(dense, grad, dlse))
+        dv = _visible_sum(dense.weights.mT, grad, dense.visible.mT)
         dq = dense.scale * _visible_sum(dS, dense.k, dS != 0)
         dk = dense.scale * _visible_sum(dS.mT, dense.q, dense.visible.mT)
-        return tuple(_own_sum(x, shape) for x, shape in zip((dq, dk, dv), shapes, strict=True))
+        q_shape, k_shape, v_shape = shapes
+        return _own_sum(dq, q_shape), _own_sum(dk, k_shape), _own_sum(dv, v_shape)
 
 
 class _Dense(NamedTuple):
     """A forward pass with its matrices, for operands of equally many heads."""
 
-    q: np.ndarray
-    k: np.ndarray
-    v: np.ndarray
-    scale: np.floating
-    visible: np.ndarray  # False as well in rows without any weight
-    slope: np.ndarray  # of softcap, at the scores
-    weights: np.ndarray  # 0 where not visible
-    out: np.ndarray
-    lse: np.ndarray
+    q: Floats
+    k: Floats
+    v: Floats
+    scale: np.floating[Any]
+    visible: Bools  # False as well in rows without any weight
+    slope: Floats | np.floating[Any]  # of softcap, at the scores
+    weights: Floats  # 0 where not visible
+    out: Floats
+    lse: Floats
 
     @classmethod
-    def of(cls, q, k, v, dtype, *, softcap=None, scale=None, enable_gqa=False, **mask) -> _Dense:
-        q, k, v = (np.asarray(x).astype(dtype) for x in (q, k, v))
+    def of(
+        cls,
+        queries: ArrayLike,
+        keys: ArrayLike,
+        values: ArrayLike,
+        dtype: Float,
+        *,
+        softcap: Real | None = None,
+        scale: Real | None = None,
+        enable_gqa: bool = False,
+        **mask: Unpack[_Masking],
+    ) -> _Dense:
+        q, k, v = (np.asarray(x).astype(dtype) for x in (queries, keys, values))
         if enable_gqa:
             k, v = (_repeated(x, *q.shape[-3:-2]) for x in (k, v))
         leading = np.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
         visible = visible_keys((*leading, q.shape[-2], k.shape[-2]), **mask)
         # NaN and infinity follow IEEE arithmetic, without the warnings.
         with np.errstate(all="ignore"):
-            scale = 1 / np.sqrt(dtype(q.shape[-1])) if scale is None else dtype(scale)
-            scores, slope = scale * (q @ k.mT), dtype(1)
+            factor = 1 / np.sqrt(dtype(q.shape[-1])) if scale is None else dtype(scale)
+            scores: Floats = factor * (q @ k.mT)
+            slope: Floats | np.floating[Any] = dtype(1)
             if softcap is not None:
                 tanh = np.tanh(scores / dtype(softcap))
                 scores, slope = dtype(softcap) * tanh, 1 - tanh**2
@@ -191,28 +248,28 @@ class _Dense(NamedTuple):
             visible = visible & (sums != 0)
             weights = np.where(visible, weights / sums, 0)
             out, lse = _visible_sum(weights, v, visible), (top + np.log(sums))[..., 0]
-        return cls(q, k, v, scale, visible, slope, weights, out, lse)
+        return cls(q, k, v, factor, visible, slope, weights, out, lse)
 
 
-def _repeated(x, heads=1):
+def _repeated(x: Floats, heads: int = 1) -> Floats:
     """Repeat the heads of `x` until there are `heads`, unless they broadcast anyway."""
     if x.ndim < 3 or heads <= x.shape[-3]:
         return x
     return np.repeat(x, heads // (x.shape[-3] or 1), axis=-3)
 
 
-def _row_sums(dense, dout, dlse):
+def _row_sums(dense: _Dense, dout: Floats, dlse: ArrayLike | None) -> Floats:
     """The deltas of :func:`attention_backward`, a column."""
-    delta = (dout * dense.out).sum(axis=-1, keepdims=True)
+    delta: Floats = (dout * dense.out).sum(axis=-1, keepdims=True)
     return delta if dlse is None else delta - np.asarray(dlse).astype(dout.dtype)[..., None]
 
 
-def _score_gradient(dense, dout, delta):
+def _score_gradient(dense: _Dense, dout: Floats, delta: Floats) -> Floats:
     gradient = dense.weights * (dout @ dense.v.mT - delta) * dense.slope
     return np.where(dense.visible, gradient, 0)
 
 
-def _own_sum(gradient, shape):
+def _own_sum(gradient: NDArray[Any], shape: tuple[int, ...]) -> NDArray[Any]:
     """Sum over the heads that share a row of an operand of `shape`, broadcast or grouped."""
     leading = gradient.shape[:-2]
     kept = (*[1] * (len(leading) + 2 - len(shape)), *shape[:-2])
@@ -220,19 +277,20 @@ def _own_sum(gradient, shape):
         n for total, own in zip(leading, kept, strict=True) for n in (own, total // (own or 1))
     ]
     sharing = tuple(range(1, len(split), 2))
-    return gradient.reshape(*split, *gradient.shape[-2:]).sum(axis=sharing).reshape(shape)
+    own_sum: NDArray[Any] = gradient.reshape(*split, *gradient.shape[-2:]).sum(axis=sharing)
+    return own_sum.reshape(shape)
 
 
 def visible_keys(
-    shape,
+    shape: tuple[int, ...],
     *,
-    causal=False,
-    window=None,
-    mask=None,
-    q_lengths=None,
-    kv_lengths=None,
-    q_offset=None,
-):
+    causal: Causal = False,
+    window: Window | None = None,
+    mask: BlockMask | ArrayLike | None = None,
+    q_lengths: ArrayLike | None = None,
+    kv_lengths: ArrayLike | None = None,
+    q_offset: ArrayLike | None = None,
+) -> Bools:
     """Which keys each query may attend to, as a bool array of `shape` (..., N, M).
 
     Lengths and offsets broadcast to the batch axes, which are all leading axes but the last one.
@@ -245,8 +303,8 @@ def visible_keys(
     """
     band = Band.from_options(causal, window, q_offset)
 
-    def of_batch(name, numbers, low, high):
-        numbers = integers_of(high if numbers is None else numbers)
+    def of_batch(name: str, given: ArrayLike | None, low: int, high: int) -> NDArray[np.int64]:
+        numbers = integers_of(high if given is None else given)
         if numbers.dtype.kind not in "iu":
             raise TypeError(f"{name} has dtype {numbers.dtype}: give integers")
         clamped = np.clip(numbers.astype(np.int64), low, high)
@@ -268,11 +326,11 @@ def visible_keys(
     if band.right is not None:
         visible = visible & (j <= i + shift + min(band.right, widest))
     if mask is not None:
-        visible = visible & (mask.to_dense() if isinstance(mask, BlockMask) else mask)
+        visible = visible & (mask.to_dense() if isinstance(mask, BlockMask) else np.asarray(mask))
     return np.broadcast_to(visible, shape)
 
 
-def _visible_sum(weights, v, visible):
+def _visible_sum(weights: Floats, v: Floats, visible: Bools) -> Floats:
     """`weights @ v` over the visible keys only: 0 * NaN is NaN, so products are selected."""
     finite = np.isfinite(v).all(axis=-1, keepdims=True)
     total = weights @ np.where(finite, v, 0)
@@ -291,12 +349,14 @@ _TINY = {"float16": 2**-25, "bfloat16": 2**-126, "float32": 2**-126, "float64": 
 class Bound(NamedTuple):
     """The reference's results and how far from them a correct one may be, elementwise."""
 
-    out: np.ndarray
-    lse: np.ndarray
-    out_bound: np.ndarray
-    lse_bound: np.ndarray
+    out: NDArray[np.floating[Any]]
+    lse: NDArray[np.floating[Any]]
+    out_bound: NDArray[np.floating[Any]]
+    lse_bound: NDArray[np.floating[Any]]
 
-    def ratios(self, out, lse=None) -> tuple[np.ndarray, np.ndarray | None]:
+    def ratios(
+        self, out: NDArray[Any], lse: NDArray[Any] | None = None
+    ) -> tuple[Floats, Floats | None]:
         """Error over bound of each element; infinite where NaN or infinity is out of place."""
         return (
             _ratio(out, self.out, self.out_bound),
@@ -304,7 +364,15 @@ class Bound(NamedTuple):
         )
 
 
-def forward_bound(q, k, v, dtype, *, softcap=None, **options) -> Bound:
+def forward_bound(
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    dtype: DTypeLike,
+    *,
+    softcap: Real | None = None,
+    **options: Unpack[_Scoring],
+) -> Bound:
     r"""The reference of a forward pass, and how far from it a correct result may be.
 
     Parameters
@@ -365,8 +433,8 @@ def forward_bound(q, k, v, dtype, *, softcap=None, **options) -> Bound:
     A single dropped or extra key moves lse by about 1/n: far above this bound in every type,
     where in half precision O cannot tell.
     """
-    dtype = np.dtype(dtype).name
-    u, u_acc, exact = _precision(dtype)
+    name = np.dtype(dtype).name
+    u, u_acc, exact = _precision(name)
     dense = _Dense.of(q, k, v, exact, softcap=softcap, **options)
     with np.errstate(all="ignore"):
         _, sigma = _score_errors(dense, softcap, u_acc)
@@ -374,7 +442,7 @@ def forward_bound(q, k, v, dtype, *, softcap=None, **options) -> Bound:
         weighted = _visible_sum(dense.weights, np.abs(dense.v), dense.visible)
         seen = _visible_sum(dense.visible.astype(exact), np.abs(dense.v), dense.visible)
         error = u * (weighted + np.abs(dense.out)) + (2 * sigma + sums) * weighted
-        error += _UNDERFLOW[dtype] * seen + _TINY[dtype]
+        error += _UNDERFLOW[name] * seen + _TINY[name]
         lse_error = ((sigma + sums) * np.maximum(1, np.abs(dense.lse))[..., None])[..., 0]
     return Bound(dense.out, dense.lse, 2 * error, 2 * lse_error)
 
@@ -382,14 +450,16 @@ def forward_bound(q, k, v, dtype, *, softcap=None, **options) -> Bound:
 class BackwardBound(NamedTuple):
     """The reference's gradients and how far from them correct ones may be, elementwise."""
 
-    dq: np.ndarray
-    dk: np.ndarray
-    dv: np.ndarray
-    dq_bound: np.ndarray
-    dk_bound: np.ndarray
-    dv_bound: np.ndarray
+    dq: NDArray[np.floating[Any]]
+    dk: NDArray[np.floating[Any]]
+    dv: NDArray[np.floating[Any]]
+    dq_bound: NDArray[np.floating[Any]]
+    dk_bound: NDArray[np.floating[Any]]
+    dv_bound: NDArray[np.floating[Any]]
 
-    def ratios(self, dq, dk, dv) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def ratios(
+        self, dq: NDArray[Any], dk: NDArray[Any], dv: NDArray[Any]
+    ) -> tuple[Floats, Floats, Floats]:
         """Error over bound of each element; infinite where NaN or infinity is out of place."""
         return (
             _ratio(dq, self.dq, self.dq_bound),
@@ -398,7 +468,17 @@ class BackwardBound(NamedTuple):
         )
 
 
-def backward_bound(dout, q, k, v, dtype, *, dlse=None, softcap=None, **options) -> BackwardBound:
+def backward_bound(
+    dout: ArrayLike,
+    q: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    dtype: DTypeLike,
+    *,
+    dlse: ArrayLike | None = None,
+    softcap: Real | None = None,
+    **options: Unpack[_Scoring],
+) -> BackwardBound:
     r"""The reference of a backward pass, and how far from it a correct result may be.
 
     Parameters
@@ -472,19 +552,20 @@ def backward_bound(dout, q, k, v, dtype, *, dlse=None, softcap=None, **options) 
     2^-126 for bfloat16 and float32, where kernels may flush. Nothing allows for overflow: float16
     inputs whose dS or gradients go beyond 65504 have no correct result in this precision.
     """
-    dtype = np.dtype(dtype).name
-    _, u_acc, exact = _precision(dtype)
+    name = np.dtype(dtype).name
+    _, u_acc, exact = _precision(name)
     operands = [np.asarray(x) for x in (q, k, v)]
-    dense = _Dense.of(*operands, exact, softcap=softcap, **options)
-    dout = np.asarray(dout).astype(exact)
+    dense = _Dense.of(q, k, v, exact, softcap=softcap, **options)
+    grad = np.asarray(dout).astype(exact)
     with np.errstate(all="ignore"):
-        dS, dS_error, P_error = _pair_errors(dense, dout, dlse, softcap, dtype)
+        dS, dS_error, P_error = _pair_errors(dense, grad, dlse, softcap, name)
         visible = dense.visible
-        products = (  # the last two: which pairs are visible, and which of these add anything
+        products: list[tuple[Any, Floats, Floats, Floats, Bools, Bools]]
+        products = [  # the last two: which pairs are visible, and which of these add anything
             (dense.scale, dS, dS_error, dense.k, visible, dS != 0),
             (dense.scale, dS.mT, dS_error.mT, dense.q, visible.mT, visible.mT),
-            (1, dense.weights.mT, P_error.mT, dout, visible.mT, visible.mT),
-        )
+            (1, dense.weights.mT, P_error.mT, grad, visible.mT, visible.mT),
+        ]
         gradients, bounds = [], []
         for operand, product in zip(operands, products, strict=True):
             factor, pairs, error, rows, visible, adding = product
@@ -494,8 +575,8 @@ def backward_bound(dout, q, k, v, dtype, *, dlse=None, softcap=None, **options) 
             )
             count = visible.sum(axis=-1, keepdims=True)
             sums = u_acc * (8 + np.sqrt(_own_sum(count, (*operand.shape[:-1], 1))))
-            own = operand.dtype.name if operand.dtype.name in UNIT_ROUNDOFF else dtype
-            u, tiny = (max(table[own], table[dtype]) for table in (UNIT_ROUNDOFF, _TINY))
+            own = operand.dtype.name if operand.dtype.name in UNIT_ROUNDOFF else name
+            u, tiny = (max(table[own], table[name]) for table in (UNIT_ROUNDOFF, _TINY))
             gradients.append(gradient)
             bounds.append(
                 2 * (np.abs(error) + sums * np.abs(magnitude) + u * np.abs(gradient) + tiny)
@@ -503,7 +584,9 @@ def backward_bound(dout, q, k, v, dtype, *, dlse=None, softcap=None, **options) 
     return BackwardBound(*gradients, *bounds)
 
 
-def _pair_errors(dense, dout, dlse, softcap, dtype):
+def _pair_errors(
+    dense: _Dense, dout: Floats, dlse: ArrayLike | None, softcap: Real | None, dtype: str
+) -> tuple[Floats, Floats, Floats]:
     """dS, and the errors of dS and P, as :func:`backward_bound` derives them."""
     u, u_acc, _ = _precision(dtype)
     under = tiny = _TINY[dtype]
@@ -528,17 +611,17 @@ def _pair_errors(dense, dout, dlse, softcap, dtype):
     dS_error = dS_error + dense.weights * np.abs(dP - delta) * slope_error
     dS_error = dS_error + np.abs(dS) * (rho + 4 * u_acc + u) + under
     P_error = dense.weights * (rho + u) + under
-    return dS, *(np.where(dense.visible, error, 0) for error in (dS_error, P_error))
+    return dS, np.where(dense.visible, dS_error, 0), np.where(dense.visible, P_error, 0)
 
 
-def _precision(dtype):
+def _precision(dtype: str) -> tuple[float, float, Float]:
     """Unit roundoffs of `dtype` and of sums in it, and the type of its reference."""
     if dtype == "float64":
         return UNIT_ROUNDOFF[dtype], UNIT_ROUNDOFF[dtype], np.longdouble
     return UNIT_ROUNDOFF[dtype], UNIT_ROUNDOFF["float32"], np.float64
 
 
-def _score_errors(dense, softcap, u_acc):
+def _score_errors(dense: _Dense, softcap: Real | None, u_acc: float) -> tuple[Floats, Floats]:
     """The sigmas of :func:`forward_bound`, columns: before softcap and behind it."""
     products = np.abs(dense.q) @ np.abs(dense.k).mT
     # A score of -inf is exact, and after any other special one the row's results are special.
@@ -550,7 +633,7 @@ def _score_errors(dense, softcap, u_acc):
     return sigma, sigma + 8 * u_acc * np.minimum(largest, softcap)
 
 
-def _ratio(got, expected, limit):
+def _ratio(got: NDArray[Any], expected: Floats, limit: Floats) -> Floats:
     got = got.astype(expected.dtype)
     with np.errstate(all="ignore"):
         # A NaN is met by a NaN, an infinity by the same one; anything else there is wrong.

@@ -6,8 +6,16 @@ import math
 import numbers
 import reprlib
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from numpy.typing import ArrayLike, NDArray
+
+    Positions = int | NDArray[np.integer[Any]]
 
 _FUNCTIONS = {"tanh": np.tanh, "exp": np.exp, "log": np.log, "sqrt": np.sqrt, "abs": np.abs}
 
@@ -43,12 +51,19 @@ class ScoreMod:
         """Values of the captured scalars."""
         return tuple(value for _, value in self.captures)
 
-    def evaluate(self, score, batch=0, head=0, q=0, k=0):
+    def evaluate(
+        self, score: ArrayLike, batch: Positions = 0, head: Positions = 0, q: Positions = 0,
+        k: Positions = 0,
+    ) -> NDArray[Any]:  # fmt: skip
         """The expression on NumPy arrays that broadcast together, in the precision of `score`."""
         score = np.asarray(score)
-        return self._evaluate(score, score.dtype, batch, head, q, k)
+        found: NDArray[Any] = self._evaluate(score, score.dtype, batch, head, q, k)
+        return found
 
-    def derivative(self, score, batch=0, head=0, q=0, k=0):
+    def derivative(
+        self, score: ArrayLike, batch: Positions = 0, head: Positions = 0, q: Positions = 0,
+        k: Positions = 0,
+    ) -> NDArray[Any]:  # fmt: skip
         """The expression's exact derivative with respect to `score`, on the same arrays.
 
         Examples
@@ -58,7 +73,10 @@ class ScoreMod:
         """
         return self.linearize(score, batch, head, q, k)[1]
 
-    def linearize(self, score, batch=0, head=0, q=0, k=0):
+    def linearize(
+        self, score: ArrayLike, batch: Positions = 0, head: Positions = 0, q: Positions = 0,
+        k: Positions = 0,
+    ) -> tuple[NDArray[Any], NDArray[Any]]:  # fmt: skip
         """The expression and its derivative, from one evaluation."""
         score = np.asarray(score)
         one = score.dtype.type(1)
@@ -67,14 +85,17 @@ class ScoreMod:
             return result, np.zeros(np.shape(result), score.dtype)
         return result.value, np.broadcast_to(result.slope, np.shape(result.value))
 
-    def _evaluate(self, score, dtype, batch, head, q, k):
+    def _evaluate(
+        self, score: NDArray[Any] | _Dual, dtype: np.dtype[Any], batch: Positions, head: Positions,
+        q: Positions, k: Positions,
+    ) -> Any:  # fmt: skip
         captured = {name: dtype.type(value) for name, value in self.captures}
         names = {"score": score, "batch": batch, "head": head, "q": q, "k": k, **captured}
         return eval(self.expression, {"__builtins__": {}, **_FUNCTIONS}, names)
 
 
 # Partial derivatives of y = f(a) or y = f(a, b), one for each argument.
-_PARTIALS = {
+_PARTIALS: dict[np.ufunc, tuple[Callable[..., Any], ...]] = {
     np.add: (lambda y, a, b: 1, lambda y, a, b: 1),
     np.subtract: (lambda y, a, b: 1, lambda y, a, b: -1),
     np.multiply: (lambda y, a, b: b, lambda y, a, b: a),
@@ -92,10 +113,10 @@ _PARTIALS = {
 class _Dual(np.lib.mixins.NDArrayOperatorsMixin):
     """A value and its derivative, which every operation carries along."""
 
-    def __init__(self, value, slope):
+    def __init__(self, value: Any, slope: Any):
         self.value, self.slope = value, slope
 
-    def __array_ufunc__(self, ufunc, method, *inputs, **options):
+    def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **options: Any) -> Any:
         if method != "__call__" or options or ufunc not in _PARTIALS:
             return NotImplemented
         values = [x.value if isinstance(x, _Dual) else x for x in inputs]
@@ -117,7 +138,7 @@ _SOFTCAPS = {"float32": (2.0**-100, 2.0**100), "float64": (2.0**-1000, 2.0**1000
 UNSCALED = ScoreMod("score")
 
 
-def checked_scale(value, accumulator: str) -> float:
+def checked_scale(value: object, accumulator: str) -> float:
     """`value` as a float, if it is 0 or a number that sums of type `accumulator` can be scaled by.
 
     Raises
@@ -137,7 +158,7 @@ def checked_scale(value, accumulator: str) -> float:
     return number
 
 
-def softcap(value: float, accumulator: str = "float32") -> ScoreMod:
+def softcap(value: object, accumulator: str = "float32") -> ScoreMod:
     """`value * tanh(score / value)`: bounds scores smoothly to +-value.
 
     Raises
@@ -157,11 +178,11 @@ def softcap(value: float, accumulator: str = "float32") -> ScoreMod:
     return ScoreMod("softcap * tanh(score / softcap)", (("softcap", number),))
 
 
-def _real(name: str, value, wanted: str) -> float:
+def _real(name: str, value: object, wanted: str) -> float:
     """A real number as a float, infinite where it is too large for one."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name}={value!r}: give {wanted}")
     try:
         return float(value)
     except OverflowError:
-        return math.inf if value > 0 else -math.inf
+        return -math.inf if value < 0 else math.inf

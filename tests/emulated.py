@@ -11,8 +11,7 @@ from cases import H200, on_row
 from emulator import Memory, Module
 from emulator.memory import TensorMap
 
-from cuflash import _attention as api
-from cuflash.calls.arguments import Arguments, Options
+from cuflash.calls.arguments import Arguments, Options, backward_arrays, forward_arrays
 from cuflash.calls.arrays import as_mask, conform, split_offset
 from cuflash.calls.call import BackwardCall, ForwardCall
 from cuflash.calls.run import find_call
@@ -45,7 +44,7 @@ def attention(
     offset, offsets = split_offset(q_offset)
     options = Options(algo, engine, causal, window, offset, softcap, scale, enable_gqa)
     given_lse = return_lse and out is not None
-    arrays = api._forward_arrays(q, k, v, out, given_lse, q_lengths, kv_lengths, offsets)
+    arrays = forward_arrays(q, k, v, out, given_lse, q_lengths, kv_lengths, offsets)
     count = 1 + return_lse
     return Result(*_run(ForwardCall, arrays, options, count, mask, mode, seed, row, device))
 
@@ -74,18 +73,18 @@ def attention_backward(
     options = Options(
         algo, engine, causal, window, offset, softcap, scale, enable_gqa, deterministic
     )
-    arrays = api._backward_arrays(inputs, grads_out, q_lengths, kv_lengths, offsets)
+    arrays = backward_arrays(inputs, grads_out, q_lengths, kv_lengths, offsets)
     return Gradients(*_run(BackwardCall, arrays, options, 3, mask, mode, seed, row, device))
 
 
 def _run(kind, arrays, options, count, mask, mode, seed, row, device):
     """The first results of a call, padded with None, its plan and the emulator's counts."""
     mask = as_mask(mask)
-    call = find_call(kind, Arguments(arrays, mask), options, device)
+    call = find_call(kind, Arguments(kind.operands, arrays, mask), options, device)
     plan = call.plan if row is None else on_row(call.plan, row)
     results, fresh = {}, set()
     for name, spec in call.results[:count]:
-        if arrays[name] is None:
+        if name not in arrays:
             arrays[name] = np.empty(spec.shape, spec.dtype)
             fresh.add(name)
         results[name] = arrays[name]
@@ -98,7 +97,7 @@ def _run(kind, arrays, options, count, mask, mode, seed, row, device):
     memory = Memory()
     params = pack(plan, call.layout, call.scale, call.score.values if call.score else ())
     for name, x in arrays.items():
-        params[name] = 0 if x is None else memory.place(x, initialised=name not in fresh)
+        params[name] = memory.place(x, initialised=name not in fresh)
     _place_mask(params, mask, plan, memory)
     tables = _tables(plan, call.layout, arrays, memory)
     stats = _launch(plan, [params, *tables], memory, mode, seed)

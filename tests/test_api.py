@@ -846,15 +846,16 @@ def test_lengths_of_the_host_are_copied_to_where_the_operands_are(monkeypatch):
     monkeypatch.setattr(array_arguments, "memory_module", lambda: Memory)
     monkeypatch.setattr(array_arguments, "_is_cupy", lambda x: isinstance(x, OnGpu))
     for given in ([3, 4], np.array([3, 4], np.int32), np.array([3, 4], np.uint8), Dlpack(LONG)):
-        (place, values), *others = array_arguments.of_batch(given, None, None, OnGpu())
-        assert others == [None, None]
-        assert place == "copy"
+        made = array_arguments.of_batch(given, None, None, OnGpu())
+        assert set(made) == {"q_lengths"}
+        where, values = made["q_lengths"]
+        assert where == "copy"
         assert values.dtype in (np.int32, np.int64)
         np.testing.assert_array_equal(values, [3, 4])
         made = array_arguments.of_batch(LONG, given, given, OnGpu())
-        assert {x[1].dtype for x in made} == {np.dtype(np.int64)}
-        on_host, *_ = array_arguments.of_batch(given, None, None, Q)
-        np.testing.assert_array_equal(on_host, [3, 4])
+        assert {x[1].dtype for x in made.values()} == {np.dtype(np.int64)}
+        on_host = array_arguments.of_batch(given, None, None, Q)
+        np.testing.assert_array_equal(on_host["q_lengths"], [3, 4])
     with pytest.raises(TypeError, match="kv_lengths has dtype float64: lengths are integers"):
         array_arguments.of_batch(None, np.ones(2), None, OnGpu())
 

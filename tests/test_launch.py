@@ -13,7 +13,7 @@ import cuflash
 import cuflash.gpu
 from cuflash.calls import arrays
 from cuflash.calls import run as calls
-from cuflash.calls.arguments import Arguments, Options
+from cuflash.calls.arguments import Arguments, Options, forward_arrays
 from cuflash.calls.arrays import of_batch, split_offset
 from cuflash.calls.call import BackwardCall, ForwardCall
 from cuflash.calls.run import find_call, run_call
@@ -126,7 +126,8 @@ def columns(*shape, dtype=np.float16):
 
 def call_of(kind, given, options=OPTIONS, mask=None):
     """The call for these arrays, by name, as an H200 would run it, and its arguments."""
-    arguments = Arguments({name: given.get(name) for name in kind.operands}, mask)
+    arrays = {name: given[name] for name in kind.operands if given.get(name) is not None}
+    arguments = Arguments(kind.operands, arrays, mask)
     return find_call(kind, arguments, options, H200), arguments
 
 
@@ -407,15 +408,15 @@ def test_integers_of_the_host_are_copied_and_one_offset_is_not(launch, monkeypat
     assert split_offset(7) == split_offset(np.int32(7)) == (7, None)
     for given in ([3, 4], np.array([3, 4]), np.array([3, 2**63], np.uint64)):
         copied = of_batch(given, None, given, q)
-        assert copied[1] is None
-        for x in (copied[0], copied[2]):
+        assert set(copied) == {"q_lengths", "q_offset"}
+        for x in copied.values():
             assert isinstance(x, Array)
             assert x.dtype == np.int64
             assert x.values.tolist() == np.minimum(given, np.uint64(2**63 - 1)).tolist()
     mixed = of_batch(make(2, dtype=np.int32), None, make(2, dtype=np.int64), q)
-    assert [x and x.dtype for x in mixed] == [np.int64, None, np.int64]
+    assert {name: x.dtype for name, x in mixed.items()} == dict.fromkeys(copied, np.int64)
     with capturing():
-        assert of_batch(None, None, None, q) == (None, None, None)
+        assert of_batch(None, None, None, q) == {}
         for given in ([3, 4], np.array([3, 4])):
             with pytest.raises(RuntimeError, match="captured, .* and arrays that need no copy"):
                 of_batch(None, None, given, q)
@@ -457,9 +458,7 @@ def test_lengths_of_the_host_beside_device_arrays(launch):
     q, k, v = (make(2, 8, 100, 64) for _ in range(3))
     host = np.array([60, 7], np.int32)
     for kv_lengths in (host, [60, 7], 7):
-        arrays = sys.modules["cuflash._attention"]._forward_arrays(
-            q, k, v, None, False, None, kv_lengths, None
-        )
+        arrays = forward_arrays(q, k, v, None, False, None, kv_lengths, None)
         launch.run(*call_of(ForwardCall, arrays), 1)
         assert launch.launched[-1][-1]["kv_lengths"] == arrays["kv_lengths"].data.ptr
         np.testing.assert_array_equal(arrays["kv_lengths"].values, kv_lengths)
@@ -540,7 +539,7 @@ def test_addresses_that_are_not_those_of_whole_items(launch, kind, monkeypatch):
     wrong = ("k", "out", "lse") if kind is ForwardCall else ("k", "lse", "dv")
     for name in wrong:
         given[name].data.ptr += 1
-    arguments = Arguments({name: given.get(name) for name in kind.operands})
+    arguments = Arguments(kind.operands, given)
     monkeypatch.setattr(launch, "device_facts", lambda number: H200)
     results = run_call(kind, arguments, OPTIONS, len(kind.written))
     params = launch.launched[-1][-1]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from ..masks.block_mask import BlockMask
 from ..operands.dtypes import CHUNK_BYTES
 from ..operands.spec import Spec
+from .arrays import as_array, of_batch
+
+if TYPE_CHECKING:
+    from ..typing import AnyArray, Array, Integers
 
 _BOOL = np.dtype(np.bool_)
 
@@ -38,8 +42,10 @@ class Arguments:
 
     Parameters
     ----------
+    operands : tuple of str
+        Names in the order of the kernels' pointers.
     arrays : dict of str to array
-        In the order of the kernels' pointers; None for those not given.
+        Those of them that are given.
     mask : BlockMask or array of bool, optional
     workspace : array, optional
         Device memory for the kernels' use.
@@ -50,13 +56,14 @@ class Arguments:
         "workspace",
     )  # fmt: skip
 
-    def __init__(self, arrays: dict[str, Any], mask: Any = None, workspace: Any = None):
-        forms: list[Form] = []  # of the arrays that are given
-        addresses = dict.fromkeys(arrays, 0)
+    def __init__(
+        self, operands: tuple[str, ...], arrays: dict[str, Array],
+        mask: BlockMask | Array | None = None, workspace: Any = None,
+    ):  # fmt: skip
+        forms: list[Form] = []
+        addresses = dict.fromkeys(operands, 0)
         device_id, bits = None, 0
         for name, x in arrays.items():
-            if x is None:
-                continue
             if isinstance(x, np.ndarray):
                 device_id, address = None, x.ctypes.data
             else:
@@ -70,7 +77,7 @@ class Arguments:
         self.device_id = device_id  # None is the CPU; a call is made for arrays of one device
         self.mask_kind = "" if mask is None else self._add_mask(mask)
 
-    def _add_mask(self, mask: Any) -> str:
+    def _add_mask(self, mask: BlockMask | Array) -> str:
         """Add what is known of a mask; returns its kind, as in Problem."""
         if isinstance(mask, BlockMask):
             self.forms.append(("mask", mask.shape, (), _BOOL, None))
@@ -91,3 +98,55 @@ class Arguments:
         if self.mask_kind == "blocks":
             specs["mask"] = Spec.contiguous(self.mask.shape, np.bool_)
         return specs
+
+
+def forward_arrays(
+    q: AnyArray, k: AnyArray, v: AnyArray, out: AnyArray | tuple[AnyArray | None, ...] | None,
+    return_lse: bool, q_lengths: Integers | None, kv_lengths: Integers | None,
+    offsets: Integers | None,
+) -> dict[str, Array]:  # fmt: skip
+    """The operands of a forward call that are given."""
+    arrays = {"q": as_array("q", q)}
+    if out is not None:
+        results = zip(("out", "lse"), _split_out(out, return_lse))
+        arrays |= {name: as_array(name, x) for name, x in results if x is not None}
+    arrays["k"], arrays["v"] = as_array("k", k), as_array("v", v)
+    return arrays | of_batch(q_lengths, kv_lengths, offsets, arrays["q"])
+
+
+def backward_arrays(
+    inputs: dict[str, AnyArray | None],
+    grads_out: AnyArray | tuple[AnyArray | None, ...] | None,
+    q_lengths: Integers | None,
+    kv_lengths: Integers | None,
+    offsets: Integers | None,
+) -> dict[str, Array]:
+    """The operands of a backward call that are given; `inputs` are those that are read."""
+    if not (grads_out is None or (isinstance(grads_out, tuple) and len(grads_out) == 3)):
+        raise TypeError(f"grads_out is {_kind(grads_out)}: give a triple (dq, dk, dv)")
+    gradients = dict(zip(("dq", "dk", "dv"), grads_out or (None,) * 3))
+    arrays = {
+        name: as_array(name, x)
+        for name, x in (inputs | gradients).items()
+        if x is not None or name in "qkv"
+    }
+    return arrays | of_batch(q_lengths, kv_lengths, offsets, arrays["q"])
+
+
+def _split_out(
+    out: AnyArray | tuple[AnyArray | None, ...], return_lse: bool
+) -> tuple[AnyArray | None, ...]:
+    """`out=` as a pair of arrays or Nones."""
+    if return_lse:
+        if not isinstance(out, tuple) or len(out) != 2:
+            raise TypeError(f"out is {_kind(out)}: with return_lse=True give a pair (out, lse)")
+        return out
+    if isinstance(out, tuple):
+        raise TypeError(
+            f"out is {_kind(out)}: a pair goes with return_lse=True, else give an array"
+        )
+    return out, None
+
+
+def _kind(x: object) -> str:
+    return f"a tuple of {len(x)}" if isinstance(x, tuple) else f"a {type(x).__name__}"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -11,27 +13,34 @@ from ..masks.band import as_int64, integers_of, window_sides
 from ..masks.block_mask import BlockMask
 from ..operands.spec import Spec
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+    from typing_extensions import TypeIs
+
+    from ..typing import AnyArray, Array, CupyArray, Integers, Window
+
+OF_BATCH = ("q_lengths", "kv_lengths", "q_offset")  # integers over the batch axes
 _DLPACK_CPU = 1  # kDLCPU
-_array_types = {np.ndarray}  # and CuPy's, once one was seen
+_array_types: set[type] = {np.ndarray}  # and CuPy's, once one was seen
 
 
 @functools.cache
-def memory_module():
-    """`cuflash.memory`, which imports CuPy: a CPU does without."""
+def memory_module() -> ModuleType:
+    """`cuflash.gpu.memory`, which imports CuPy: a CPU does without."""
     from ..gpu import memory
 
     return memory
 
 
-def _is_cupy(x) -> bool:
+def _is_cupy(x: object) -> TypeIs[CupyArray]:
     cupy = sys.modules.get("cupy")  # an array of it exists only if it is imported
     return cupy is not None and isinstance(x, cupy.ndarray)
 
 
-def as_array(name: str, x):
+def as_array(name: str, x: Any) -> Array:
     """`x` itself if NumPy or CuPy made it; else what DLPack or the CUDA interface shows of it."""
     if type(x) in _array_types:
-        return x
+        return x  # type: ignore[no-any-return]  # an array: a local name would take time
     if isinstance(x, np.ma.MaskedArray):
         instead = f"give {name}.data or {name}.filled(...)"
         if name in ("q", "k", "v"):
@@ -49,13 +58,14 @@ def as_array(name: str, x):
             given = f"{name} is a {type(x).__name__} that NumPy cannot take by DLPack"
             raise TypeError(f"{given} ({error}): give a NumPy array") from error
     if hasattr(x, "__dlpack_device__") or hasattr(x, "__cuda_array_interface__"):
-        return memory_module().as_array(x)
+        view: CupyArray = memory_module().as_array(x)
+        return view
     raise TypeError(
         f"{name} is a {type(x).__name__}: give a NumPy or CuPy array, or one that speaks DLPack"
     )
 
 
-def check_devices(arrays: dict[str, object]) -> None:
+def check_devices(arrays: dict[str, Array]) -> None:
     """Raise a ValueError that says which array is on which device, unless all are on one."""
     # The device of a CuPy array has a number, that of a NumPy array is the word "cpu".
     numbers = {name: getattr(x.device, "id", None) for name, x in arrays.items()}
@@ -65,13 +75,11 @@ def check_devices(arrays: dict[str, object]) -> None:
         raise ValueError(f"arrays are in different places: {listing}; move them to one device")
 
 
-def _as_integers(name: str, integers):
-    """Lengths or offsets as an array of int32 or int64; None stays None."""
-    if integers is None:
-        return None
-    if isinstance(integers, (int, np.integer, list, tuple)):
-        integers = integers_of(integers)
-    integers = as_array(name, integers)
+def _as_integers(name: str, given: Integers) -> Array:
+    """Lengths or offsets as an array of int32 or int64."""
+    if isinstance(given, (int, np.integer, list, tuple)):
+        given = integers_of(given)
+    integers = as_array(name, given)
     if integers.dtype.kind not in "iu":
         what = "offsets" if name == "q_offset" else "lengths"
         raise TypeError(f"{name} has dtype {integers.dtype}: {what} are integers")
@@ -81,31 +89,32 @@ def _as_integers(name: str, integers):
     return _int64_copy(integers)
 
 
-def _int64_copy(integers):
+def _int64_copy(integers: Array) -> Array:
     if isinstance(integers, np.ndarray):
         return as_int64(integers)
-    return memory_module().as_int64(integers)
+    copy: CupyArray = memory_module().as_int64(integers)
+    return copy
 
 
-def as_mask(mask):
+def as_mask(mask: BlockMask | AnyArray | None) -> BlockMask | Array | None:
     """`mask` itself if it is a BlockMask or None, else as an array of bool."""
     if mask is None or isinstance(mask, BlockMask):
         return mask
-    mask = as_array("mask", mask)
-    if mask.dtype != np.bool_:
+    elements = as_array("mask", mask)
+    if elements.dtype != np.bool_:
         raise TypeError(
-            f"mask has dtype {mask.dtype}: give an array of bool, True where a query may attend "
-            "to a key, or a BlockMask"
+            f"mask has dtype {elements.dtype}: give an array of bool, True where a query may "
+            "attend to a key, or a BlockMask"
         )
-    return mask
+    return elements
 
 
-def as_window(window):
+def as_window(window: Window | None) -> Window | None:
     """`window` itself if it is a number or None, else as a pair."""
     return window if window is None or type(window) is int else window_sides(window)
 
 
-def split_offset(q_offset):
+def split_offset(q_offset: Integers | None) -> tuple[int | None, Integers | None]:
     """`q_offset` as the integer of all batch entries and as what :func:`of_batch` takes.
 
     Of the two the other one is None: an integer travels without an array.
@@ -117,29 +126,35 @@ def split_offset(q_offset):
     return None, q_offset
 
 
-def of_batch(q_lengths, kv_lengths, offsets, like) -> tuple:
-    """Lengths and offsets in the one type that a kernel reads them as; None for those not given.
+def of_batch(
+    q_lengths: Integers | None,
+    kv_lengths: Integers | None,
+    offsets: Integers | None,
+    like: Array,
+) -> dict[str, Array]:
+    """Lengths and offsets that are given, in the one type that a kernel reads them as.
 
     Those of the host come where `like` is, those on a device stay there.
     """
     if q_lengths is None and kv_lengths is None and offsets is None:
-        return None, None, None
-    given = {"q_lengths": q_lengths, "kv_lengths": kv_lengths, "q_offset": offsets}
-    made = [_as_integers(name, x) for name, x in given.items()]
-    if len({x.dtype for x in made if x is not None}) > 1:
-        made = [x if x is None or x.dtype == np.int64 else _int64_copy(x) for x in made]
-    return tuple(_beside(like, x) for x in made)
+        return {}
+    named = zip(OF_BATCH, (q_lengths, kv_lengths, offsets))
+    made = {name: _as_integers(name, x) for name, x in named if x is not None}
+    if len({x.dtype for x in made.values()}) > 1:
+        made = {name: x if x.dtype == np.int64 else _int64_copy(x) for name, x in made.items()}
+    return {name: _beside(like, x) for name, x in made.items()}
 
 
-def _beside(like, integers):
+def _beside(like: Array, integers: Array) -> Array:
     """A copy of a NumPy array on the device of `like`, if that is a CuPy array."""
     if not isinstance(integers, np.ndarray) or not _is_cupy(like):
         return integers
     with like.device:
-        return memory_module().as_array(integers)
+        copy: CupyArray = memory_module().as_array(integers)
+        return copy
 
 
-def conform(x: np.ndarray, wanted: Spec) -> np.ndarray:
+def conform(x: NDArray[Any], wanted: Spec) -> NDArray[Any]:
     """`x` as an engine reads it: itself, or a copy that :func:`operands.conformed` asks for."""
     if x.dtype == wanted.dtype and x.strides == wanted.strides:
         return x

@@ -19,8 +19,8 @@ from ..planning.plan import Plan, make_plan
 from ..planning.problem import Device, make_problem
 from ..scores import UNSCALED, ScoreMod, checked_scale, softcap
 from .arguments import Options
+from .arrays import OF_BATCH
 
-OF_BATCH = ("q_lengths", "kv_lengths", "q_offset")  # integers over the batch axes
 _TRAILING = {"lse": 1, "dlse": 1, **dict.fromkeys(OF_BATCH, 0)}  # axes; 2 of all others
 
 
@@ -193,7 +193,7 @@ class Call:
         """Views of the operands, broadcast to the problem's leading axes by stride 0."""
         views = []
         for name in self.operands:
-            x = arrays[name]
+            x = arrays.get(name)
             if x is not None:
                 steps = [s * x.dtype.itemsize for s in self.layout.strides[name]]
                 tail = len(x.shape) - _TRAILING.get(name, 2)

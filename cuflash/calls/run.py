@@ -51,10 +51,8 @@ def _new_call(
     device: Device | None, aligned: bool,
 ) -> Call:  # fmt: skip
     """Check and plan a call, and remember it."""
-    located = {name: x for name, x in arguments.arrays.items() if x is not None}
-    if arguments.mask_kind == "elements":
-        located["mask"] = arguments.mask
-    check_devices(located)
+    elements = {"mask": arguments.mask} if arguments.mask_kind == "elements" else {}
+    check_devices(arguments.arrays | elements)
     if device is None:
         number = arguments.device_id
         device = CPU if number is None else launch_module().device_facts(number)
@@ -82,8 +80,8 @@ def run_call(kind: type[Call], arguments: Arguments, options: Options, count: in
 
 def _not_on_whole_items(arguments: Arguments) -> list[str]:
     """Operands whose address is not a multiple of their item's size."""
-    given = ((name, x) for name, x in arguments.arrays.items() if x is not None)
-    return [name for name, x in given if arguments.addresses[name] % x.dtype.itemsize]
+    addresses = arguments.addresses
+    return [name for name, x in arguments.arrays.items() if addresses[name] % x.dtype.itemsize]
 
 
 def _run_on_copies(
@@ -93,7 +91,7 @@ def _run_on_copies(
     memory, arrays = memory_module(), arguments.arrays
     with arrays["q"].device:
         copies = {name: memory.copy(arrays[name]) for name in wrong}
-        again = Arguments(arrays | copies, arguments.mask, arguments.workspace)
+        again = Arguments(call.operands, arrays | copies, arguments.mask, arguments.workspace)
         results = run_call(type(call), again, options, count)
         for number, (name, _) in enumerate(call.results[:count]):
             if name in wrong:
@@ -110,13 +108,14 @@ def _run_host(call: Call, arguments: Arguments, count: int) -> list[Any]:
             "NumPy arrays leave it out"
         )
     arrays = dict(arguments.arrays)
-    for name, title in call.written.items():
-        if arrays[name] is not None and not arrays[name].flags.writeable:
-            raise ValueError(f"{title} is read-only: give an array that can be written to")
+    results = {}
     for name, spec in call.results[:count]:
-        if arrays[name] is None:
+        if name not in arrays:
             arrays[name] = np.empty(spec.shape, spec.dtype)
-    results = {name: arrays[name] for name in call.written}
+        elif not arrays[name].flags.writeable:
+            title = call.written[name]
+            raise ValueError(f"{title} is read-only: give an array that can be written to")
+        results[name] = arrays[name]
     for name, spec in call.copied:
         arrays[name] = conform(arrays[name], spec)
     for name, spec in call.staged:
@@ -125,4 +124,4 @@ def _run_host(call: Call, arguments: Arguments, count: int) -> list[Any]:
     with np.errstate(all="ignore"):  # half precision may overflow
         for name, _ in call.staged:
             results[name][...] = arrays[name]
-    return [results[name] for name, _ in call.results[:count]]
+    return list(results.values())

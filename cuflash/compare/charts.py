@@ -3,8 +3,21 @@
 from __future__ import annotations
 
 import math
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+    from pathlib import Path
+
+    from .contenders import Experiment
+
+    Row = dict[str, Any]  # a line of results.csv
+    Panel = tuple[bool, bool, str, int]  # direction, mask, type and head dim
+    Panels = dict[Panel, list[Row]]
+    Place = Callable[[Row], tuple[int, ...]]
+    Line = tuple[list[int], list[float]]  # lengths, and MiB there
 
 COLOURS = {
     "fa3 wgmma": "#1b1b3a", "fa2 wgmma": "#00a0b8", "fa2 mma": "#1f5fa8", "fa2 simt": "#6fa8dc",
@@ -17,15 +30,15 @@ BAR_INCHES = 0.1  # of a bar: more than the height of its figure, 6 points, whic
 LETTER_INCHES = 0.07  # of labels of 8 points
 
 
-def draw(folder, experiments, rows) -> list[str]:
+def draw(folder: Path, experiments: Mapping[str, Experiment], rows: Iterable[Row]) -> list[str]:
     """Write a picture of rates and one of memory per experiment; returns the files' names."""
     import matplotlib
 
     matplotlib.use("Agg")
-    files = []
+    files: list[str] = []
     for name, experiment in experiments.items():
         mine = [row for row in rows if row["experiment"] == name]
-        figures = {}
+        figures: dict[str, Any] = {}
         if any(row["tflops"] != "" for row in mine):
             figures[f"{name}.png"] = picture_of_rates(experiment, mine)
         if experiment.over_length:
@@ -36,21 +49,21 @@ def draw(folder, experiments, rows) -> list[str]:
     return files
 
 
-def _panels(rows):
+def _panels(rows: Iterable[Row]) -> Panels:
     """The rows of each panel: one direction, mask, type and head dim."""
-    panels = {}
+    panels: Panels = {}
     for row in rows:
         kind = row["backward"], row["causal"], row["dtype"], row["width"]
         panels.setdefault(kind, []).append(row)
     return dict(sorted(panels.items()))
 
 
-def _contenders(rows, column: str) -> list[str]:
+def _contenders(rows: Iterable[Row], column: str) -> list[str]:
     """Those with a figure in the column, in the rows' order."""
     return list(dict.fromkeys(row["contender"] for row in rows if row[column] != ""))
 
 
-def _places(panels, over: str):
+def _places(panels: Panels, over: str) -> tuple[str, Place]:
     """What the axes count, and a function of a row that says where the row is on them.
 
     Over the length that is N, or (B, H, N) where a panel has a length several times.
@@ -64,7 +77,7 @@ def _places(panels, over: str):
     return "N", lambda row: (row["length"],)
 
 
-def _grid(panels, panel_width: float = 3.6):
+def _grid(panels: Panels, panel_width: float = 3.6) -> tuple[Any, Any]:
     """A figure with axes for each panel, head dims across."""
     from matplotlib.figure import Figure
 
@@ -76,12 +89,12 @@ def _grid(panels, panel_width: float = 3.6):
     return figure, figure.subplots(down, across, squeeze=False, sharey=True).ravel()
 
 
-def _title(panel) -> str:
+def _title(panel: Panel) -> str:
     backward, causal, dtype, width = panel
     return f"{dtype}, head dim {width}" + ", causal" * causal + ", backward" * backward
 
 
-def picture_of_rates(experiment, rows):
+def picture_of_rates(experiment: Experiment, rows: list[Row]) -> Any:
     """Bars over length or number of heads, a colour for each contender."""
     panels, names = _panels(rows), _contenders(rows, "tflops")
     unit, factor = _rate_unit(rows)
@@ -113,12 +126,12 @@ def picture_of_rates(experiment, rows):
     return figure
 
 
-def picture_of_memory(experiment, rows):
+def picture_of_memory(experiment: Experiment, rows: list[Row]) -> Any:
     """Lines over length, on logarithmic axes."""
     panels, names = _panels(rows), _contenders(rows, "extra_bytes")
     figure, axes = _grid(panels)
     for axis, (panel, mine) in zip(axes, panels.items()):
-        lines = {}
+        lines: dict[str, Line] = {}
         for name in names:
             found = [r for r in mine if r["contender"] == name and r["extra_bytes"] != ""]
             found.sort(key=lambda r: r["length"])
@@ -143,7 +156,7 @@ def picture_of_memory(experiment, rows):
     return figure
 
 
-def _lines_on_top(name: str, lines) -> int:
+def _lines_on_top(name: str, lines: Mapping[str, Line]) -> int:
     """How many of the later lines show nearly the same."""
     lengths, mebibytes = lines[name]
     later = list(lines.values())[list(lines).index(name) + 1 :]
@@ -153,9 +166,9 @@ def _lines_on_top(name: str, lines) -> int:
     )
 
 
-def _finish(figure, axes, title: str) -> None:
+def _finish(figure: Any, axes: Any, title: str) -> None:
     figure.suptitle(title, fontsize=10)
-    handles = {}
+    handles: dict[str, Any] = {}
     for axis in axes:
         handles |= {label: handle for handle, label in zip(*axis.get_legend_handles_labels())}
     columns = int(figure.get_figwidth() / 1.4)  # inches of an entry
@@ -165,7 +178,7 @@ def _finish(figure, axes, title: str) -> None:
     )  # fmt: skip
 
 
-def _label(place) -> str:
+def _label(place: Iterable[int]) -> str:
     return ", ".join(map(_short, place))
 
 
@@ -174,7 +187,7 @@ def _short(number: int) -> str:
     return f"{number // 1024}k" if number >= 1024 and number % 1024 == 0 else str(number)
 
 
-def _rate_unit(rows) -> tuple[str, float]:
+def _rate_unit(rows: Iterable[Row]) -> tuple[str, float]:
     """The unit of all rates of a table and a picture, and how many of it a TFLOP/s is."""
     return ("TFLOP/s", 1) if max(r["tflops"] or 0 for r in rows) >= 1 else ("GFLOP/s", 1e3)
 
@@ -184,7 +197,13 @@ def _three_digits(x: float) -> str:
     return f"{x:.{max(0, 2 - math.floor(math.log10(x)))}f}"
 
 
-def report(command: str, facts, experiments, rows, pictures) -> str:
+def report(
+    command: str,
+    facts: Mapping[str, str],
+    experiments: Mapping[str, Experiment],
+    rows: Sequence[Row],
+    pictures: Iterable[str],
+) -> str:
     """The comparison as Markdown: environment, a table per experiment, and the pictures."""
     lines = [
         "# Comparison", "", f"    {command}", "",
@@ -207,21 +226,21 @@ def report(command: str, facts, experiments, rows, pictures) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _rates(rows) -> list[str]:
+def _rates(rows: Sequence[Row]) -> list[str]:
     """The table of rates, all in the unit that its head names."""
     unit, factor = _rate_unit(rows)
 
-    def cell(row):
+    def cell(row: Row) -> str:
         return f"{_three_digits(factor * row['tflops'])} ({row['ratio']:.2f})"
 
     return _table(rows, "tflops", unit, cell)
 
 
-def _memory(rows) -> list[str]:
+def _memory(rows: Sequence[Row]) -> list[str]:
     return _table(rows, "extra_bytes", "MiB", lambda row: f"{row['extra_bytes'] / 2**20:.2f}")
 
 
-def _table(rows, column: str, unit: str, cell) -> list[str]:
+def _table(rows: Sequence[Row], column: str, unit: str, cell: Callable[[Row], str]) -> list[str]:
     """A line per problem, a column per contender."""
     names = _contenders(rows, column)
     lines = [f"| {' | '.join([f'problem (B, H, N, D), {unit}', *names])} |"]
@@ -232,20 +251,20 @@ def _table(rows, column: str, unit: str, cell) -> list[str]:
     return lines
 
 
-def by_problem(rows) -> dict[str, dict]:
+def by_problem(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
     """The rows of each problem by contender."""
     from .contenders import Work
 
-    problems = {}
+    problems: dict[str, dict[str, Row]] = {}
     for row in rows:
         work = Work(*(row[field] for field in Work._fields))
         problems.setdefault(str(work), {})[row["contender"]] = row
     return problems
 
 
-def _reasons(rows) -> list[str]:
+def _reasons(rows: Iterable[Row]) -> list[str]:
     """Why contenders have no figures."""
-    reasons = {}
+    reasons: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row["reason"]:
             reasons.setdefault((row["contender"], row["reason"]), []).append(row)

@@ -17,7 +17,7 @@ import shlex
 import statistics
 import warnings
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,15 @@ from .. import attention, attention_backward, plan
 from ..extras import how_to_install
 from ..planning.plan import ALGOS, ENGINES, TILES
 from . import meters
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from types import ModuleType
+    from typing import NoReturn
+
+    from numpy.typing import NDArray
+
+    Row = dict[str, Any]  # a line of results.csv
 
 TORCH = {
     "torch FA2": "FLASH_ATTENTION",
@@ -59,7 +68,7 @@ class Work(NamedTuple):
         pairs = self.length * (self.length + 1) // 2 if self.causal else self.length**2
         return (10 if self.backward else 4) * self.width * pairs * self.batch * self.heads
 
-    def __str__(self):
+    def __str__(self) -> str:
         text = f"{self.dtype} ({', '.join(map(str, self.shape))})"
         return text + " causal" * self.causal + " backward" * self.backward
 
@@ -83,7 +92,9 @@ class Experiment(NamedTuple):
 MASKS = (False, True)
 
 
-def _field(widths, lengths, backward=False) -> tuple[Work, ...]:
+def _field(
+    widths: Iterable[int], lengths: Iterable[int], backward: bool = False
+) -> tuple[Work, ...]:
     """The field's grid: 16k tokens of 2048 features."""
     return tuple(
         Work(16384 // n, 2048 // d, n, d, "bfloat16", causal, backward)
@@ -150,7 +161,7 @@ def cpu_experiments(quick: bool) -> dict[str, Experiment]:
 class Field:
     """Where the comparison runs: arrays, a meter, and who takes part."""
 
-    def __init__(self, cupy=None, torch=None):
+    def __init__(self, cupy: ModuleType | None = None, torch: ModuleType | None = None):
         self.cupy, self.torch = cupy, torch
         self.place = "CPU" if cupy is None else "GPU"
         self.module = np if cupy is None else cupy
@@ -169,19 +180,19 @@ class Field:
         ]
         return [*own, "unfused", *(TORCH if self.torch is not None else ())]
 
-    def operands(self, work: Work) -> list:
+    def operands(self, work: Work) -> list[Any]:
         """q, k, v and, for gradients, dout."""
         draw = functools.partial(meters.draw, self.module, work.shape, work.dtype)
         return [draw(seed) for seed in range(4 if work.backward else 3)]
 
-    def prepare(self, name: str, work: Work, operands):
+    def prepare(self, name: str, work: Work, operands: list[Any]) -> Callable[[], Any]:
         """A function without arguments that does the work; raises where it cannot be done."""
         if name in TORCH:
             return self._torch_call(TORCH[name], work, operands)
         if name == "unfused":
             return self._unfused_call(work, operands)
         algo, engine = name.split()
-        options = {"algo": algo, "engine": engine, "causal": work.causal}
+        options: Any = {"algo": algo, "engine": engine, "causal": work.causal}
         q, k, v, *dout = operands
         plan(q, k, v, backward=work.backward, **options)
         if not work.backward:
@@ -189,7 +200,7 @@ class Field:
         out, lse = attention(q, k, v, return_lse=True, causal=work.causal)
         return functools.partial(attention_backward, *dout, q, k, v, out, lse, **options)
 
-    def _unfused_call(self, work: Work, operands):
+    def _unfused_call(self, work: Work, operands: list[Any]) -> Callable[[], Any]:
         if work.backward:
             raise NotImplementedError("has no gradients")
         scores = work.batch * work.heads * work.length**2 * meters.DTYPES[work.dtype].itemsize
@@ -198,17 +209,20 @@ class Field:
         bias = None
         if work.causal:
             bias = meters.causal_bias(self.module, work.length, work.dtype)
-        return functools.partial(meters.unfused, *operands, bias)
+        q, k, v = operands
+        return functools.partial(meters.unfused, q, k, v, bias)
 
-    def _torch_call(self, backend, work, operands):  # pragma: no cover - needs a GPU
-        torch = self.torch
+    def _torch_call(
+        self, backend: str, work: Work, operands: list[Any]
+    ) -> Callable[[], Any]:  # pragma: no cover - needs a GPU
+        torch: Any = self.torch
         only = functools.partial(
             torch.nn.attention.sdpa_kernel, getattr(torch.nn.attention.SDPBackend, backend)
         )
         q, k, v, *dout = (meters.as_torch(torch, x) for x in operands)
         function = torch.nn.functional.scaled_dot_product_attention
 
-        def forward():
+        def forward() -> Any:
             with only():
                 return function(q, k, v, is_causal=work.causal)
 
@@ -223,7 +237,7 @@ class Field:
             out = forward()
         return functools.partial(torch.autograd.grad, out, inputs, dout, retain_graph=True)
 
-    def values(self, results) -> list[np.ndarray]:
+    def values(self, results: Any) -> list[NDArray[np.float64]]:
         """The first head of each result in float64."""
         results = results if isinstance(results, tuple) else (results,)
         first = [x[0, 0] for x in results]
@@ -243,15 +257,24 @@ class Field:
             self.cupy.get_default_memory_pool().free_all_blocks()
 
 
-def compare(field: Field, name: str, experiment: Experiment, work: Work, names, milliseconds):
+def compare(
+    field: Field,
+    name: str,
+    experiment: Experiment,
+    work: Work,
+    names: Iterable[str],
+    milliseconds: float,
+) -> list[Row]:
     """Check and measure the contenders `names` on one work; a dictionary of figures for each.
 
     The first that serves is what the others are checked and timed against.
     """
     operands = field.operands(work)
-    calls, rows, expected = {}, {}, None
+    calls: dict[str, Callable[[], Any]] = {}
+    rows: dict[str, Row] = {}
+    expected = None
     for contender in names:
-        row = dict.fromkeys(COLUMNS, "") | {"experiment": name, "contender": contender}
+        row: Row = dict.fromkeys(COLUMNS, "") | {"experiment": name, "contender": contender}
         row.update(work._asdict(), backward=int(work.backward), causal=int(work.causal))
         rows[contender] = row
         try:
@@ -286,7 +309,7 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def _difference(found, expected) -> float:
+def _difference(found: Iterable[NDArray[Any]], expected: Iterable[NDArray[Any]]) -> float:
     return max(float(np.abs(a - b).max() / np.abs(b).max()) for a, b in zip(found, expected))
 
 
@@ -298,7 +321,7 @@ def _in_words(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}"[:120]
 
 
-def find_torch():
+def find_torch() -> Any:
     """Torch with a GPU, set up for IEEE float32 products; None where it is not installed."""
     try:
         import torch  # before CuPy, which then finds the libraries that torch has loaded
@@ -312,7 +335,9 @@ def find_torch():
     return torch  # pragma: no cover - needs a GPU
 
 
-def parse(arguments):
+def parse(
+    arguments: Sequence[str],
+) -> tuple[argparse.Namespace, Callable[[str], NoReturn]]:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m cuflash compare", description=__doc__)
     parser.add_argument("experiments", nargs="*", metavar="EXPERIMENT",
@@ -343,7 +368,7 @@ def _shape(text: str) -> tuple[int, ...]:
     return sizes
 
 
-def chosen_experiments(options, place: str) -> dict[str, Experiment]:
+def chosen_experiments(options: argparse.Namespace, place: str) -> dict[str, Experiment]:
     """The experiments that the command line asks for."""
     if options.shapes:
         masks = {"no": (False,), "yes": (True,), "both": MASKS}[options.causal]
@@ -351,14 +376,17 @@ def chosen_experiments(options, place: str) -> dict[str, Experiment]:
         return {
             "shapes": Experiment(
                 "shapes of the command line",
-                tuple(Work(*shape, dtype, mask, options.backward) for dtype, mask, shape in works),
+                tuple(
+                    Work(b, h, n, d, dtype, mask, options.backward)
+                    for dtype, mask, (b, h, n, d) in works
+                ),
             )
         }
     every = {"CPU": cpu_experiments, "GPU": gpu_experiments}[place](options.quick)
     return {name: every[name] for name in options.experiments or every}
 
 
-def chosen_names(names, beginnings) -> list[str]:
+def chosen_names(names: Iterable[str], beginnings: Sequence[str] | None) -> list[str]:
     """The names that begin with one of `beginnings`, in their order; all without any."""
     if not beginnings:
         return list(names)

@@ -18,9 +18,16 @@ import statistics
 import subprocess
 import time
 import tracemalloc
+from typing import TYPE_CHECKING, Any
 
 import ml_dtypes
 import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+    from types import ModuleType
+
+    Call = Callable[[], Any]
 
 DTYPES = {
     "float16": np.dtype("float16"),
@@ -36,9 +43,9 @@ DRAWN = 999_983  # random values that operands repeat; prime, so that no two hea
 class HostMeter:
     """Times functions on the CPU, in turn."""
 
-    def rounds(self, calls, count: int) -> list[list[float]]:
+    def rounds(self, calls: Sequence[Call], count: int) -> list[list[float]]:
         """Microseconds of `count` calls of each contender."""
-        columns = [[] for _ in calls]
+        columns: list[list[float]] = [[] for _ in calls]
         for _ in range(count):
             for call, column in zip(calls, columns):
                 begin = time.perf_counter()
@@ -46,7 +53,9 @@ class HostMeter:
                 column.append(1e6 * (time.perf_counter() - begin))
         return columns
 
-    def measure(self, calls, milliseconds: float, most: int = 200) -> list[list[float]]:
+    def measure(
+        self, calls: Sequence[Call], milliseconds: float, most: int = 200
+    ) -> list[list[float]]:
         """Warm up, then take about `milliseconds` of each contender; from 5 to `most` rounds."""
         self.rounds(calls, 1)  # compiles, allocates
         once = sum(statistics.median(column) for column in self.rounds(calls, 3)) / 1e3
@@ -54,13 +63,13 @@ class HostMeter:
         self.rounds(calls, max(1, min(50, int(milliseconds / 2 / mean))))
         return self.rounds(calls, max(5, min(most, int(milliseconds / mean))))
 
-    def extra_bytes(self, call) -> int:
+    def extra_bytes(self, call: Call) -> int:
         """Memory that a call takes at its peak, beyond what it returns."""
         peak, result = self.taken_bytes(call)
         results = result if isinstance(result, tuple) else (result,)
-        return peak - sum(x.nbytes for x in results)
+        return peak - sum(int(x.nbytes) for x in results)
 
-    def taken_bytes(self, call) -> tuple:
+    def taken_bytes(self, call: Call) -> tuple[int, Any]:
         """Memory that a call takes at its peak, and its result."""
         tracemalloc.start()
         try:
@@ -74,7 +83,9 @@ class HostMeter:
 class GpuMeter(HostMeter):
     """Times what functions do on CuPy's current device, in turn, between events."""
 
-    def __init__(self, cupy, torch=None):  # pragma: no cover - needs a GPU
+    def __init__(
+        self, cupy: ModuleType, torch: ModuleType | None = None
+    ):  # pragma: no cover - needs a GPU
         self.cupy, self.torch = cupy, torch
         self.buffer = cupy.empty(FLUSH_BYTES, cupy.uint8)
 
@@ -82,7 +93,9 @@ class GpuMeter(HostMeter):
         """Write a buffer larger than the L2 cache."""
         self.buffer.data.memset_async(0, FLUSH_BYTES)
 
-    def rounds(self, calls, count: int) -> list[list[float]]:  # pragma: no cover - needs a GPU
+    def rounds(
+        self, calls: Sequence[Call], count: int
+    ) -> list[list[float]]:  # pragma: no cover - needs a GPU
         """Microseconds of `count` calls of each contender, all enqueued ahead of the GPU."""
         cuda = self.cupy.cuda
         events = [[(cuda.Event(), cuda.Event()) for _ in range(count)] for _ in calls]
@@ -103,7 +116,7 @@ class GpuMeter(HostMeter):
             gc.enable()
         return [[1e3 * cuda.get_elapsed_time(*pair) for pair in pairs] for pairs in events]
 
-    def taken_bytes(self, call) -> tuple:  # pragma: no cover - needs a GPU
+    def taken_bytes(self, call: Call) -> tuple[int, Any]:  # pragma: no cover - needs a GPU
         """Device memory that a call takes from CuPy and torch at its peak, and its result."""
         before = 0
         if self.torch is not None:
@@ -118,46 +131,46 @@ class GpuMeter(HostMeter):
         return taken, result
 
 
-def _peak_hook(cupy):  # pragma: no cover - needs a GPU
+def _peak_hook(cupy: ModuleType) -> Any:  # pragma: no cover - needs a GPU
     """Counts the most bytes taken from CuPy's pool at a time, since it was made."""
 
-    class Peak(cupy.cuda.MemoryHook):
+    class Peak(cupy.cuda.MemoryHook):  # type: ignore[misc, name-defined]  # has no types
         name, used, peak = "peak", 0, 0
 
-        def malloc_postprocess(self, **facts):
+        def malloc_postprocess(self, **facts: int) -> None:
             self.used += facts["mem_size"]
             self.peak = max(self.peak, self.used)
 
-        def free_postprocess(self, **facts):
+        def free_postprocess(self, **facts: int) -> None:
             self.used -= facts["mem_size"]
 
     return Peak()
 
 
-def paired_ratio(numerator, denominator) -> float:
+def paired_ratio(numerator: Iterable[float], denominator: Iterable[float]) -> float:
     """Median of the ratios of pairs of calls."""
     return statistics.median(a / b for a, b in zip(numerator, denominator))
 
 
-def draw(module, shape, dtype: str, seed: int = 0):
+def draw(module: ModuleType, shape: tuple[int, ...], dtype: str, seed: int = 0) -> Any:
     """Standard normal values in an array of `module`, NumPy or CuPy."""
     block = np.random.default_rng(seed).standard_normal(DRAWN, np.float32).astype(DTYPES[dtype])
     bits = module.asarray(block.view(f"u{block.itemsize}"))
     return module.resize(bits, shape).view(block.dtype)
 
 
-def as_torch(torch, x):  # pragma: no cover - needs a GPU
+def as_torch(torch: ModuleType, x: Any) -> Any:  # pragma: no cover - needs a GPU
     """A tensor on the memory of a CuPy array."""
     bits = torch.as_tensor(x.view(f"i{x.dtype.itemsize}"), device="cuda")
     return bits.view(getattr(torch, x.dtype.name))
 
 
-def causal_bias(module, length: int, dtype: str):
+def causal_bias(module: ModuleType, length: int, dtype: str) -> Any:
     """What hides the keys after each query when it is added to the scores."""
     return module.triu(module.full((length, length), -np.inf, DTYPES[dtype]), 1)
 
 
-def unfused(q, k, v, bias=None):
+def unfused(q: Any, k: Any, v: Any, bias: Any = None) -> Any:
     """Attention as one writes it with array operations: all scores in memory, changed in place."""
     scores = q @ k.swapaxes(-1, -2)
     scores *= scores.dtype.type(q.shape[-1] ** -0.5)
@@ -169,7 +182,7 @@ def unfused(q, k, v, bias=None):
     return scores @ v
 
 
-def facts(cupy=None, torch=None) -> dict[str, str]:
+def facts(cupy: ModuleType | None = None, torch: ModuleType | None = None) -> dict[str, str]:
     """Names and versions of what a number depends on."""
     found = {
         "date": datetime.datetime.now().isoformat(" ", "minutes"),
@@ -192,10 +205,14 @@ def _processor() -> str:
 
 
 def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
-def _gpu_facts(cupy, torch) -> dict[str, str]:  # pragma: no cover - needs a GPU
+def _gpu_facts(
+    cupy: ModuleType, torch: ModuleType | None
+) -> dict[str, str]:  # pragma: no cover - needs a GPU
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
         driver = subprocess.run(query, capture_output=True, text=True).stdout.split()[0]

@@ -200,7 +200,7 @@ def run(call, arguments, count: int):
             return run(call, arguments, count)
     results = []
     for name, spec in call.results[:count]:
-        x = arrays[name]
+        x = arrays.get(name)
         if x is None:
             x = empty(spec.shape, spec.dtype)
             addresses[name] = x.data.ptr

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ..typing import Alignment, Causal, Window
 
 ALIGNMENTS = ("bottom_right", "top_left")
 MAX_SHIFT = 1 << 29  # either way, as far as the longest sequence
 _INT64 = np.iinfo(np.int64)
 
 
-def integers_of(values) -> np.ndarray:
+def integers_of(values: Any) -> NDArray[Any]:
     """A number or a list as an array: integers of any size as int64, clipped to what it holds.
 
     What is not integers keeps the type that NumPy gives it.
@@ -28,14 +34,14 @@ def integers_of(values) -> np.ndarray:
     return as_int64(x) if x.dtype == np.uint64 else x
 
 
-def as_int64(x: np.ndarray) -> np.ndarray:
+def as_int64(x: NDArray[Any]) -> NDArray[np.int64]:
     """A copy of integers as int64, in C order; what is larger than it holds as the largest."""
     if x.dtype == np.uint64:
         x = np.asarray(np.minimum(x, np.uint64(_INT64.max)))  # also of no axes
     return x.astype(np.int64, order="C")
 
 
-def window_sides(window) -> tuple[int | None, int | None]:
+def window_sides(window: Window | None) -> tuple[int | None, int | None]:
     """Widths to the left and to the right as ints or None, of what `window=` takes.
 
     Raises
@@ -92,10 +98,12 @@ class Band:
 
     left: int | None = None
     right: int | None = None
-    alignment: str | int = "bottom_right"
+    alignment: Alignment | int = "bottom_right"
 
     @classmethod
-    def from_options(cls, causal=False, window=None, q_offset=None) -> Band:
+    def from_options(
+        cls, causal: Causal = False, window: Window | None = None, q_offset: object = None
+    ) -> Band:
         """The band that options of :func:`cuflash.attention` name.
 
         An integer `q_offset` becomes the alignment. Anything else but None stands for shifts that
@@ -113,7 +121,7 @@ class Band:
             not isinstance(causal, str) or causal not in ALIGNMENTS
         ):
             raise ValueError(f"causal={causal!r}: give False, True, 'bottom_right' or 'top_left'")
-        alignment = causal if isinstance(causal, str) else "bottom_right"
+        alignment: Alignment | int = causal if isinstance(causal, str) else "bottom_right"
         if q_offset is not None and alignment == "top_left":
             raise ValueError(
                 "causal='top_left' stands for q_offset=0: give one of them, or q_offset with "
@@ -159,7 +167,9 @@ class Band:
         right = self.right is None or k_end - 1 <= q_begin + shift + self.right
         return left and right
 
-    def to_dense(self, query_length: int, key_length: int, shift: int | None = None) -> np.ndarray:
+    def to_dense(
+        self, query_length: int, key_length: int, shift: int | None = None
+    ) -> NDArray[np.bool_]:
         """The mask as a bool array of shape (query_length, key_length), True = visible."""
         if shift is None:
             shift = self.shift(query_length, key_length)

@@ -1,20 +1,19 @@
 """Block-sparse masks: which blocks of keys a block of queries sees, and which of their elements.
 
-`mask_patterns.py` says how a mask is held. `tiles` cuts it into tiles of any size in the same form,
+`patterns.py` says how a mask is held. `tiles` cuts it into tiles of any size in the same form,
 for kernels whose tiles are not its blocks.
 """
 
 from __future__ import annotations
 
 import functools
-import inspect
 import math
-import operator
-import sys
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from .band import ALIGNMENTS, Band, as_int64, integers_of
+from . import arguments, constructions, picture
+from .band import Band
 from .patterns import (
     EMPTY,
     FULL,
@@ -22,22 +21,25 @@ from .patterns import (
     PARTIAL,
     assemble,
     coarsen,
-    evaluate,
     extents_of,
     first_bits,
     grid_of,
     held_size,
     in_chunks,
-    in_strips,
-    interval_kinds,
     pack,
-    stored_blocks,
-    stored_elements,
     unpack,
 )
 
-_DRAWN = 64  # squares of a picture in either direction
-_SQUARE = 8  # pixels of one
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from typing import NoReturn, SupportsIndex
+
+    from numpy.typing import ArrayLike, NDArray
+
+    from ..typing import Alignment, AnyArray, BlockSize, Window
+    from .patterns import Blocks, Indices, Kinds, Pair, Words
+
+    Lengths = Sequence[SupportsIndex]  # of queries and keys
 
 
 class BlockMask:
@@ -98,55 +100,75 @@ class BlockMask:
     ···▨▨■
     """
 
+    if TYPE_CHECKING:
+        _kinds: Kinds
+        _patterns: Words
+        _held: Pair
+        _lengths: Pair
+        device_lists: dict[tuple[Any, ...], Any]
+
+        @property
+        def shape(self) -> tuple[int, ...]: ...  # noqa: D102
+
+        @property
+        def block_size(self) -> Pair: ...  # noqa: D102
+
     __array_ufunc__ = None  # an array & a mask is a TypeError, not an array of objects
 
-    def __init__(self, blocks, block_size=128, shape=None):
-        blocks = _bools("blocks", blocks)
-        block_size = _block_pair(block_size)
-        *leading, rows, columns = blocks.shape
+    def __init__(
+        self, blocks: ArrayLike | AnyArray, block_size: BlockSize = 128,
+        shape: Lengths | None = None,
+    ):  # fmt: skip
+        shown = arguments.bools("blocks", blocks)
+        block = arguments.block_pair(block_size)
+        *leading, rows, columns = shown.shape
         if shape is None:
-            shape = rows * block_size[0], columns * block_size[1]
-        lengths = _lengths(shape)
-        grid = grid_of(lengths, block_size)
+            shape = rows * block[0], columns * block[1]
+        lengths = arguments.two_lengths(shape)
+        grid = grid_of(lengths, block)
         if (rows, columns) != grid:
             raise ValueError(
                 f"blocks is a grid of {rows}x{columns}: shape={lengths} in blocks of "
-                f"{_by(block_size)} needs ceil(Nq / bq) x ceil(Nk / bk) = {_by(grid)}"
+                f"{arguments.by(block)} needs ceil(Nq / bq) x ceil(Nk / bk) = {arguments.by(grid)}"
             )
-        kinds = np.where(blocks, np.uint8(FULL), np.uint8(EMPTY))
+        kinds = np.where(shown, np.uint8(FULL), np.uint8(EMPTY))
         kinds = kinds.reshape(math.prod(leading), *grid)
-        held = held_size(lengths, block_size)
-        self._set((*leading, *lengths), block_size, *assemble(kinds, lengths, held))
+        held = held_size(lengths, block)
+        self._set((*leading, *lengths), block, *assemble(kinds, lengths, held))
 
     @classmethod
-    def _of(cls, *state) -> BlockMask:
+    def _of(
+        cls, shape: Sequence[int], block_size: Pair, kinds: Kinds, patterns: Words
+    ) -> BlockMask:
         mask = cls.__new__(cls)
-        mask._set(*state)
+        mask._set(shape, block_size, kinds, patterns)
         return mask
 
-    def _set(self, shape, block_size, kinds, patterns):
-        for array in (kinds, patterns):
-            array.setflags(write=False)
+    def _set(self, shape: Sequence[int], block_size: Pair, kinds: Kinds, patterns: Words) -> None:
+        kinds.setflags(write=False)
+        patterns.setflags(write=False)
+        lengths = shape[-2], shape[-1]
         self.__dict__.update(
             shape=tuple(shape),
             block_size=block_size,
             _kinds=kinds,
             _patterns=patterns,
-            _held=held_size(shape[-2:], block_size),  # of a block, in _patterns
+            _lengths=lengths,
+            _held=held_size(lengths, block_size),  # of a block, in _patterns
             device_lists={},  # of tiles, for the kernels: memory.device_lists keeps them here
         )
 
-    def __setattr__(self, name, value):
+    def __setattr__(self, name: str, value: object) -> NoReturn:
         raise AttributeError(f"{name} cannot be set: a BlockMask is immutable")
 
-    def __delattr__(self, name):
+    def __delattr__(self, name: str) -> NoReturn:
         raise AttributeError(f"{name} cannot be deleted: a BlockMask is immutable")
 
-    def __reduce__(self):  # copies are read-only, too
+    def __reduce__(self) -> tuple[Any, ...]:  # copies are read-only, too
         return self._of, (self.shape, self.block_size, self._kinds, self._patterns)
 
     @classmethod
-    def from_dense(cls, mask, block_size=128) -> BlockMask:
+    def from_dense(cls, mask: ArrayLike | AnyArray, block_size: BlockSize = 128) -> BlockMask:
         """The mask that a bool array is.
 
         Parameters
@@ -163,17 +185,12 @@ class BlockMask:
         >>> BlockMask.from_dense(visible, 32) == BlockMask.causal((64, 64), block_size=32)
         True
         """
-        mask = _bools("mask", mask)
-        block_size = _block_pair(block_size)
-
-        def strip(index, queries):
-            return mask[index][queries.start : queries.stop]
-
-        held = held_size(mask.shape[-2:], block_size)
-        return cls._judged(mask.shape, block_size, in_strips(mask.shape, held, strip))
+        elements, block = arguments.bools("mask", mask), arguments.block_pair(block_size)
+        held = held_size((elements.shape[-2], elements.shape[-1]), block)
+        return cls._judged(elements.shape, block, constructions.of_dense(elements, held))
 
     @classmethod
-    def from_scipy(cls, matrix, block_size=None) -> BlockMask:
+    def from_scipy(cls, matrix: Any, block_size: BlockSize | None = None) -> BlockMask:
         """The mask whose visible elements are the nonzeros of a sparse matrix.
 
         Parameters
@@ -191,7 +208,7 @@ class BlockMask:
         >>> BlockMask.from_scipy(scipy.sparse.eye_array(200), 64).block_density
         0.25
         """
-        if not _is_sparse(matrix):
+        if not arguments.is_sparse(matrix):
             raise TypeError(
                 f"matrix is a {type(matrix).__name__}: give a sparse array of SciPy or cupyx"
             )
@@ -200,20 +217,17 @@ class BlockMask:
         own = matrix.blocksize if matrix.format == "bsr" else (0, 0)
         if block_size is None:
             block_size = own if all(own) and not any(b % HALF for b in own) else 128
-        block_size = _block_pair(block_size)
-        if block_size != own:
+        block = arguments.block_pair(block_size)
+        if block != own:
             matrix = matrix.tocsr()
-        if hasattr(matrix, "get"):  # of cupyx
-            matrix = matrix.get()
-        if not matrix.has_canonical_format:
-            matrix = matrix.copy()
-            matrix.sum_duplicates()
-        blocks = stored_blocks if matrix.format == "bsr" else stored_elements
-        held = held_size(matrix.shape, block_size)
-        return cls._judged(matrix.shape, block_size, blocks(matrix, held))
+        held = held_size(matrix.shape, block)
+        return cls._judged(matrix.shape, block, constructions.of_matrix(matrix, held))
 
     @classmethod
-    def from_function(cls, f, shape, block_size=128) -> BlockMask:
+    def from_function(
+        cls, f: Callable[[Indices, Indices, Indices, Indices], Any],
+        shape: Sequence[SupportsIndex], block_size: BlockSize = 128,
+    ) -> BlockMask:  # fmt: skip
         """The mask that a vectorised predicate describes.
 
         Parameters
@@ -239,41 +253,19 @@ class BlockMask:
         """
         if not callable(f):
             raise TypeError(f"f is a {type(f).__name__}: give a function f(b, h, q, k)")
-        _check_takes_four(f)
-        shape = _integer_tuple(
+        arguments.check_takes_four(f)
+        sizes = arguments.integer_tuple(
             "shape", shape, range(2, 5), "(Nq, Nk), (H, Nq, Nk) or (B, H, Nq, Nk)"
         )
-        block_size = _block_pair(block_size)
-        keys = np.arange(shape[-1])[None]
-
-        def strip(index, queries):
-            b, h = (np.array([[x]]) for x in (0, 0, *index)[-2:])
-            try:
-                seen = f(b, h, np.arange(queries.start, queries.stop)[:, None], keys)
-            except ValueError as error:
-                if "truth value of an array" not in str(error):
-                    raise
-                raise ValueError(
-                    "f asks for one truth value of many elements: it is called with arrays, so "
-                    "write & | ~ for and, or, not, (a <= k) & (k < b) for a <= k < b, and "
-                    "numpy.where for if"
-                ) from error
-            seen = np.asarray(_on_host(seen))
-            if seen.dtype != bool:
-                raise TypeError(f"f returned {seen.dtype}: it must return bool, True for visible")
-            try:
-                return np.broadcast_to(seen, (len(queries), shape[-1]))
-            except ValueError:
-                raise ValueError(
-                    f"f returned shape {seen.shape}: it must broadcast to that of the queries "
-                    f"and keys it was given, {(len(queries), shape[-1])}"
-                ) from None
-
-        held = held_size(shape[-2:], block_size)
-        return cls._judged(shape, block_size, in_strips(shape, held, strip))
+        block = arguments.block_pair(block_size)
+        held = held_size((sizes[-2], sizes[-1]), block)
+        return cls._judged(sizes, block, constructions.of_function(f, sizes, held))
 
     @classmethod
-    def causal(cls, shape, alignment="bottom_right", *, block_size=128) -> BlockMask:
+    def causal(
+        cls, shape: Lengths, alignment: Alignment = "bottom_right", *,
+        block_size: BlockSize = 128,
+    ) -> BlockMask:  # fmt: skip
         """Keys up to the query's own, as `causal=` of :func:`cuflash.attention`.
 
         Parameters
@@ -294,12 +286,15 @@ class BlockMask:
         ■■■■▨▨
         ■■■■■▨
         """
-        return cls._band(shape, Band(right=0, alignment=_alignment(alignment)), block_size)
+        return cls._band(
+            shape, Band(right=0, alignment=arguments.checked_alignment(alignment)), block_size
+        )
 
     @classmethod
     def sliding_window(
-        cls, shape, window, alignment="bottom_right", *, block_size=128
-    ) -> BlockMask:
+        cls, shape: Lengths, window: Window | None, alignment: Alignment = "bottom_right", *,
+        block_size: BlockSize = 128,
+    ) -> BlockMask:  # fmt: skip
         """Keys around the query's own, as `window=` of :func:`cuflash.attention`.
 
         Parameters
@@ -319,10 +314,13 @@ class BlockMask:
         >>> BlockMask.sliding_window((96, 96), (20, 0)).to_dense()[50].nonzero()[0][[0, -1]]
         array([30, 50])
         """
-        return cls._band(shape, _window_band(window, alignment), block_size)
+        return cls._band(shape, arguments.window_band(window, alignment), block_size)
 
     @classmethod
-    def prefix(cls, shape, length, alignment="bottom_right", *, block_size=128) -> BlockMask:
+    def prefix(
+        cls, shape: Lengths, length: ArrayLike | AnyArray, alignment: Alignment = "bottom_right",
+        *, block_size: BlockSize = 128,
+    ) -> BlockMask:  # fmt: skip
         """Keys of a prefix, and those up to the query's own.
 
         Parameters
@@ -342,16 +340,20 @@ class BlockMask:
         >>> BlockMask.prefix((64, 64), [[10], [20]], block_size=32).to_dense()[:, 0, 0].sum(axis=-1)
         array([10, 20])
         """
-        lengths = _lengths(shape)
-        length = _counts("length", length)
-        if (length < 0).any():
-            raise ValueError(f"length={length.min()}: a prefix has 0 keys or more")
-        length = np.minimum(length, lengths[1])[..., None]
-        first, stop = _band_interval(Band(right=0, alignment=_alignment(alignment)), lengths)
-        return cls._intervals(first, np.maximum(stop, length), lengths, block_size)
+        lengths = arguments.two_lengths(shape)
+        prefixes = arguments.counts("length", length)
+        if (prefixes < 0).any():
+            raise ValueError(f"length={prefixes.min()}: a prefix has 0 keys or more")
+        ends = np.minimum(prefixes, lengths[1])[..., None]
+        band = Band(right=0, alignment=arguments.checked_alignment(alignment))
+        first, stop = constructions.band_interval(band, lengths)
+        return cls._intervals(first, np.maximum(stop, ends), lengths, block_size)
 
     @classmethod
-    def documents(cls, query_ids, key_ids=None, *, block_size=128) -> BlockMask:
+    def documents(
+        cls, query_ids: ArrayLike | AnyArray, key_ids: ArrayLike | AnyArray | None = None, *,
+        block_size: BlockSize = 128,
+    ) -> BlockMask:  # fmt: skip
         """Keys of the query's own document, of several that are packed into one sequence.
 
         Parameters
@@ -381,44 +383,26 @@ class BlockMask:
         ·····■■■■·
         ··········
         """
-        query_ids = _integers("query_ids", query_ids, least=1)
-        key_ids = query_ids if key_ids is None else _integers("key_ids", key_ids, least=1)
+        queries = arguments.integers("query_ids", query_ids, least=1)
+        keys = queries if key_ids is None else arguments.integers("key_ids", key_ids, least=1)
         try:
-            leading = np.broadcast_shapes(query_ids.shape[:-1], key_ids.shape[:-1])
+            leading = np.broadcast_shapes(queries.shape[:-1], keys.shape[:-1])
         except ValueError:
             raise ValueError(
-                f"query_ids and key_ids have shapes {query_ids.shape} and {key_ids.shape}: "
+                f"query_ids and key_ids have shapes {queries.shape} and {keys.shape}: "
                 "their leading axes must broadcast"
             ) from None
-        lengths = query_ids.shape[-1], key_ids.shape[-1]
-        block_size = _block_pair(block_size)
-        held = held_size(lengths, block_size)
-        count = math.prod(leading)
-        q, k = (
-            np.broadcast_to(ids, (*leading, n)).reshape(count, n)
-            for ids, n in zip((query_ids, key_ids), lengths)
-        )
-        q_low, q_high, k_low, k_high = (
-            _by_block(extreme, ids, block)
-            for ids, block in zip((q, k), held)
-            for extreme in (np.minimum, np.maximum)
-        )
-        q_low, q_high = q_low[..., None], q_high[..., None]
-        k_low, k_high = k_low[:, None], k_high[:, None]
-        one = (q_low == q_high) & (k_low == k_high) & (q_low == k_low) & (q_low >= 0)
-        none = (q_low > k_high) | (k_low > q_high) | (q_high < 0) | (k_high < 0)
-        kinds = np.where(one, np.uint8(FULL), np.where(none, np.uint8(EMPTY), np.uint8(PARTIAL)))
-
-        def visible(lists, i, j):
-            return (q[lists, i] == k[lists, j]) & (q[lists, i] >= 0)
-
-        blocks = evaluate(kinds, lengths, held, visible)
-        return cls._judged((*leading, *lengths), block_size, blocks, kinds)
+        lengths = queries.shape[-1], keys.shape[-1]
+        block = arguments.block_pair(block_size)
+        held = held_size(lengths, block)
+        kinds, blocks = constructions.of_documents(queries, keys, leading, held)
+        return cls._judged((*leading, *lengths), block, blocks, kinds)
 
     @classmethod
     def dilated(
-        cls, shape, window, dilation, alignment="bottom_right", *, block_size=128
-    ) -> BlockMask:
+        cls, shape: Lengths, window: Window | None, dilation: SupportsIndex,
+        alignment: Alignment = "bottom_right", *, block_size: BlockSize = 128,
+    ) -> BlockMask:  # fmt: skip
         """Every `dilation`-th key around the query's own.
 
         Parameters
@@ -443,25 +427,21 @@ class BlockMask:
         >>> BlockMask.dilated((64, 64), 9, 4).to_dense()[30].nonzero()[0]
         array([22, 26, 30, 34, 38])
         """
-        lengths = _lengths(shape)
-        block_size = _block_pair(block_size)
-        dilation = min(_positive("dilation", dilation), max(sum(lengths), 1))  # no farther keys
-        band = _window_band(window, alignment)
-        first, stop = _band_interval(band, lengths)
-        held = held_size(lengths, block_size)
-        kinds = interval_kinds(first[None], stop[None], lengths, held)
-        if dilation > 1:
-            kinds[kinds == FULL] = PARTIAL
-        shift = band.shift(*lengths)
-
-        def visible(lists, q, k):
-            return (first[q] <= k) & (k < stop[q]) & ((k - shift) % dilation == q % dilation)
-
-        blocks = evaluate(kinds, lengths, held, visible)
-        return cls._judged(lengths, block_size, blocks, kinds)
+        lengths = arguments.two_lengths(shape)
+        block = arguments.block_pair(block_size)
+        step = min(
+            arguments.positive("dilation", dilation), max(sum(lengths), 1)
+        )  # no farther keys
+        band = arguments.window_band(window, alignment)
+        held = held_size(lengths, block)
+        kinds, blocks = constructions.of_dilation(band, step, lengths, held)
+        return cls._judged(lengths, block, blocks, kinds)
 
     @classmethod
-    def global_local(cls, shape, window, global_tokens, *, block_size=128) -> BlockMask:
+    def global_local(
+        cls, shape: Lengths, window: Window | None, global_tokens: ArrayLike | AnyArray | range,
+        *, block_size: BlockSize = 128,
+    ) -> BlockMask:  # fmt: skip
         """Keys around the query's own, and tokens that see all and are seen by all.
 
         Parameters
@@ -492,55 +472,38 @@ class BlockMask:
         ··■▨■▨
         ··■·▨■
         """
-        lengths = _lengths(shape)
-        block_size = _block_pair(block_size)
-        held = held_size(lengths, block_size)
-        tokens = _tokens(global_tokens, lengths[1])
-        queries = tokens - (lengths[1] - lengths[0])
-        queries = queries[(queries >= 0) & (queries < lengths[0])]
-        q_global, k_global = (np.zeros(n, bool) for n in lengths)
-        q_global[queries] = True
-        k_global[tokens] = True
-        q_some, q_all, k_some, k_all = (
-            _by_block(of, chosen, block)
-            for chosen, block in zip((q_global, k_global), held)
-            for of in (np.logical_or, np.logical_and)
-        )
-        some, all_ = q_some[:, None] | k_some, q_all[:, None] | k_all
-        kinds = (some.astype(np.uint8) + all_)[None]
-
-        def visible(lists, q, k):
-            return q_global[q] | k_global[k]
-
-        blocks = evaluate(kinds, lengths, held, visible)
-        crosses = cls._judged(lengths, block_size, blocks, kinds)
-        return crosses | cls.sliding_window(lengths, window, block_size=block_size)
+        lengths = arguments.two_lengths(shape)
+        block = arguments.block_pair(block_size)
+        held = held_size(lengths, block)
+        tokens = arguments.token_indices(global_tokens, lengths[1])
+        kinds, blocks = constructions.of_tokens(tokens, lengths, held)
+        crosses = cls._judged(lengths, block, blocks, kinds)
+        return crosses | cls.sliding_window(lengths, window, block_size=block)
 
     @classmethod
-    def _band(cls, shape, band, block_size) -> BlockMask:
-        lengths = _lengths(shape)
-        return cls._intervals(*_band_interval(band, lengths), lengths, block_size)
+    def _band(cls, shape: Lengths, band: Band, block_size: BlockSize) -> BlockMask:
+        lengths = arguments.two_lengths(shape)
+        interval = constructions.band_interval(band, lengths)
+        return cls._intervals(*interval, lengths, block_size)
 
     @classmethod
-    def _intervals(cls, first, stop, lengths, block_size) -> BlockMask:
+    def _intervals(
+        cls, first: Indices, stop: Indices, lengths: Pair, block_size: BlockSize
+    ) -> BlockMask:
         """Query q sees the keys of [first[..., q], stop[..., q])."""
-        block_size = _block_pair(block_size)
+        block = arguments.block_pair(block_size)
         shape = *np.broadcast_shapes(first.shape, stop.shape)[:-1], *lengths
         first, stop = (
             np.broadcast_to(x, shape[:-1]).reshape(math.prod(shape[:-2]), lengths[0])
             for x in (first, stop)
         )
-        held = held_size(lengths, block_size)
-        kinds = interval_kinds(first, stop, lengths, held)
-
-        def visible(lists, q, k):
-            return (first[lists, q] <= k) & (k < stop[lists, q])
-
-        blocks = evaluate(kinds, lengths, held, visible)
-        return cls._judged(shape, block_size, blocks, kinds)
+        kinds, blocks = constructions.of_intervals(first, stop, lengths, held_size(lengths, block))
+        return cls._judged(shape, block, blocks, kinds)
 
     @classmethod
-    def _judged(cls, shape, block_size, blocks, kinds=None) -> BlockMask:
+    def _judged(
+        cls, shape: Sequence[int], block_size: Pair, blocks: Blocks, kinds: Kinds | None = None
+    ) -> BlockMask:
         """A mask of these `kinds`, by default empty, but for the blocks whose elements are given.
 
         `blocks` is as :func:`assemble` takes it, of what is held of blocks.
@@ -558,14 +521,14 @@ class BlockMask:
         return len(self.shape)
 
     @property
-    def kinds(self) -> np.ndarray:
+    def kinds(self) -> NDArray[np.uint8]:
         """Of each block 0 (empty), 1 (partial) or 2 (full): uint8, (..., rows, columns)."""
         return self._kinds.reshape(self.shape[:-2] + self._kinds.shape[1:])
 
     @functools.cached_property
     def density(self) -> float:
         """Visible elements per element; 0 if there are no elements."""
-        rows, columns = extents_of(self.shape[-2:], self._held)
+        rows, columns = extents_of(self._lengths, self._held)
         full = np.einsum("lij,i,j->", self._kinds == FULL, rows, columns, dtype=np.int64)
         seen = int(full) + int(np.bitwise_count(self._patterns[2:]).sum(dtype=np.int64))
         return seen / max(math.prod(self.shape), 1)
@@ -576,7 +539,7 @@ class BlockMask:
         return int(np.count_nonzero(self._kinds)) / max(self._kinds.size, 1)
 
     @functools.cached_property
-    def _pattern_of(self) -> np.ndarray:
+    def _pattern_of(self) -> NDArray[np.int32]:
         """Which of `_patterns` each block has."""
         pattern_of = np.array([0, 0, 1], np.int32)[self._kinds]
         partial = self._kinds == PARTIAL
@@ -589,7 +552,7 @@ class BlockMask:
         kinds = np.ascontiguousarray(self._kinds.swapaxes(1, 2))
         order = self._pattern_of.swapaxes(1, 2)[kinds == PARTIAL]
 
-        def blocks(order):
+        def blocks(order: NDArray[np.integer[Any]]) -> Iterator[Words]:
             for some in in_chunks(order, math.prod(self._held)):
                 elements = unpack(self._patterns[some], self._held[1])
                 yield pack(elements.swapaxes(1, 2))
@@ -600,15 +563,15 @@ class BlockMask:
             (*leading, key_length, query_length), self.block_size[::-1], kinds, patterns
         )
 
-    def __and__(self, other):
+    def __and__(self, other: BlockMask) -> BlockMask:
         return self._combined(other, np.minimum, np.bitwise_and)
 
-    def __or__(self, other):
+    def __or__(self, other: BlockMask) -> BlockMask:
         return self._combined(other, np.maximum, np.bitwise_or)
 
     __rand__, __ror__ = __and__, __or__  # of what is no BlockMask
 
-    def _combined(self, other, of_kinds, of_patterns):
+    def _combined(self, other: BlockMask, of_kinds: np.ufunc, of_patterns: np.ufunc) -> BlockMask:
         if not isinstance(other, BlockMask):
             if hasattr(other, "dtype") and hasattr(other, "shape"):
                 kind = type(other).__name__
@@ -622,13 +585,14 @@ class BlockMask:
             leading = np.broadcast_shapes(self.shape[:-2], other.shape[:-2])
         except ValueError:
             leading = None
-        lengths = self.shape[-2:]
+        lengths = self._lengths
         if leading is None or other.shape[-2:] != lengths:
             raise ValueError(
                 f"masks of shapes {self.shape} and {other.shape} do not combine: queries and keys "
                 "must be the same, and leading axes must broadcast"
             )
-        block_size = tuple(map(math.gcd, self.block_size, other.block_size))
+        rows, columns = map(math.gcd, self.block_size, other.block_size)
+        block_size = rows, columns
         pair = [mask._in_blocks(block_size) for mask in (self, other)]
         grid = pair[0]._kinds.shape[1:]
         # A partial block next to an empty or a full one stays what it is, or is decided.
@@ -640,20 +604,20 @@ class BlockMask:
             for mask in pair
         ]
 
-        def blocks():
+        def blocks() -> Iterator[tuple[Indices, Words]]:
             for some in in_chunks(np.arange(len(numbers)), math.prod(pair[0]._held)):
                 words = (mask._patterns[pattern[some]] for mask, pattern in zip(pair, of))
                 yield numbers[some], of_patterns(*words)
 
         return self._judged((*leading, *lengths), block_size, blocks(), kinds)
 
-    def _in_blocks(self, block_size) -> BlockMask:
+    def _in_blocks(self, block_size: Pair) -> BlockMask:
         if block_size == self.block_size:
             return self
-        kinds, patterns = self._cut(*held_size(self.shape[-2:], block_size))
+        kinds, patterns = self._cut(*held_size(self._lengths, block_size))
         return self._of(self.shape, block_size, kinds, patterns)
 
-    def __eq__(self, other):
+    def __eq__(self, other: object) -> bool:
         if not isinstance(other, BlockMask):
             return NotImplemented
         return self is other or (
@@ -662,14 +626,14 @@ class BlockMask:
             and np.array_equal(self._patterns, other._patterns)
         )
 
-    def __hash__(self):
+    def __hash__(self) -> int:
         return self._hash
 
     @functools.cached_property
     def _hash(self) -> int:
         return hash((self.shape, self.block_size, self._kinds.tobytes()))
 
-    def tiles(self, rows: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
+    def tiles(self, rows: int, columns: int) -> tuple[NDArray[np.uint8], NDArray[np.uint32]]:
         """The mask cut into tiles of any size, for kernels.
 
         Parameters
@@ -695,8 +659,8 @@ class BlockMask:
         >>> [f"{word:016b}" for word in bits[0, :3, 0]]
         ['0000000000000001', '0000000000000011', '0000000000000111']
         """
-        rows, columns = _positive("rows", rows), _positive("columns", columns)
-        within = held_size(self.shape[-2:], (rows, columns))
+        rows, columns = arguments.positive("rows", rows), arguments.positive("columns", columns)
+        within = held_size(self._lengths, (rows, columns))
         kinds, patterns = self._cut(*within)
         if within == (rows, columns):
             return kinds, patterns[2:]
@@ -704,25 +668,25 @@ class BlockMask:
         bits[:, : within[0], : patterns.shape[-1]] = patterns[2:]
         return kinds, bits
 
-    def _cut(self, rows, columns) -> tuple[np.ndarray, np.ndarray]:
+    def _cut(self, rows: int, columns: int) -> tuple[Kinds, Words]:
         """Kinds and patterns of tiles."""
         if (rows, columns) == self._held:
             return self._kinds, self._patterns
-        kinds = coarsen(self._kinds, self.shape[-2:], self._held, (rows, columns))
+        kinds = coarsen(self._kinds, self._lengths, self._held, (rows, columns))
         numbers = np.flatnonzero(kinds == PARTIAL)
         grid = kinds.shape
 
-        def tiles():
+        def tiles() -> Iterator[tuple[Indices, Words]]:
             for some in in_chunks(numbers, rows * columns):
                 lists, i, j = np.unravel_index(some, grid)
                 queries = (i * rows)[:, None] + np.arange(rows)
                 yield some, self._elements(lists, queries, j * columns, columns)
 
-        return assemble(kinds, self.shape[-2:], (rows, columns), tiles())
+        return assemble(kinds, self._lengths, (rows, columns), tiles())
 
-    def _elements(self, lists, queries, keys, columns) -> np.ndarray:
+    def _elements(self, lists: Indices, queries: Indices, keys: Indices, columns: int) -> Words:
         """Words of the elements at `queries`, (n, rows), and `columns` keys from `keys`, (n,)."""
-        (query_length, key_length), (bq, bk) = self.shape[-2:], self._held
+        (query_length, key_length), (bq, bk) = self._lengths, self._held
         words = -(-columns // 32)
         query = np.minimum(queries, query_length - 1)[:, :, None]
         key = keys[:, None] // HALF * HALF + HALF * np.arange(2 * words + 1)
@@ -739,7 +703,7 @@ class BlockMask:
         found[queries >= query_length] = 0
         return found
 
-    def part(self, number: int, queries: range, keys: range) -> np.ndarray | None:
+    def part(self, number: int, queries: range, keys: range) -> NDArray[np.bool_] | None:
         """Elements of a rectangle as bool, (queries, keys); None if all of them are visible.
 
         Parameters
@@ -773,7 +737,7 @@ class BlockMask:
         """Whether a rectangle, as :meth:`part` takes it, lies in empty blocks alone."""
         return not self._kinds_of(number, queries, keys).any()
 
-    def _kinds_of(self, number, queries, keys) -> np.ndarray:
+    def _kinds_of(self, number: int, queries: range, keys: range) -> Kinds:
         """Kinds of the blocks that meet a rectangle."""
         rows, columns = (
             slice(x.start // block, -(-x.stop // block) if x else x.start // block)
@@ -781,7 +745,7 @@ class BlockMask:
         )
         return self._kinds[number, rows, columns]
 
-    def to_dense(self) -> np.ndarray:
+    def to_dense(self) -> NDArray[np.bool_]:
         """The mask as a bool array of shape (..., Nq, Nk), True for visible elements.
 
         Examples
@@ -799,7 +763,7 @@ class BlockMask:
                     head[begin : queries.stop] = part
         return dense.reshape(self.shape)
 
-    def to_scipy(self, index=()):
+    def to_scipy(self, index: Iterable[SupportsIndex] = ()) -> Any:
         """One of the masks along the leading axes as a sparse array of SciPy.
 
         Parameters
@@ -829,222 +793,22 @@ class BlockMask:
         >>> BlockMask.from_scipy(matrix) == mask
         True
         """
-        from scipy.sparse import bsr_array
-
-        number, (query_length, key_length) = _number_of(index, self.shape), self.shape[-2:]
-        common = tuple(map(math.gcd, self.block_size, self.shape[-2:]))
-        if 0 in self.shape[-2:]:
-            return bsr_array(self.shape[-2:], blocksize=common, dtype=bool)
+        number = arguments.number_of(index, self.shape)
         kinds, (bq, bk) = self._kinds[number], self._held
-        starts = np.cumsum([0, *np.count_nonzero(kinds, axis=1)])
         patterns = self._patterns[self._pattern_of[number][kinds != EMPTY]]
-        stored = unpack(patterns, bk), np.nonzero(kinds)[1], starts
-        matrix = bsr_array(stored, shape=(len(kinds) * bq, kinds.shape[1] * bk))
-        if matrix.shape == (query_length, key_length):
-            return matrix
-        matrix = matrix.tocsr()
-        matrix.resize(query_length, key_length)
-        matrix.eliminate_zeros()
-        matrix = matrix.tobsr(common)
-        matrix.sort_indices()
-        return matrix
+        return constructions.as_matrix(
+            kinds, unpack(patterns, bk), self._lengths, (bq, bk), self.block_size
+        )
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return (
             f"BlockMask(shape={self.shape}, block_size={self.block_size}, "
             f"density={self.density:.3g}, block_density={self.block_density:.3g})"
         )
 
-    def __str__(self):
-        header, squares = self._picture()
-        return "\n".join([header, *("".join("·▨■"[kind] for kind in row) for row in squares)])
+    def __str__(self) -> str:
+        return picture.as_text(self)
 
     def _repr_svg_(self) -> str:
         """The picture for notebooks: full squares are filled, partial ones crossed out."""
-        header, squares = self._picture()
-        height, width = (n * _SQUARE for n in squares.shape)
-
-        def path(kind, stroke):
-            places = np.argwhere(squares == kind) * _SQUARE
-            return "".join(f"M{x} {y}{stroke}" for y, x in places)
-
-        filled = path(FULL, f"h{_SQUARE}v{_SQUARE}h-{_SQUARE}z")
-        crossed = path(PARTIAL, f"l{_SQUARE} {_SQUARE}m0-{_SQUARE}l-{_SQUARE} {_SQUARE}")
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="-1 -1 {width + 2} {height + 2}" '
-            f'width="{width + 2}" height="{height + 2}"><title>{header}</title>'
-            f'<rect width="{width}" height="{height}" fill="#fff" stroke="#888"/>'
-            f'<path d="{filled}" fill="#1f4e79"/>'
-            f'<path d="{crossed}" fill="none" stroke="#1f4e79"/></svg>'
-        )
-
-    def _picture(self) -> tuple[str, np.ndarray]:
-        """A line of text, and the kinds of the first mask's squares."""
-        header = f"BlockMask {self.shape}, blocks of {_by(self.block_size)}, "
-        header += f"density {self.density:.3g}"
-        lists, *grid = self._kinds.shape
-        if lists != 1:
-            header += f", the first of {lists}"
-        scale = -(-max(*grid, 1) // _DRAWN)
-        if scale > 1:
-            header += f", {_by((scale, scale))} blocks a square"
-        squares = coarsen(self._kinds[:1], grid, (1, 1), (scale, scale))
-        return header, squares[0] if lists else np.zeros((0, 0), np.uint8)
-
-
-def _band_interval(band, lengths) -> tuple[np.ndarray, np.ndarray]:
-    """The keys [first, stop) that each query of a band sees, not clipped to the keys."""
-    query_length, key_length = lengths
-    diagonal = np.arange(query_length) + band.shift(query_length, key_length)
-    widest = query_length + key_length  # hides nothing, and sums stay an int64
-    left, right = (widest if x is None else min(x, widest) for x in (band.left, band.right))
-    return diagonal - left, diagonal + right + 1
-
-
-def _check_takes_four(f) -> None:
-    """Raise a TypeError if `f` cannot be called as f(b, h, q, k)."""
-    try:
-        signature = inspect.signature(f)
-    except ValueError:
-        return  # some builtins have none
-    try:
-        signature.bind(*"bhqk")
-    except TypeError:
-        raise TypeError(
-            f"f takes {signature}: give a function f(b, h, q, k) of batch entry, head, queries "
-            "and keys"
-        ) from None
-
-
-def _by_block(of, values, block) -> np.ndarray:
-    """The ufunc `of` over each block of the last axis."""
-    return of.reduceat(values, np.arange(0, values.shape[-1], block), axis=-1)
-
-
-def _by(pair) -> str:
-    return f"{pair[0]}x{pair[1]}"
-
-
-def _is_sparse(x) -> bool:
-    """Whether `x` is of SciPy's or cupyx's sparse types; the latter are not imported for it."""
-    from scipy.sparse import issparse
-
-    cupyx = sys.modules.get("cupyx.scipy.sparse")
-    return issparse(x) or (cupyx is not None and cupyx.issparse(x))
-
-
-def _number_of(index, shape) -> int:
-    """Which of the masks along the leading axes of `shape` an index is, in C order."""
-    *leading, _, _ = shape
-    wanted = "leave index out"
-    if leading:
-        wanted = f"give one index of each leading axis, of {tuple(leading)}"
-    try:
-        numbers = tuple(map(operator.index, index))
-    except TypeError:
-        raise TypeError(f"index={index!r}: {wanted}") from None
-    is_within = all(0 <= number < size for number, size in zip(numbers, leading))
-    if len(numbers) != len(leading) or not is_within:
-        raise ValueError(f"index={index!r} of a mask of shape {shape}: {wanted}")
-    return int(np.ravel_multi_index(numbers, leading)) if leading else 0
-
-
-def _on_host(x):
-    return x.get() if hasattr(x, "__cuda_array_interface__") and hasattr(x, "get") else x  # CuPy's
-
-
-def _unmasked(name, x, filling="..."):
-    """`x` itself, unless NumPy masks some of it."""
-    if isinstance(x, np.ma.MaskedArray):
-        raise TypeError(
-            f"{name} is a MaskedArray, whose own mask would be ignored: give "
-            f"{name}.filled({filling})"
-        )
-    return x
-
-
-def _bools(name, x) -> np.ndarray:
-    """`x` as a bool array of two axes or more."""
-    x = np.asarray(_on_host(_unmasked(name, x, "False")))
-    if x.dtype != bool:
-        raise TypeError(f"{name} has dtype {x.dtype}: give bool, True for what is visible")
-    if x.ndim < 2:
-        raise ValueError(f"{name} has shape {x.shape}: give two axes or more, (..., queries, keys)")
-    return x
-
-
-def _integers(name, x, least=0) -> np.ndarray:
-    """`x` as an array of integers of `least` axes or more."""
-    x = np.asarray(_on_host(_unmasked(name, x)))
-    if not x.size:
-        x = x.astype(np.int64)  # an empty list has no type of its own
-    if x.dtype.kind not in "iu":
-        raise TypeError(f"{name} has dtype {x.dtype}: give integers of at most 64 bits")
-    if x.ndim < least:
-        raise ValueError(f"{name} has shape {x.shape}: give an axis of positions, (..., N)")
-    return x
-
-
-def _counts(name, x) -> np.ndarray:
-    """`x` as an array of int64, where all that is too large counts as the largest."""
-    return as_int64(_integers(name, integers_of(_on_host(_unmasked(name, x)))))
-
-
-def _integer_tuple(name, value, sizes, wanted) -> tuple[int, ...]:
-    """`value` as a tuple of ints, as many as `sizes` allows, none negative."""
-    try:
-        numbers = tuple(map(operator.index, value))
-    except TypeError:
-        raise TypeError(f"{name}={value!r}: give {wanted}") from None
-    if len(numbers) not in sizes or min(numbers) < 0:
-        raise ValueError(f"{name}={value!r}: give {wanted}")
-    return numbers
-
-
-def _lengths(shape) -> tuple[int, int]:
-    return _integer_tuple("shape", shape, (2,), "two lengths (Nq, Nk), 0 or more")
-
-
-def _block_pair(block_size) -> tuple[int, int]:
-    wanted = "a positive multiple of 16, or a pair of them (queries, keys)"
-    pair = block_size if isinstance(block_size, (tuple, list)) else (block_size, block_size)
-    try:
-        pair = tuple(map(operator.index, pair))
-    except TypeError:
-        raise TypeError(f"block_size={block_size!r}: give {wanted}") from None
-    if len(pair) != 2 or any(block < 1 or block % HALF for block in pair):
-        raise ValueError(f"block_size={block_size!r}: give {wanted}")
-    return pair
-
-
-def _positive(name, value) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}={value!r}: give a positive integer") from None
-    if number < 1:
-        raise ValueError(f"{name}={value!r}: give a positive integer")
-    return number
-
-
-def _alignment(alignment) -> str:
-    if alignment not in ALIGNMENTS:
-        raise ValueError(f"alignment={alignment!r}: give 'bottom_right' or 'top_left'")
-    return alignment
-
-
-def _window_band(window, alignment) -> Band:
-    band = Band.from_options(window=window)
-    return Band(band.left, band.right, _alignment(alignment))
-
-
-def _tokens(global_tokens, key_length) -> np.ndarray:
-    """Indices of global tokens among the keys."""
-    tokens = _counts("global_tokens", global_tokens)
-    limit = key_length + (tokens.ndim == 0)
-    if tokens.ndim > 1 or ((tokens < 0) | (tokens >= limit)).any():
-        raise ValueError(
-            f"global_tokens={global_tokens!r}: give a number of tokens up to {key_length}, or a "
-            f"sequence of indices below it"
-        )
-    return np.arange(tokens) if tokens.ndim == 0 else tokens
+        return picture.as_svg(self)

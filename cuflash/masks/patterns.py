@@ -12,7 +12,23 @@ given. The generators here make blocks for it, a few at a time.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any, TypeVar
+
 import numpy as np
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from numpy.typing import NDArray
+
+    Kinds = NDArray[np.uint8]
+    Words = NDArray[np.uint32]
+    Indices = NDArray[np.int64]
+    Bools = NDArray[np.bool_]
+    Blocks = Iterable[tuple[Indices, Words]]  # flat indices of blocks, and their elements
+    Visible = Callable[[Indices, Indices, Indices], Bools]  # of lists, queries and keys
+    Pair = tuple[int, int]  # queries and keys
+    Some = TypeVar("Some", bound=np.generic)
 
 EMPTY, PARTIAL, FULL = 0, 1, 2
 HALF = 16  # elements that are looked up at once: blocks are multiples of it
@@ -20,7 +36,9 @@ HALF = 16  # elements that are looked up at once: blocks are multiples of it
 _CHUNK_ELEMENTS = 1 << 22  # looked at together: temporaries of a few MiB, and few chunks
 
 
-def assemble(kinds, lengths, block_size, blocks=()) -> tuple[np.ndarray, np.ndarray]:
+def assemble(
+    kinds: Kinds, lengths: Pair, block_size: Pair, blocks: Blocks = ()
+) -> tuple[Kinds, Words]:
     """Kinds of all blocks, and their patterns: hidden, visible, then one per partial block.
 
     `kinds`, (lists, rows, columns), is changed. `blocks` yields, in ascending order, flat indices
@@ -41,7 +59,9 @@ def assemble(kinds, lengths, block_size, blocks=()) -> tuple[np.ndarray, np.ndar
     return kinds, np.concatenate(patterns)
 
 
-def in_strips(shape, block_size, strip):
+def in_strips(
+    shape: Sequence[int], block_size: Pair, strip: Callable[[tuple[int, ...], range], Bools]
+) -> Iterator[tuple[Indices, Words]]:
     """All blocks, a row at a time, for :func:`assemble`.
 
     `strip(index, queries)` gives the elements of a range of queries, within a row of blocks, and
@@ -62,7 +82,7 @@ def in_strips(shape, block_size, strip):
             yield (number * rows + row) * columns + np.arange(columns), words
 
 
-def stored_elements(matrix, block_size):
+def stored_elements(matrix: Any, block_size: Pair) -> Iterator[tuple[Indices, Words]]:
     """Blocks of a CSR matrix that hold an element, a row at a time, for :func:`assemble`."""
     bq, bk = block_size
     rows, columns = grid_of(matrix.shape, block_size)
@@ -78,7 +98,7 @@ def stored_elements(matrix, block_size):
         yield row * columns + visited, pack(elements)
 
 
-def stored_blocks(matrix, block_size):
+def stored_blocks(matrix: Any, block_size: Pair) -> Iterator[tuple[Indices, Words]]:
     """Blocks of a BSR matrix, a row at a time, for :func:`assemble`."""
     (rows, columns), (bq, bk) = grid_of(matrix.shape, block_size), block_size
     for row in range(rows):
@@ -87,7 +107,9 @@ def stored_blocks(matrix, block_size):
         yield row * columns + matrix.indices[stored], pack(matrix.data[stored, :bq, :bk] != 0)
 
 
-def evaluate(kinds, lengths, block_size, visible):
+def evaluate(
+    kinds: Kinds, lengths: Pair, block_size: Pair, visible: Visible
+) -> Iterator[tuple[Indices, Words]]:
     """Partial blocks for :func:`assemble`, of elements that `visible(lists, q, k)` gives."""
     (query_length, key_length), (bq, bk) = lengths, block_size
     for some in in_chunks(np.flatnonzero(kinds == PARTIAL), bq * bk):
@@ -101,7 +123,7 @@ def evaluate(kinds, lengths, block_size, visible):
         yield some, words
 
 
-def coarsen(kinds, lengths, block_size, tile) -> np.ndarray:
+def coarsen(kinds: Kinds, lengths: Pair, block_size: Pair, tile: Pair) -> Kinds:
     """Kinds of tiles by the blocks they meet: partial if these are not all empty or all full."""
     codes = np.array([1, 3, 2], np.uint8)[kinds]  # bit 0: something hidden, bit 1: visible
     for axis, (length, block, size) in enumerate(zip(lengths, block_size, tile), 1):
@@ -114,7 +136,7 @@ def coarsen(kinds, lengths, block_size, tile) -> np.ndarray:
     return np.array([EMPTY, EMPTY, FULL, PARTIAL], np.uint8)[codes]
 
 
-def interval_kinds(first, stop, lengths, block_size) -> np.ndarray:
+def interval_kinds(first: Indices, stop: Indices, lengths: Pair, block_size: Pair) -> Kinds:
     """Kinds of blocks, (lists, rows, columns), if q sees keys [first, stop), (lists, Nq).
 
     Some may be called partial that are not, where a query sees nothing.
@@ -126,7 +148,7 @@ def interval_kinds(first, stop, lengths, block_size) -> np.ndarray:
     stop = np.clip(stop, first, key_length)
     row = np.arange(lists)[:, None] * rows + np.arange(query_length) // bq
 
-    def queries_per_block(begin, end):
+    def queries_per_block(begin: Indices, end: Indices) -> Indices:
         """How many queries have each block among their blocks [begin, end)."""
         size = lists * rows * (columns + 1)
         changes = np.bincount((row * (columns + 1) + begin).ravel(), minlength=size)
@@ -135,17 +157,18 @@ def interval_kinds(first, stop, lengths, block_size) -> np.ndarray:
 
     some = queries_per_block(first // bk, -(-stop // bk)) > 0
     all_ = queries_per_block(-(-first // bk), np.where(stop == key_length, columns, stop // bk))
-    return some.astype(np.uint8) + (all_ == extents_of(lengths, block_size)[0][:, None])
+    kinds: Kinds = some.astype(np.uint8) + (all_ == extents_of(lengths, block_size)[0][:, None])
+    return kinds
 
 
-def in_chunks(numbers, elements):
+def in_chunks(numbers: NDArray[Some], elements: int) -> Iterator[NDArray[Some]]:
     """`numbers` in pieces whose tiles of so many `elements` are looked at together."""
     step = max(1, _CHUNK_ELEMENTS // max(1, elements))
     for begin in range(0, len(numbers), step):
         yield numbers[begin : begin + step]
 
 
-def pack(elements) -> np.ndarray:
+def pack(elements: Bools) -> Words:
     """Bools as 32-bit words along the last axis, the first one in the lowest bit."""
     packed = np.packbits(elements, axis=-1, bitorder="little")
     padding = -packed.shape[-1] % 4
@@ -154,28 +177,32 @@ def pack(elements) -> np.ndarray:
     return np.ascontiguousarray(packed).view(np.uint32)
 
 
-def unpack(words, columns) -> np.ndarray:
+def unpack(words: Words, columns: int) -> Bools:
     """The first `columns` bools of words along the last axis."""
     octets = np.ascontiguousarray(words).view(np.uint8)
     return np.unpackbits(octets, axis=-1, count=columns, bitorder="little").view(bool)
 
 
-def first_bits(counts, words) -> np.ndarray:
+def first_bits(counts: Indices, words: int) -> Words:
     """So many `words` along a last axis, of which the first `counts` bits are 1."""
     counts = np.clip(counts - 32 * np.arange(words), 0, 32).astype(np.uint64)
     return ((np.uint64(1) << counts) - np.uint64(1)).astype(np.uint32)
 
 
-def grid_of(lengths, block_size) -> tuple[int, int]:
+def grid_of(lengths: Pair, block_size: Pair) -> Pair:
     """Rows and columns of blocks."""
-    return tuple(-(-n // block) for n, block in zip(lengths, block_size))
+    rows, columns = (-(-n // block) for n, block in zip(lengths, block_size))
+    return rows, columns
 
 
-def held_size(lengths, block_size) -> tuple[int, int]:
+def held_size(lengths: Pair, block_size: Pair) -> Pair:
     """Queries and keys that are held of a block: as many halves as it or the mask has."""
-    return tuple(min(block, max(-(-n // HALF), 1) * HALF) for n, block in zip(lengths, block_size))
+    rows, columns = (
+        min(block, max(-(-n // HALF), 1) * HALF) for n, block in zip(lengths, block_size)
+    )
+    return rows, columns
 
 
-def extents_of(lengths, block_size) -> list[np.ndarray]:
+def extents_of(lengths: Pair, block_size: Pair) -> list[Indices]:
     """Queries of each row of blocks, and keys of each column, that are within the lengths."""
     return [np.minimum(block, n - np.arange(0, n, block)) for n, block in zip(lengths, block_size)]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from .block_mask import BlockMask
 from .patterns import PARTIAL
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 class TileLists(NamedTuple):
@@ -25,10 +28,10 @@ class TileLists(NamedTuple):
     bits : array of uint32, shape (partial tiles, rows of a tile, words of a row)
     """
 
-    ranges: np.ndarray
-    entries: np.ndarray
-    order: np.ndarray | None
-    bits: np.ndarray
+    ranges: NDArray[np.int32]
+    entries: NDArray[np.int32]
+    order: NDArray[np.int32] | None
+    bits: NDArray[np.uint32]
 
 
 def tile_lists(mask: BlockMask, rows: int, columns: int, longest_first: bool) -> TileLists:
@@ -41,7 +44,7 @@ def tile_lists(mask: BlockMask, rows: int, columns: int, longest_first: bool) ->
     counts = np.count_nonzero(kinds, axis=-1)
     order = np.argsort(-counts, axis=-1, kind="stable") if longest_first else None
     turn = np.broadcast_to(np.arange(down), (lists, down))
-    if longest_first:
+    if order is not None:
         turn = np.argsort(order, axis=-1)  # the inverse permutation
     number, row, column = np.nonzero(kinds)
     partial = kinds[number, row, column] == PARTIAL
@@ -55,5 +58,5 @@ def tile_lists(mask: BlockMask, rows: int, columns: int, longest_first: bool) ->
     entries[walk[1:], 2] = np.where(same, row[walk[:-1]], -1)
     ends = counts.ravel().cumsum()
     ranges = np.stack((ends - counts.ravel(), ends), axis=1)
-    order = None if order is None else order.ravel().astype(np.int32)
-    return TileLists(ranges.astype(np.int32), entries, order, bits)
+    rows_in_order = None if order is None else order.ravel().astype(np.int32)
+    return TileLists(ranges.astype(np.int32), entries, rows_in_order, bits)

@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..masks.band import Band
 from ..masks.block_mask import BlockMask
 from ..scores import ScoreMod
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ..operands.layout import Layout
+    from ..planning.plan import Plan
+
+    Floats = NDArray[np.floating[Any]]
+    Bools = NDArray[np.bool_]
+    HeadMask = Callable[[tuple[int, ...]], "BlocksOfHead | ElementsOfHead"]
 
 
 @dataclass(frozen=True)
@@ -22,9 +33,10 @@ class BlocksOfHead:
 
     def tile(self) -> tuple[int, int]:
         """Queries and keys of a tile: whole blocks, of at least 128 rows for BLAS's sake."""
-        return tuple(size * max(1, 128 // size) for size in self.mask.block_size)
+        rows, columns = (size * max(1, 128 // size) for size in self.mask.block_size)
+        return rows, columns
 
-    def part(self, queries: range, keys: range) -> np.ndarray | None:
+    def part(self, queries: range, keys: range) -> Bools | None:
         """Which pairs of one tile are visible; None for all."""
         return self.mask.part(self.number, queries, keys)
 
@@ -37,26 +49,28 @@ class BlocksOfHead:
 class ElementsOfHead:
     """What an array of bool shows of one head."""
 
-    visible: np.ndarray
+    visible: NDArray[np.bool_]
 
     def tile(self) -> tuple[int, int]:
         """Queries and keys of a tile."""
-        return self.visible.shape
+        rows, columns = self.visible.shape
+        return rows, columns
 
-    def part(self, queries: range, keys: range) -> np.ndarray | None:
+    def part(self, queries: range, keys: range) -> Bools:
         """Which pairs of one tile are visible."""
-        return self.visible[rows_of(queries), rows_of(keys)]
+        part: Bools = self.visible[rows_of(queries), rows_of(keys)]
+        return part
 
     def is_empty(self, queries: range, keys: range) -> bool:
         """Whether no pair of one tile is visible."""
         return not self.part(queries, keys).any()
 
 
-def head_masks(mask, layout, key_length):
+def head_masks(mask: BlockMask | Bools, layout: Layout, key_length: int) -> HeadMask:
     """The function from the place of a head in the leading axes to what `mask` shows of it."""
     if isinstance(mask, BlockMask):
-        steps = layout.strides["mask"]
-        return lambda index: BlocksOfHead(mask, sum(i * s for i, s in zip(index, steps)))
+        blocks, steps = mask, layout.strides["mask"]
+        return lambda index: BlocksOfHead(blocks, sum(i * s for i, s in zip(index, steps)))
     shape = (*layout.lse_shape, key_length)
     views = np.broadcast_to(mask, shape).reshape(layout.leading + shape[-2:])
     return lambda index: ElementsOfHead(views[index])
@@ -69,9 +83,9 @@ class Head:
     A span of queries or keys is a `range`.
     """
 
-    queries: np.ndarray  # times scale
-    keys: np.ndarray
-    values: np.ndarray
+    queries: NDArray[np.floating[Any]]  # times scale
+    keys: NDArray[np.floating[Any]]
+    values: NDArray[np.floating[Any]]
     band: Band
     shift: int
     score: ScoreMod | None
@@ -80,11 +94,21 @@ class Head:
     block_q: int
     block_k: int
     longest: tuple[int, int]  # queries and keys that are worked on at a time, at most
-    buffer: np.ndarray  # one tile of scores
-    ones: np.ndarray
+    buffer: NDArray[np.floating[Any]]  # one tile of scores
+    ones: NDArray[np.floating[Any]]
 
     @classmethod
-    def load(cls, plan, arrays, *, scale, score, mask, place, shift=None) -> Head:
+    def load(
+        cls,
+        plan: Plan,
+        arrays: tuple[NDArray[Any], NDArray[Any], NDArray[Any]],
+        *,
+        scale: float,
+        score: ScoreMod | None,
+        mask: BlocksOfHead | ElementsOfHead | None,
+        place: tuple[int, int],
+        shift: int | None = None,
+    ) -> Head:
         """The head of `arrays`, which are its valid queries, keys and values.
 
         By default its shift is that of the plan's band.
@@ -113,7 +137,7 @@ class Head:
             ones=np.ones((longest[1], 1), dtype),
         )
 
-    def start(self, rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def start(self, rows: int) -> tuple[Floats, Floats, Floats]:
         """O, l and m of `rows` queries that have not seen a key."""
         dtype = self.queries.dtype
         output = np.zeros((rows, self.values.shape[1]), dtype)
@@ -145,17 +169,20 @@ class Head:
             return tiles
         return united((x for x in tiles if not self.mask.is_empty(queries, x)), self.longest[1])
 
-    def products(self, queries: range, keys: range) -> np.ndarray:
+    def products(self, queries: range, keys: range) -> Floats:
         """`scale Q K^T` of one tile."""
         shape = len(queries), len(keys)
         products = self.buffer[: shape[0] * shape[1]].reshape(shape)
-        return np.matmul(self.queries[rows_of(queries)], self.keys[rows_of(keys)].T, out=products)
+        np.matmul(self.queries[rows_of(queries)], self.keys[rows_of(keys)].T, out=products)
+        return products
 
-    def positions(self, queries: range, keys: range) -> tuple:
+    def positions(
+        self, queries: range, keys: range
+    ) -> tuple[int, int, NDArray[np.int64], NDArray[np.int64]]:
         """Where a tile lies, as a score modification is told."""
         return *self.place, np.array(queries)[:, None], np.array(keys)
 
-    def hidden(self, queries: range, keys: range) -> np.ndarray | None:
+    def hidden(self, queries: range, keys: range) -> Bools | None:
         """Which pairs of one tile the band or the mask hides; None for none."""
         shown = None if self.mask is None else self.mask.part(queries, keys)
         if self.band.covers(queries.start, queries.stop, keys.start, keys.stop, self.shift):
@@ -164,7 +191,7 @@ class Head:
         hidden = _hidden(self.band, offset, (len(queries), len(keys)))
         return hidden if shown is None else hidden | ~shown
 
-    def scores(self, queries: range, keys: range) -> tuple[np.ndarray, np.ndarray | None]:
+    def scores(self, queries: range, keys: range) -> tuple[Floats, Bools | None]:
         """S of one tile, -inf where a key is hidden, and which ones are (None: none)."""
         scores = self.products(queries, keys)
         if self.score is not None:
@@ -174,7 +201,7 @@ class Head:
             np.copyto(scores, -np.inf, where=hidden)
         return scores, hidden
 
-    def weights(self, scores, maxima) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def weights(self, scores: Floats, maxima: Floats) -> tuple[Floats, Floats, Floats]:
         """Turn S into P = exp(S - m_next) in place; m_next, exp(m - m_next), row sums of P."""
         m_next = np.maximum(maxima, scores.max(axis=1, keepdims=True))
         # Of a row with scores of -inf only, S - m_next would be NaN; with 0 for m_next, P is 0.
@@ -184,7 +211,7 @@ class Head:
         # BLAS sums rows faster than np.add.reduce.
         return m_next, np.exp(maxima - origin), scores @ self.ones[: scores.shape[1]]
 
-    def weighted_values(self, weights, hidden, keys: range) -> np.ndarray:
+    def weighted_values(self, weights: Floats, hidden: Bools | None, keys: range) -> Floats:
         """P V of one tile, without what hidden keys hold."""
         return visible_product(weights, self.values[rows_of(keys)], hidden)
 
@@ -194,15 +221,23 @@ class HeadBackward:
     """One head's gradient of the output, and what a tile's gradients are made of."""
 
     head: Head
-    scale: float
-    dout: np.ndarray
-    lse: np.ndarray
-    delta: np.ndarray  # rowsum(dO * O) - dlse
-    weightless: np.ndarray  # queries whose lse is -inf
-    buffer: np.ndarray  # one tile of dS
+    scale: np.floating[Any]
+    dout: NDArray[np.floating[Any]]
+    lse: NDArray[np.floating[Any]]
+    delta: NDArray[np.floating[Any]]  # rowsum(dO * O) - dlse
+    weightless: NDArray[np.bool_]  # queries whose lse is -inf
+    buffer: NDArray[np.floating[Any]]  # one tile of dS
 
     @classmethod
-    def load(cls, head: Head, scale, dout, out, lse, dlse) -> HeadBackward:
+    def load(
+        cls,
+        head: Head,
+        scale: float,
+        dout: NDArray[Any],
+        out: NDArray[Any],
+        lse: NDArray[Any],
+        dlse: NDArray[Any] | None,
+    ) -> HeadBackward:
         """The gradients' side of `head`, of the same valid queries; `dlse` may be None."""
         dtype = head.queries.dtype
         dout = _matrix(dout, dtype)
@@ -219,7 +254,7 @@ class HeadBackward:
             buffer=np.empty_like(head.buffer),
         )
 
-    def weights(self, queries: range, keys: range) -> tuple:
+    def weights(self, queries: range, keys: range) -> tuple[Floats, Floats | None, Bools | None]:
         """P of one tile, the score's derivative (None: 1), and which pairs have no part in it."""
         head = self.head
         weights, slope = head.products(queries, keys), None
@@ -236,7 +271,7 @@ class HeadBackward:
             np.copyto(weights, 0, where=hidden)
         return weights, slope, hidden
 
-    def gradients(self, queries: range, keys: range) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def gradients(self, queries: range, keys: range) -> tuple[Floats, Floats, Floats]:
         """What one tile adds to dQ of its queries and to dK and dV of its keys."""
         head = self.head
         weights, slope, hidden = self.weights(queries, keys)
@@ -283,10 +318,12 @@ def rows_of(span: range, origin: int = 0) -> slice:
     return slice(span.start - origin, span.stop - origin)
 
 
-def visible_product(weights, rows, hidden) -> np.ndarray:
+def visible_product(weights: Floats, rows: Floats, hidden: Bools | None) -> Floats:
     """`weights @ rows`, where `hidden` pairs, whose weight is 0, add nothing even of NaN."""
-    if hidden is None or (finite := np.isfinite(rows).all(axis=1)).all():
-        return weights @ rows
+    if hidden is None or np.isfinite(rows).all():
+        product: Floats = weights @ rows
+        return product
+    finite: Bools = np.asarray(np.isfinite(rows).all(axis=1))
     # 0 * NaN is not 0: rows that are not finite are added one by one where they are seen.
     total = np.where(finite, weights, 0) @ np.where(finite[:, None], rows, 0)
     for row in np.flatnonzero(~finite & ~hidden.all(axis=0)):
@@ -295,7 +332,7 @@ def visible_product(weights, rows, hidden) -> np.ndarray:
     return total
 
 
-def _matrix(rows, dtype) -> np.ndarray:
+def _matrix(rows: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
     """`rows` in `dtype` with a layout that BLAS reads as it is; a copy only where needed."""
     rows = rows.astype(dtype, copy=False)
     row_stride, stride = rows.strides
@@ -303,17 +340,17 @@ def _matrix(rows, dtype) -> np.ndarray:
     return rows if ready else np.ascontiguousarray(rows)
 
 
-def _hidden(band: Band, offset: int, shape: tuple[int, int]) -> np.ndarray:
+def _hidden(band: Band, offset: int, shape: tuple[int, int]) -> Bools:
     """Which keys of a tile the band hides; `offset` is the diagonal's column in row 0."""
     rows, columns = shape
     row, column = np.arange(rows, dtype=np.int32)[:, None], np.arange(columns, dtype=np.int32)
 
-    def edge(first: int) -> np.ndarray:
+    def edge(first: int) -> NDArray[np.int32]:
         # Beyond the tile any place will do; clamped, a width of any size fits the integer.
         return min(max(first, -rows), columns) + row
 
     right = None if band.right is None else column > edge(offset + band.right)
     left = None if band.left is None else column < edge(offset - band.left)
     if left is None or right is None:
-        return right if left is None else left
+        return right if left is None else left  # type: ignore[return-value]  # not both are None
     return np.logical_or(left, right, out=left)

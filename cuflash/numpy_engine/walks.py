@@ -26,27 +26,38 @@ One head is worked on at a time. Half precision is widened to float32 head by he
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 
 from ..masks.band import MAX_SHIFT
 from .tiles import Head, HeadBackward, rows_of, tiles_of
 
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ..planning.plan import Plan
+    from ..scores import ScoreMod
+    from .tiles import Floats, HeadMask
+
+    Integers = NDArray[np.integer[Any]]
+
 
 def forward(
-    plan,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    q_lengths=None,
-    kv_lengths=None,
-    q_offset=None,
+    plan: Plan,
+    q: NDArray[Any],
+    k: NDArray[Any],
+    v: NDArray[Any],
+    out: NDArray[Any],
+    lse: NDArray[Any] | None,
+    q_lengths: Integers | None = None,
+    kv_lengths: Integers | None = None,
+    q_offset: Integers | None = None,
     *,
-    scale,
-    score=None,
-    mask=None,
-):
+    scale: float,
+    score: ScoreMod | None = None,
+    mask: HeadMask | None = None,
+) -> None:
     """Write attention of `q`, `k` and `v` into `out`, and its log-sum-exp into `lse`.
 
     Parameters
@@ -96,25 +107,25 @@ def forward(
 
 
 def backward(
-    plan,
-    dout,
-    q,
-    k,
-    v,
-    out,
-    lse,
-    dlse,
-    dq,
-    dk,
-    dv,
-    q_lengths=None,
-    kv_lengths=None,
-    q_offset=None,
+    plan: Plan,
+    dout: NDArray[Any],
+    q: NDArray[Any],
+    k: NDArray[Any],
+    v: NDArray[Any],
+    out: NDArray[Any],
+    lse: NDArray[Any],
+    dlse: NDArray[Any] | None,
+    dq: NDArray[Any],
+    dk: NDArray[Any],
+    dv: NDArray[Any],
+    q_lengths: Integers | None = None,
+    kv_lengths: Integers | None = None,
+    q_offset: Integers | None = None,
     *,
-    scale,
-    score=None,
-    mask=None,
-):
+    scale: float,
+    score: ScoreMod | None = None,
+    mask: HeadMask | None = None,
+) -> None:
     """Add the gradients of `q`, `k` and `v` to `dq`, `dk` and `dv`.
 
     Parameters
@@ -150,24 +161,25 @@ def backward(
                 place=divmod(number, problem.heads),
                 shift=_shift(q_offset, index),
             )
-            given = (None if x is None else x[index][:rows] for x in (dout, out, lse, dlse))
+            own_dlse = None if dlse is None else dlse[index][:rows]
+            given = dout[index][:rows], out[index][:rows], lse[index][:rows]
             walk(
-                HeadBackward.load(head, scale, *given),
+                HeadBackward.load(head, scale, *given, own_dlse),
                 dq[index][:rows],
                 dk[index][:keys],
                 dv[index][:keys],
             )
 
 
-def _clamped(lengths, index, length: int) -> int:
+def _clamped(lengths: Integers | None, index: tuple[int, ...], length: int) -> int:
     return length if lengths is None else min(max(int(lengths[index]), 0), length)
 
 
-def _shift(q_offset, index) -> int | None:
+def _shift(q_offset: Integers | None, index: tuple[int, ...]) -> int | None:
     return None if q_offset is None else min(max(int(q_offset[index]), -MAX_SHIFT), MAX_SHIFT)
 
 
-def _walk_fa1(head: Head, out, lse) -> None:
+def _walk_fa1(head: Head, out: Floats, lse: Floats | None) -> None:
     """Key tiles outside: O, l and m of all queries live in memory between the key tiles."""
     rows = range(len(head.queries))
     output, sums, maxima = head.start(len(rows))
@@ -192,7 +204,7 @@ def _walk_fa1(head: Head, out, lse) -> None:
         lse[...] = (maxima + np.log(sums))[:, 0]
 
 
-def _walk_fa2(head: Head, out, lse) -> None:
+def _walk_fa2(head: Head, out: Floats, lse: Floats | None) -> None:
     """Query tiles outside: O, l and m of one query tile at a time, O divided by l at the end."""
     for query_tile in tiles_of(range(len(head.queries)), head.block_q):
         output, sums, maxima = head.start(len(query_tile))
@@ -212,7 +224,7 @@ def _walk_fa2(head: Head, out, lse) -> None:
             lse[rows_of(query_tile)] = (maxima + np.log(sums))[:, 0]
 
 
-def _walk_back_fa1(tiles: HeadBackward, dq, dk, dv) -> None:
+def _walk_back_fa1(tiles: HeadBackward, dq: Floats, dk: Floats, dv: Floats) -> None:
     """Key tiles outside: dK and dV of one key tile at a time, dQ lives in memory."""
     head = tiles.head
     rows = len(head.queries)
@@ -232,7 +244,7 @@ def _walk_back_fa1(tiles: HeadBackward, dq, dk, dv) -> None:
         dv[rows_of(key_tile)] += dv_tile
 
 
-def _walk_back_fa2(tiles: HeadBackward, dq, dk, dv) -> None:
+def _walk_back_fa2(tiles: HeadBackward, dq: Floats, dk: Floats, dv: Floats) -> None:
     """Query tiles outside: dQ of one query tile at a time, dK and dV live in memory."""
     head = tiles.head
     for query_tile in tiles_of(range(len(head.queries)), head.block_q):
@@ -249,11 +261,11 @@ def _walk_back_fa2(tiles: HeadBackward, dq, dk, dv) -> None:
         dq[rows_of(query_tile)] += dq_tile
 
 
-def _divisor(sums):
+def _divisor(sums: Floats) -> Floats:
     """`l`, but 1 for a row without any weight."""
     return np.where(sums == 0, 1, sums)
 
 
-def _weighed(output, sums):
+def _weighed(output: Floats, sums: Floats) -> Floats:
     """O, but 0 for a row without any weight: 0 times a visible value may be NaN."""
     return np.where(sums == 0, 0, output)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from .dtypes import ITEM_BYTES
 from .spec import Spec, overlaps_itself
+
+if TYPE_CHECKING:
+    from numpy.typing import DTypeLike
 
 
 def _turned(name: str, given: Spec, shape: tuple[int, ...]) -> str:
@@ -16,7 +21,7 @@ def _turned(name: str, given: Spec, shape: tuple[int, ...]) -> str:
     return ""
 
 
-def check_out(name: str, given: Spec, shape: tuple[int, ...], dtype) -> None:
+def check_out(name: str, given: Spec, shape: tuple[int, ...], dtype: DTypeLike) -> None:
     """Raise where `given` cannot take a result of that shape and type."""
     if given.shape != shape:
         turned = _turned(name, given, shape)
@@ -37,7 +42,9 @@ def check_out(name: str, given: Spec, shape: tuple[int, ...], dtype) -> None:
         )
 
 
-def check_read(name: str, given: Spec, shape: tuple[int, ...], dtype, exact: bool) -> None:
+def check_read(
+    name: str, given: Spec, shape: tuple[int, ...], dtype: DTypeLike, exact: bool
+) -> None:
     """Raise where `given` is not what a forward pass returned, or the gradient of that.
 
     With `exact` it must be of type `dtype`, else of one that converts to it without loss.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 HALF = ("float16", "bfloat16")
@@ -15,7 +17,7 @@ ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 CHUNK_BYTES = 16  # the widest load, and the unit of a shared tile's row pitch
 
 
-def result_dtype(q: np.dtype, k: np.dtype, v: np.dtype) -> np.dtype:
+def result_dtype(q: np.dtype[Any], k: np.dtype[Any], v: np.dtype[Any]) -> np.dtype[Any]:
     """The type of the result: what NumPy promotes the operands' types to.
 
     Raises

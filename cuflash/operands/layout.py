@@ -7,6 +7,7 @@ and options can be kept and used again, and is tested without a GPU.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -74,7 +75,7 @@ def check_shapes(q: Spec, k: Spec, v: Spec) -> None:
         raise ValueError(f"lengths up to {MAX_LENGTH} are supported: {q.shape}, {k.shape}")
 
 
-def _heads_fit(q, k, v) -> bool:
+def _heads_fit(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> bool:
     """Whether operands of these shapes fit, with grouped heads where they need that."""
     heads = max(k[-3], v[-3])
     if k[-2] != v[-2] or {k[-3], v[-3]} - {1, heads} or not heads or q[-3] % heads:
@@ -154,7 +155,9 @@ def _batch_steps(name: str, spec: Spec, batch: tuple[int, ...], given: str) -> t
     return _spread(spec, batch, 0)
 
 
-def _fold(leading, strides: dict[str, tuple[int, ...]]):
+def _fold(
+    leading: Sequence[int], strides: dict[str, tuple[int, ...]]
+) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]]]:
     """Merge adjacent axes that every operand walks as one; drop those of size 1."""
     axes: list[tuple[int, list[int]]] = []
     columns = list(zip(*strides.values())) if leading else []
@@ -220,13 +223,15 @@ def _mask_layout(mask: Spec, shape: tuple[int, ...]) -> tuple[MaskLayout, tuple[
     own = [size if step else 1 for size, step in zip(shape, strides[:-2])]
     steps = Spec.contiguous(own, np.bool_).element_strides()
     axes, folded = _fold(own, {"mask": strides[:-2]})
-    return MaskLayout(math.prod(own), axes, folded["mask"], strides[-2:]), steps
+    return MaskLayout(math.prod(own), axes, folded["mask"], (strides[-2], strides[-1])), steps
 
 
 def make_layout(
-    q, k, v, out=None, lse=None, *, gradients=None, q_lengths=None, kv_lengths=None, q_offset=None,
-    mask=None, enable_gqa=False,
-):  # fmt: skip
+    q: Spec, k: Spec, v: Spec, out: Spec | None = None, lse: Spec | None = None, *,
+    gradients: Mapping[str, Spec] | None = None, q_lengths: Spec | None = None,
+    kv_lengths: Spec | None = None, q_offset: Spec | None = None, mask: Spec | None = None,
+    enable_gqa: bool = False,
+) -> Layout:  # fmt: skip
     """Broadcast the operands' leading axes.
 
     Parameters
@@ -272,8 +277,10 @@ def make_layout(
         rows[name] = spec.element_strides()[-trailing]
     given = f"q {q.shape}, k {k.shape}, v {v.shape}"
     of_batch = {"q_lengths": q_lengths, "kv_lengths": kv_lengths, "q_offset": q_offset}
-    for name, spec in of_batch.items():
-        steps = (0,) * len(batch) if spec is None else _batch_steps(name, spec, batch, given)
+    for name, integers in of_batch.items():
+        steps = (0,) * len(batch)
+        if integers is not None:
+            steps = _batch_steps(name, integers, batch, given)
         strides[name] = steps + (0,) * (len(heads) + (group > 1))
     mask_layout = None
     if mask is not None:
@@ -284,7 +291,8 @@ def make_layout(
     leading = (*batch, *heads)
     axes, axis_strides = _fold(leading, strides)
     count = math.prod(leading)
-    summed = tuple(count // math.prod(x.shape[:-2]) if count else 1 for x in (q, k, v))
+    q_sum, k_sum, v_sum = (count // math.prod(x.shape[:-2]) if count else 1 for x in (q, k, v))
+    summed = q_sum, k_sum, v_sum
     return Layout(
         out_shape, lse_shape, leading, strides, rows, axes, axis_strides, summed, mask_layout
     )

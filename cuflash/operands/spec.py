@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from .dtypes import CHUNK_BYTES
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from numpy.typing import DTypeLike
 
 _SEARCH_STEPS = 100_000  # for an element that two arrays share: a few milliseconds
 
@@ -17,10 +22,10 @@ class Spec(NamedTuple):
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
-    dtype: np.dtype
+    dtype: np.dtype[Any]
 
     @classmethod
-    def contiguous(cls, shape, dtype) -> Spec:
+    def contiguous(cls, shape: Sequence[int], dtype: DTypeLike) -> Spec:
         """A C-ordered array of that shape."""
         strides, step = [], np.dtype(dtype).itemsize
         for size in reversed(shape):
@@ -49,7 +54,7 @@ class Spec(NamedTuple):
         return all(s % CHUNK_BYTES == 0 for n, s in zip(self.shape[:-1], self.strides) if n > 1)
 
 
-def conformed(spec: Spec, dtype: np.dtype, rows: bool = True) -> Spec:
+def conformed(spec: Spec, dtype: np.dtype[Any], rows: bool = True) -> Spec:
     """The spec that an engine reads: `spec` itself, or that of a copy in C order.
 
     A copy is due for another type, strides that are not multiples of the item's size and, with
@@ -91,7 +96,8 @@ def shares_memory(a: Spec, b: Spec, distance: int) -> bool | None:
     base = 1 << 62  # far from 0, whatever the distance
     places = np.asarray(_Place(a, base)), np.asarray(_Place(b, base + distance))
     try:
-        return np.shares_memory(*places, max_work=_SEARCH_STEPS)
+        # NumPy's stub knows no bound but its constants.
+        return np.shares_memory(*places, max_work=_SEARCH_STEPS)  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return None
 

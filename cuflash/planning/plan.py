@@ -6,6 +6,7 @@ import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from ..operands.dtypes import ITEM_BYTES
 from . import mma, numpy, simt, source, wgmma
@@ -13,8 +14,11 @@ from .problem import Device, Problem
 from .tile import Launch, Tile, round_up
 from .traffic import moved, moved_unfused
 
-ALGOS = ("fa1", "fa2", "fa3")
-DEFAULT_ALGOS = ("fa2", "fa3")
+if TYPE_CHECKING:
+    from ..typing import Algo, Engine
+
+ALGOS: tuple[Algo, ...] = ("fa1", "fa2", "fa3")
+DEFAULT_ALGOS: tuple[Algo, ...] = ("fa2", "fa3")
 WORKSPACE_ALIGNMENT = 256  # bytes
 
 # The first row that fits serves; so faster rows come first, and rows for smaller shared memories
@@ -22,7 +26,7 @@ WORKSPACE_ALIGNMENT = 256  # bytes
 # ranks a row's neighbours. `fill` keeps large tiles for problems that give every multiprocessor a
 # block.
 TILES: tuple[Tile, ...] = (*wgmma.ROWS, *mma.ROWS, *simt.ROWS, *numpy.ROWS)
-ENGINES = tuple(dict.fromkeys(row.engine for row in reversed(TILES)))
+ENGINES: tuple[Engine, ...] = tuple(dict.fromkeys(row.engine for row in reversed(TILES)))
 
 
 @dataclass(frozen=True)
