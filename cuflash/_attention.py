@@ -9,7 +9,7 @@ from .calls.arrays import as_array, as_mask, as_window, split_offset
 from .calls.call import BackwardCall, ForwardCall
 from .calls.run import find_call, run_call
 from .keywords import explains_keywords
-from .planning.plan import Plan, serves_gradients
+from .planning.plan import Plan, choice_for_gradients
 from .planning.problem import Device
 
 if TYPE_CHECKING:
@@ -559,9 +559,7 @@ def attention_vjp(
         "enable_gqa": enable_gqa,
     }  # fmt: skip
     out, lse = attention(q, k, v, algo=algo, engine=engine, return_lse=True, **options)
-    backward_algo, backward_engine = (
-        (algo, engine) if serves_gradients(algo, engine) else (None, None)
-    )
+    backward_algo, backward_engine = choice_for_gradients(algo, engine)
 
     def vjp(dout: AnyArray, dlse: AnyArray | None = None) -> tuple[Array, Array, Array]:
         return attention_backward(

@@ -457,7 +457,7 @@ class Foreign:
 
 
 def test_gpu_arrays_without_cupy_say_that_cupy_is_missing(monkeypatch):
-    for name in ("launch", "memory"):
+    for name in ("launch", "tables", "memory"):
         monkeypatch.delitem(sys.modules, f"cuflash.gpu.{name}", raising=False)
         monkeypatch.delattr(cuflash.gpu, name, raising=False)
     monkeypatch.setitem(sys.modules, "cupy", None)

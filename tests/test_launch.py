@@ -86,7 +86,7 @@ def launch(monkeypatch):
     monkeypatch.setattr(calls, "_calls", {})  # what is prepared in one test launches there
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     forget_modules()
-    for name in ("memory", "launch"):
+    for name in ("memory", "tables", "launch"):
         monkeypatch.delitem(sys.modules, f"cuflash.gpu.{name}", raising=False)
         monkeypatch.delattr(cuflash.gpu, name, raising=False)
     module = importlib.import_module("cuflash.gpu.launch")
@@ -102,7 +102,7 @@ def launch(monkeypatch):
     monkeypatch.setattr(module, "compiled", compiled)
     yield module
     forget_modules()
-    for name in ("memory", "launch"):  # before monkeypatch puts back what was there
+    for name in ("memory", "tables", "launch"):  # before monkeypatch puts back what was there
         sys.modules.pop(f"cuflash.gpu.{name}", None)
         vars(cuflash.gpu).pop(name, None)
 
@@ -500,6 +500,8 @@ def test_capture_takes_no_memory(launch):
 
 
 def test_orders_of_work_stay_until_there_are_too_many(launch, monkeypatch):
+    tables = sys.modules["cuflash.gpu.tables"]
+
     """A captured graph holds their addresses."""
     monkeypatch.setattr(
         Array, "set", lambda self, x: self.values.__setitem__(..., x), raising=False
@@ -508,7 +510,7 @@ def test_orders_of_work_stay_until_there_are_too_many(launch, monkeypatch):
 
     def order_of(n):
         q = np.zeros((4, 64, n, 64), np.float16)
-        return launch._order_on_device(cuflash.plan(q, q, q, causal=True, device=H200), 0)
+        return tables.order_on_device(cuflash.plan(q, q, q, causal=True, device=H200), 0)
 
     first = order_of(512)
     assert first.values.shape[1] == H200.multiprocessors
@@ -520,8 +522,8 @@ def test_orders_of_work_stay_until_there_are_too_many(launch, monkeypatch):
         assert order_of(512) is first
         with pytest.raises(RuntimeError, match="captured, .*call once before capturing"):
             order_of(192 * 117)
-    taken = sum(x.nbytes for x in launch._orders.values())
-    monkeypatch.setattr(launch, "_ORDER_BYTES", taken + 100)
+    taken = sum(x.nbytes for x in tables._orders.values())
+    monkeypatch.setattr(tables, "_ORDER_BYTES", taken + 100)
     assert order_of(192 * 117) is None
     assert order_of(512) is first
 

@@ -57,8 +57,8 @@ class Arguments:
     )  # fmt: skip
 
     def __init__(
-        self, operands: tuple[str, ...], arrays: dict[str, Array],
-        mask: BlockMask | Array | None = None, workspace: Any = None,
+        self, operands: tuple[str, ...], arrays: dict[str, Any], mask: Any = None,
+        workspace: Any = None,
     ):  # fmt: skip
         forms: list[Form] = []
         addresses = dict.fromkeys(operands, 0)
@@ -77,7 +77,7 @@ class Arguments:
         self.device_id = device_id  # None is the CPU; a call is made for arrays of one device
         self.mask_kind = "" if mask is None else self._add_mask(mask)
 
-    def _add_mask(self, mask: BlockMask | Array) -> str:
+    def _add_mask(self, mask: Any) -> str:
         """Add what is known of a mask; returns its kind, as in Problem."""
         if isinstance(mask, BlockMask):
             self.forms.append(("mask", mask.shape, (), _BOOL, None))
@@ -94,7 +94,7 @@ class Arguments:
 
     def specs(self) -> dict[str, Spec]:
         """Those of the arrays and of the mask that are given."""
-        specs = {name: Spec(*form) for name, *form, _ in self.forms}
+        specs = {name: Spec(shape, strides, dtype) for name, shape, strides, dtype, _ in self.forms}
         if self.mask_kind == "blocks":
             specs["mask"] = Spec.contiguous(self.mask.shape, np.bool_)
         return specs

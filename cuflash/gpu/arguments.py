@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import numpy as np
 
 from ..masks.band import MAX_SHIFT
-from ..operands.layout import MAX_LENGTH, Layout
+from ..operands.layout import MAX_LENGTH, Layout, MaskLayout
 from ..planning.params import LENGTHS, OPERANDS, params_dtype
 from ..planning.plan import Plan
+from ..planning.problem import Problem
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 # A band's open side: as far as a shift and a position can be from another position. The sum of all
 # three is still an int.
 OPEN_WIDTH = MAX_SHIFT + MAX_LENGTH - 1
 
 
-def pack(plan: Plan, layout: Layout, scale: float, captured: tuple[float, ...]) -> np.ndarray:
+def pack(plan: Plan, layout: Layout, scale: float, captured: tuple[float, ...]) -> NDArray[Any]:
     """The argument with everything but its pointers, as an array of one structure."""
     problem, dtype = plan.problem, params_dtype(plan.problem)
     params = np.zeros(1, dtype)
@@ -39,6 +45,7 @@ def pack(plan: Plan, layout: Layout, scale: float, captured: tuple[float, ...]) 
         params["mask_axis_stride"][0, : len(layout.axes)] = layout.axis_strides["mask"]
         params["mask_rows"], params["mask_columns"] = plan.tile.scored_tiles(problem)
     if problem.mask == "elements":
+        assert layout.mask is not None
         _pack_elements(params, problem, layout.mask)
     params["section"] = plan.section
     params["scale"] = scale
@@ -47,7 +54,7 @@ def pack(plan: Plan, layout: Layout, scale: float, captured: tuple[float, ...]) 
     return params
 
 
-def _pack_elements(params, problem, mask) -> None:
+def _pack_elements(params: NDArray[Any], problem: Problem, mask: MaskLayout) -> None:
     """Where the elements of a bool array lie; backward reads its transpose."""
     turned = -1 if problem.backward else 1
     sizes = (problem.query_length, problem.key_length)[::turned]

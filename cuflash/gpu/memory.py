@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import cupy
 import numpy as np
@@ -10,12 +11,13 @@ import numpy as np
 from ..masks.block_mask import BlockMask
 from ..masks.tile_lists import TileLists, tile_lists
 from ..operands.dtypes import CHUNK_BYTES
+from ..operands.spec import Spec
 from ..planning.plan import Plan
 
 _building = threading.Lock()
 
 
-def as_array(x) -> cupy.ndarray:
+def as_array(x: Any) -> cupy.ndarray:
     """A view of what DLPack or the CUDA array interface shows; a copy of a NumPy array."""
     if isinstance(x, np.ndarray):
         refuse_capture()
@@ -44,13 +46,13 @@ def refuse_capture(reason: str = _NO_MEMORY) -> None:
         raise RuntimeError(f"while a CUDA graph is captured, {reason}")
 
 
-def empty(shape, dtype) -> cupy.ndarray:
+def empty(shape: tuple[int, ...], dtype: Any) -> cupy.ndarray:
     """An uninitialised array on the current device, from CuPy's current allocator."""
     refuse_capture()
     return cupy.empty(shape, dtype)
 
 
-def conform(x: cupy.ndarray, wanted) -> cupy.ndarray:
+def conform(x: cupy.ndarray, wanted: Spec) -> cupy.ndarray:
     """`x`, or a copy in the type and layout of the Spec `wanted` where it has another."""
     if x.dtype == wanted.dtype and x.strides == wanted.strides:
         return x
@@ -85,7 +87,7 @@ def as_int64(x: cupy.ndarray) -> cupy.ndarray:
     return copy
 
 
-def workspace(needed: int, given, device_id: int) -> cupy.ndarray:
+def workspace(needed: int, given: Any, device_id: int) -> cupy.ndarray:
     """Memory for what kernels keep: the caller's, or new."""
     if given is None:
         return empty((needed,), np.uint8)
@@ -113,7 +115,7 @@ def device_lists(mask: BlockMask, plan: Plan, device_id: int) -> TileLists:
             if lists is None:
                 refuse_capture(_FIRST_USE)
                 made = tile_lists(mask.T if turned else mask, *key[2:])
-                lists = TileLists(*(None if x is None else cupy.asarray(x) for x in made))
+                lists = TileLists._make(None if x is None else cupy.asarray(x) for x in made)
                 cupy.cuda.get_current_stream().synchronize()
                 mask.device_lists[key] = lists
     return lists

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import functools
 import heapq
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..planning.plan import Plan
 from ..planning.wgmma import WARPGROUP_ROWS
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 MOST_ITEMS = 1 << 15  # of more, any order gives blocks about as much each
 ITEM_TILES = 2  # the start and the end of an item take as long as that many key tiles
@@ -16,15 +21,16 @@ FIXED = 0.45  # of a key tile's time, the part that does not depend on how many 
 
 
 @functools.lru_cache(maxsize=64)
-def work_order(plan: Plan) -> np.ndarray | None:
-    """The items of each block, as an array (rounds, blocks) of places in the work list.
+def work_order(plan: Plan) -> NDArray[np.int32] | None:
+    """The items of each block: an array (rounds, blocks) of indices into the work list.
 
-    Section after section of heads that share the L2 cache, of each the longest items first: they
-    go one by one to the block that is the first to have done the earlier ones, as hardware hands
-    out blocks. The last round has the list's length everywhere: no item.
+    Sections of heads that share the L2 cache come one after the other. Within a section the longest
+    items come first. Each item goes to the block that is the first to be free, as hardware hands
+    out blocks. The last round holds the list's length everywhere: it stands for no item.
 
-    None where items are alike, where but a mask on the device knows their lengths, or where they
-    are too many for their order to matter: every so many-th is a block's.
+    None where no order is needed, so that block b takes the items b, b + blocks and so on: if all
+    items are equally long, if only a mask on the device says how long they are, or if they are so
+    many that their order does not matter.
     """
     p, blocks = plan.problem, plan.grid
     count = p.head_count * plan.query_tiles
@@ -33,7 +39,7 @@ def work_order(plan: Plan) -> np.ndarray | None:
     lengths = [_length(plan, tile) for tile in reversed(range(plan.query_tiles))]
     if len(set(lengths)) == 1:
         return None
-    ready = [(0, block) for block in range(blocks)]
+    ready = [(0.0, block) for block in range(blocks)]
     items: list[list[int]] = [[] for _ in range(blocks)]
     for length, index in _longest_first(plan, lengths):
         time, block = ready[0]
@@ -45,17 +51,17 @@ def work_order(plan: Plan) -> np.ndarray | None:
     return order
 
 
-def _longest_first(plan: Plan, lengths: list[int]):
-    """(length, place in the work list) of all items, section by section.
+def _longest_first(plan: Plan, lengths: list[float]) -> Iterator[tuple[float, int]]:
+    """Length and index in the work list of all items, section by section.
 
-    The last two sections are one: at the end there should be many short items.
+    The last two sections count as one: at the end there should be many short items.
     """
     heads, tiles = plan.problem.head_count, len(lengths)
-    sections = []
+    sections: list[list[tuple[float, int]]] = []
     for first in range(0, heads, plan.section):
         width = min(plan.section, heads - first)
-        places = range(first * tiles, (first + width) * tiles)
-        sections.append([(lengths[i // width], index) for i, index in enumerate(places)])
+        indices = range(first * tiles, (first + width) * tiles)
+        sections.append([(lengths[i // width], index) for i, index in enumerate(indices)])
     yield from (item for section in sections[:-2] for item in section)
     last = [item for section in sections[-2:] for item in section]
     yield from sorted(last, key=lambda item: -item[0])

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..operands.dtypes import HALF, ITEM_BYTES
 from .problem import Device, Problem
 from .tile import ceil_div, round_up
 from .warps import WarpTile
+
+if TYPE_CHECKING:
+    from ..typing import Engine
 
 LEAST_ARCH = 80
 
@@ -18,7 +21,7 @@ LEAST_ARCH = 80
 class MmaTile(WarpTile):
     """A row whose warps have `slabs` times 16 rows."""
 
-    engine: ClassVar[str] = "mma"
+    engine: ClassVar[Engine] = "mma"
 
     dtypes: tuple[str, ...] = HALF
 

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from .problem import Device, Problem
 from .tile import Tile
+
+if TYPE_CHECKING:
+    from ..typing import Engine
 
 
 @dataclass(frozen=True, kw_only=True)
 class NumpyTile(Tile):
     """A row that numpy_engine/ serves."""
 
-    engine: ClassVar[str] = "numpy"
+    engine: ClassVar[Engine] = "numpy"
 
     def __str__(self) -> str:
         return f"{self.algo} numpy {self.block_q}x{self.block_k}"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -65,7 +67,7 @@ def _pointer_types(problem: Problem) -> tuple[dict[str, str], dict[str, str], di
     return OPERANDS[problem.backward], _MASK[problem.mask], workspace
 
 
-def _fields(problem: Problem):
+def _fields(problem: Problem) -> Iterator[tuple[tuple[str, ...], str, str]]:
     """(names, NumPy type, C type) of the fields before the captured scalars."""
     operands, mask, workspace = _pointer_types(problem)
     for name, c_type in operands.items():
@@ -81,7 +83,7 @@ def _fields(problem: Problem):
         yield from _ELEMENT_SCALARS
 
 
-def fields(problem: Problem):
+def fields(problem: Problem) -> Iterator[tuple[str, str, int, str]]:
     """(name, NumPy type, count, C type) of every field; captured scalars come last."""
     for names, kind, c_type in _fields(problem):
         numpy_type, _, repeated = kind.partition(" ")
@@ -94,7 +96,10 @@ def fields(problem: Problem):
 
 
 @functools.lru_cache(maxsize=256)
-def params_dtype(problem: Problem) -> np.dtype:
+def params_dtype(problem: Problem) -> np.dtype[Any]:
     """NumPy's view of the kernel's Params struct."""
-    columns = [(n, t, (count,)) if count > 1 else (n, t) for n, t, count, _ in fields(problem)]
+    columns: list[Any] = [
+        (name, kind, (count,)) if count > 1 else (name, kind)
+        for name, kind, count, _ in fields(problem)
+    ]
     return np.dtype(columns, align=True)

@@ -6,7 +6,7 @@ import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..operands.dtypes import ITEM_BYTES
 from . import mma, numpy, simt, source, wgmma
@@ -202,7 +202,7 @@ class Plan:
         """
         return source.kernel_source(self.problem, self.tile, kernel or self.kernel)
 
-    def __str__(self):
+    def __str__(self) -> str:
         p = self.problem
         lines = [
             f"problem    {p}",
@@ -236,10 +236,11 @@ def _reasons(rejected: Iterable[tuple[Tile, str]]) -> Iterator[str]:
         yield f"{rows[0] if len(rows) == 1 else several}: {reason}"
 
 
-def serves_gradients(algo: str | None, engine: str | None) -> bool:
-    """Whether some row of that algorithm and engine, where they are named, computes gradients."""
+def choice_for_gradients(algo: str | None, engine: str | None) -> tuple[Any, Any]:
+    """The same algorithm and engine if some row of them computes gradients, else None for both."""
     rows = (row for row in TILES if row.backward)
-    return any(algo in (None, row.algo) and engine in (None, row.engine) for row in rows)
+    serves = any(algo in (None, row.algo) and engine in (None, row.engine) for row in rows)
+    return (algo, engine) if serves else (None, None)
 
 
 def make_plan(

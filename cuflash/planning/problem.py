@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 from dataclasses import dataclass
+from typing import Any
 
 from ..masks.band import Band
 from ..operands.dtypes import ACCUMULATORS, result_dtype
@@ -58,7 +59,7 @@ class Device:
     cache_bytes: int = 32 << 20
     has_features: bool = True
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         arch = "compute capability times ten, as 90 for an H200, or 0 for the CPU"
         self._check_integer("arch", 0, arch)
         if self.arch and not LEAST_ARCH <= self.arch <= 999:
@@ -75,9 +76,11 @@ class Device:
 
     def _check_integer(self, name: str, least: int, wanted: str) -> None:
         """Make a field an int, or raise where it is none or less than `least`."""
-        value = getattr(self, name)
+        value: Any = getattr(self, name)
         try:
-            number = operator.index(None if isinstance(value, bool) else value)
+            number = operator.index(value)
+            if isinstance(value, bool):
+                raise TypeError
         except TypeError:
             raise TypeError(f"{name}={value!r}: give an integer, {wanted}") from None
         if number < least:
@@ -89,7 +92,7 @@ class Device:
         """Whether this is the CPU."""
         return self.arch == 0
 
-    def __str__(self):
+    def __str__(self) -> str:
         return "CPU" if self.is_cpu else f"{self.name or 'GPU'} (sm_{self.arch})"
 
 
@@ -182,7 +185,7 @@ class Problem:
             return 2 * (3 * self.head_dim + 2 * self.value_dim) * pairs
         return 2 * (self.head_dim + self.value_dim) * pairs
 
-    def __str__(self):
+    def __str__(self) -> str:
         lead = "x".join(map(str, self.leading)) or "1"
         text = f"{self.dtype} heads {lead}, queries {self.query_length}, keys {self.key_length}, "
         text += f"head dim {self.head_dim}"

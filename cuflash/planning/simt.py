@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..operands.dtypes import CHUNK_BYTES, EVERY, ITEM_BYTES, SINGLE
 from .problem import Problem
 from .tile import ceil_div, round_up
 from .warps import WarpTile
+
+if TYPE_CHECKING:
+    from ..typing import Engine
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,7 +21,7 @@ class SimtTile(WarpTile):
     lane holds so many rows.
     """
 
-    engine: ClassVar[str] = "simt"
+    engine: ClassVar[Engine] = "simt"
 
     @property
     def warp_rows(self) -> int:

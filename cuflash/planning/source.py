@@ -71,9 +71,10 @@ def expand(name: str) -> str:
     `#line` directives keep compiler messages and profilers on the true file and line. The text is
     one string because CuPy's disk cache keys on it: headers found through `-I` would go stale.
     """
-    folder, seen = files(_PACKAGE) / "kernels", set()
+    folder = files(_PACKAGE) / "kernels"
+    seen: set[str] = set()
 
-    def paste(name):
+    def paste(name: str) -> list[str]:
         seen.add(name)
         lines = [f'#line 1 "cuflash/kernels/{name}"']
         for number, line in enumerate((folder / name).read_text().splitlines(), 1):

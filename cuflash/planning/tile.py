@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from ..masks.band import MAX_SHIFT
 from ..operands.dtypes import EVERY
 from .problem import Device, Problem
+
+if TYPE_CHECKING:
+    from ..typing import Algo, Engine
 
 MASK_LIST_THREADS = 32  # of a block of mask_lists
 
@@ -28,16 +31,16 @@ def round_up(value: int, multiple: int) -> int:
 
 
 class Buffer(NamedTuple):
-    """Memory with a name: `count` tiles of `tile_bytes`, one behind the other."""
+    """Memory with a name: so many `tiles` of `tile_bytes`, one behind the other."""
 
     name: str
     tile_bytes: int
-    count: int = 1
+    tiles: int = 1
 
     @property
     def bytes(self) -> int:
         """Size of all its tiles."""
-        return self.tile_bytes * self.count
+        return self.tile_bytes * self.tiles
 
 
 class Launch(NamedTuple):
@@ -79,10 +82,10 @@ class Tile:
         Thread blocks per multiprocessor from which the row is worth taking.
     """
 
-    engine: ClassVar[str]
+    engine: ClassVar[Engine]
     compile_options: ClassVar[tuple[str, ...]] = ()  # for NVRTC, beside what CuPy passes
 
-    algo: str
+    algo: Algo
     max_dim: int
     dtypes: tuple[str, ...] = EVERY
     block_q: int = 0

@@ -22,8 +22,15 @@ References
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 
-def moved(problem, keys_outside: bool, query_tiles, block_k: int, item: int, sums: int) -> int:
+from .problem import Problem
+
+
+def moved(
+    problem: Problem, keys_outside: bool, query_tiles: Iterable[tuple[int, int]], block_k: int,
+    item: int, sums: int,
+) -> int:  # fmt: skip
     """Bytes that are moved with these tiles; `item` and `sums` are the bytes of an element.
 
     `query_tiles` are the ranges of queries of a head's tiles.
@@ -46,7 +53,7 @@ def moved(problem, keys_outside: bool, query_tiles, block_k: int, item: int, sum
     return problem.head_count * (n * d * item + visits * keys + results)
 
 
-def moved_unfused(problem, item: int) -> int:
+def moved_unfused(problem: Problem, item: int) -> int:
     """Bytes that array operations move, with the whole matrix of scores in memory."""
     n, m, d, dv = (
         problem.query_length, problem.key_length, problem.head_dim, problem.value_dim,
@@ -58,7 +65,7 @@ def moved_unfused(problem, item: int) -> int:
     return problem.head_count * values * item
 
 
-def query_visits(problem, block_k: int) -> int:
+def query_visits(problem: Problem, block_k: int) -> int:
     """Queries that see some key of a tile, summed over the key tiles of one head."""
     n, m, band = problem.query_length, problem.key_length, problem.band
     shift = band.shift(n, m)
@@ -66,7 +73,7 @@ def query_visits(problem, block_k: int) -> int:
     return sum(end - begin for begin, end in ranges)
 
 
-def key_visits(problem, query_tiles) -> int:
+def key_visits(problem: Problem, query_tiles: Iterable[tuple[int, int]]) -> int:
     """Keys that some query of a tile sees, summed over the query tiles of one head."""
     m, band = problem.key_length, problem.band
     shift = band.shift(problem.query_length, m)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..operands.dtypes import HALF, ITEM_BYTES
 from .problem import Device, Problem
 from .tile import Buffer, KernelTile, MapBox, ceil_div, round_up
+
+if TYPE_CHECKING:
+    from ..typing import Engine
 
 WARPGROUP = 128  # threads
 WARPGROUP_ROWS = 64
@@ -25,7 +28,7 @@ class WgmmaTile(KernelTile):
         Whether warpgroups take turns at issuing products.
     """
 
-    engine: ClassVar[str] = "wgmma"
+    engine: ClassVar[Engine] = "wgmma"
     compile_options: ClassVar[tuple[str, ...]] = ("-arch=sm_90a",)
 
     dtypes: tuple[str, ...] = HALF

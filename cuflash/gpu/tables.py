@@ -1,0 +1,117 @@
+"""What Hopper's kernels are given beside Params: tensor maps and the order of work."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import cupy
+import numpy as np
+
+from ..operands.layout import Layout
+from ..planning.plan import Plan
+from .memory import FIRST_CALL, empty, refuse_capture
+from .tensor_maps import MAP_BYTES, OPERANDS, TABLES_BYTES, TensorMap, tensor_maps
+from .work_order import work_order
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+
+@functools.cache
+def _encode_function() -> Any:
+    """The driver's cuTensorMapEncodeTiled, which CuPy does not wrap."""
+    driver = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+    function = ctypes.CDLL(driver).cuTensorMapEncodeTiled
+    pointer, integer = ctypes.c_void_p, ctypes.c_int
+    function.argtypes = [
+        pointer, integer, ctypes.c_uint32, pointer, pointer, pointer, pointer, pointer,
+        integer, integer, integer, integer,
+    ]  # fmt: skip
+    return function
+
+
+_ORDER_BYTES = 64 << 20  # of one device, for the orders of work of all kinds of call: thousands
+_orders: dict[tuple[Any, ...], cupy.ndarray] = {}
+_ordering = threading.Lock()
+
+
+def order_on_device(plan: Plan, device_id: int) -> cupy.ndarray | None:
+    """The plan's order of work in device memory, for all streams, or None where it has none.
+
+    A captured CUDA graph holds its address, and nobody knows how long: it stays as long as the
+    process. Once orders take too much memory, a plan does without: its result is the same, and it
+    is slower under a mask that gives items different lengths.
+    """
+    order = work_order(plan)
+    if order is None:
+        return None
+    key = device_id, order.shape, order.tobytes()
+    with _ordering:
+        if key not in _orders:
+            refuse_capture(FIRST_CALL)
+            taken = sum(x.nbytes for (device, *_), x in _orders.items() if device == device_id)
+            if taken + order.nbytes > _ORDER_BYTES:
+                return None
+            with cupy.cuda.Device(device_id):
+                held = empty(order.shape, order.dtype)
+                held.set(order)
+                cupy.cuda.get_current_stream().synchronize()
+            _orders[key] = held
+        return _orders[key]
+
+
+def table_maker(
+    maps: dict[str, TensorMap], dtype: str, order: cupy.ndarray | None
+) -> Callable[[Sequence[int]], NDArray[Any]]:
+    """A function of the operands' addresses that makes the kernel's argument Tables."""
+    encode = _encode_function()
+    order_address = struct.pack("Q", 0 if order is None else order.data.ptr)
+    type_code = {"float16": 6, "bfloat16": 9}[dtype]  # CUtensorMapDataType
+    fixed = []
+    for slot, x in enumerate(maps.values()):
+        rank = len(x.dims)
+        dims, strides = (ctypes.c_uint64 * rank)(*x.dims), (ctypes.c_uint64 * rank)(*x.strides)
+        box, steps = (ctypes.c_uint32 * rank)(*x.box), (ctypes.c_uint32 * rank)(*[1] * rank)
+        swizzle = {32: 1, 64: 2, 128: 3}[x.swizzle]  # CUtensorMapSwizzle
+        # No interleaving, sectors of 256 bytes promoted in L2, zeros outside.
+        fixed.append(
+            (slot * MAP_BYTES, type_code, rank, (dims, strides, box, steps, 0, swizzle, 3, 0))
+        )
+
+    def make(addresses: Sequence[int]) -> NDArray[Any]:
+        memory = np.zeros(TABLES_BYTES + 64, np.uint8)  # the driver wants 64-byte alignment
+        begin = -memory.ctypes.data % 64
+        base = memory.ctypes.data + begin
+        for address, (offset, kind, rank, more) in zip(addresses, fixed):
+            status = encode(base + offset, kind, rank, address, *more)
+            if status:
+                raise RuntimeError(f"cuTensorMapEncodeTiled failed with CUDA error {status}")
+        tables = memory[begin : begin + TABLES_BYTES]
+        end = len(maps) * MAP_BYTES
+        tables[end : end + 8] = np.frombuffer(order_address, np.uint8)
+        return tables.view(f"V{TABLES_BYTES}")
+
+    return make
+
+
+def tables_of(
+    plan: Plan, layout: Layout, device_id: int
+) -> Callable[[Mapping[str, int]], tuple[NDArray[Any]]]:
+    """A function of the operands' addresses: the kernel's arguments beside Params."""
+    order = order_on_device(plan, device_id)
+    make = table_maker(tensor_maps(plan, layout), plan.problem.dtype, order)
+
+    @functools.lru_cache(maxsize=256)
+    def remembered(*operands: int) -> tuple[NDArray[Any]]:
+        return (make(operands),)
+
+    def of_addresses(addresses: Mapping[str, int], _held: Any = order) -> tuple[NDArray[Any]]:
+        return remembered(*[addresses[name] for name in OPERANDS])
+
+    return of_addresses
