@@ -33,9 +33,9 @@
 #include "seams/key_tiles.cuh"
 #include "seams/score.cuh"
 #include "seams/output.cuh"
-#include "hopper/instructions.cuh"
+#include "hopper/turns.cuh"
+#include "hopper/uniform.cuh"
 #include "tiles/warpgroup.cuh"
-#include "hopper/roles.cuh"
 #include "hopper/fa1_block.cuh"
 
 // O += weight * value for the infinities and NaN among the values that a row sees of a pair's

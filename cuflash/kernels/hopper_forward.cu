@@ -31,7 +31,8 @@
 #include "seams/key_tiles.cuh"
 #include "seams/score.cuh"
 #include "seams/output.cuh"
-#include "hopper/instructions.cuh"
+#include "hopper/turns.cuh"
+#include "hopper/uniform.cuh"
 #include "tiles/warpgroup.cuh"
 #include "hopper/block.cuh"
 

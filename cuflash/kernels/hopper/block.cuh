@@ -1,8 +1,11 @@
 // The block of hopper_forward.cu but for its consumers: what lies where in shared memory, the
 // barriers, and the producer's threads. Reads the prelude.
 #pragma once
-#include "hopper/instructions.cuh"
 #include "seams/key_tiles.cuh"
+#include "hopper/barriers.cuh"
+#include "hopper/head_place.cuh"
+#include "hopper/items.cuh"
+#include "hopper/producer.cuh"
 #include "hopper/roles.cuh"
 #include "tiles/warpgroup.cuh"
 #include "hopper/work_list.cuh"

@@ -2,9 +2,12 @@
 // barriers, which tiles meet, the state between meetings, and the producer's threads. Reads the
 // prelude.
 #pragma once
-#include "hopper/instructions.cuh"
 #include "seams/key_tiles.cuh"
 #include "seams/output.cuh"
+#include "hopper/barriers.cuh"
+#include "hopper/head_place.cuh"
+#include "hopper/items.cuh"
+#include "hopper/producer.cuh"
 #include "hopper/roles.cuh"
 #include "tiles/softmax.cuh"
 #include "tiles/warpgroup.cuh"

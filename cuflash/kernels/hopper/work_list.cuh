@@ -3,6 +3,7 @@
 #pragma once
 #include "seams/key_tiles.cuh"
 #include "seams/output.cuh"
+#include "hopper/head_place.cuh"
 #include "hopper/roles.cuh"
 #include "seams/sequence.cuh"
 
