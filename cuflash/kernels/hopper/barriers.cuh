@@ -1,13 +1,22 @@
+// How warps hand buffers to one another: each buffer has a barrier "full", on which its readers
+// wait, and one "empty", on which its writer waits.
 #pragma once
 #include "ptx/mbarrier.cuh"
 
-// A place in a ring of STAGES buffers, and the parity of the phase that their barriers are in.
-template <int STAGES>
+template <int COUNT>
+__device__ __forceinline__ void init_all(Barrier (&barriers)[COUNT], u32 arrivals) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) barriers[i].init(arrivals);
+}
+
+// The slot that is next in a ring of SLOTS buffers, and the parity of its full barrier's phase. Its
+// empty barrier is a phase behind, at the other parity.
+template <int SLOTS>
 struct Ring {
-    int stage = 0;
+    int slot = 0;
     u32 parity = 0;
     __device__ __forceinline__ void advance() {
-        if (++stage == STAGES) stage = 0, parity ^= 1;
+        if (++slot == SLOTS) slot = 0, parity ^= 1;
     }
     __device__ __forceinline__ Ring next() const {
         Ring ring = *this;
@@ -15,6 +24,6 @@ struct Ring {
         return ring;
     }
     __device__ __forceinline__ Ring previous() const {
-        return stage == 0 ? Ring{STAGES - 1, parity ^ 1} : Ring{stage - 1, parity};
+        return slot == 0 ? Ring{SLOTS - 1, parity ^ 1} : Ring{slot - 1, parity};
     }
 };

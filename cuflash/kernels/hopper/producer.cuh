@@ -1,6 +1,7 @@
+// What the producer's threads do to one tile: copy it, clear its values. Reads the prelude.
 #pragma once
 #include "hopper/barriers.cuh"
-#include "hopper/head_place.cuh"
+#include "hopper/located_head.cuh"
 #include "hopper/roles.cuh"
 #include "ptx/tma.cuh"
 
@@ -11,22 +12,24 @@ struct Tables {
     const int* order;
 };
 
-// Copies rows from `row` on, panel by panel.
+// Copies the rows of a head from `row` on into a buffer, panel by panel. `full` counts their bytes.
 template <typename Layout>
-__device__ __forceinline__ void load_panels(u32 target, const TensorMap* map, u32 barrier, int row,
-                                            const MapPlace& place) {
-    const int a = place.at[0], b = place.at[1], c = place.at[2];
-    arrive_and_expect(barrier, Layout::BYTES);
+__device__ __forceinline__ void load_panels(unsigned char* buffer, Barrier& full,
+                                            const TensorMap* map, int row,
+                                            const MapPosition& position) {
+    const int a = position.at[0], b = position.at[1], c = position.at[2];
+    full.arrive_and_expect(Layout::BYTES);
 #pragma unroll
     for (int i = 0; i < Layout::COUNT; ++i)
-        load_box(target + i * Layout::PANEL_BYTES, map, barrier, i * Layout::PANEL, row, a, b, c);
+        load_box(buffer + i * Layout::PANEL_BYTES, map, full, i * Layout::PANEL, row, a, b, c);
 }
 
-// Clears what a product must not see of a tile of values: it would bring 0 * NaN into rows that do
-// not see the key. For one of the CLEARERS, which does its part of the tile and has `note` remember,
-// by that part's number, whether there was anything.
+// Clears the infinities and NaN of a tile of values: a product would bring 0 * NaN into rows that
+// do not see the key. Each of the CLEARERS does its part of the tile, and has `note` remember by
+// that part's number whether it found any.
 template <int BYTES, typename Note>
-__device__ __forceinline__ void clear_values(unsigned char* values, u32 full, const Note& note) {
+__device__ __forceinline__ void clear_values(unsigned char* values, Barrier& full,
+                                             const Note& note) {
     const int lane = threadIdx.x % 32, part = threadIdx.x / 64;
     constexpr int UNITS = BYTES / 16 / CLEARERS;
     Element* const tile = reinterpret_cast<Element*>(values);
@@ -34,5 +37,5 @@ __device__ __forceinline__ void clear_values(unsigned char* values, u32 full, co
     if (lane == 0) note(part, any);
     publish_to_async_units();
     __syncwarp();  // all lanes have published what they cleared
-    if (lane == 0) arrive(full);
+    if (lane == 0) full.arrive();
 }

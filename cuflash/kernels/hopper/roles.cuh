@@ -1,4 +1,6 @@
-// Who does what in a block: one warpgroup produces, the others consume. Reads the prelude.
+// Who does what in a block. The first warpgroup is the producer: one of its threads copies tiles,
+// one plans, and two of its warps clear values. The other warpgroups are the consumers: each
+// computes for SLAB queries. Reads the prelude.
 #pragma once
 #include "ptx/wgmma.cuh"
 #include "tiles/warpgroup.cuh"
@@ -6,7 +8,12 @@
 constexpr int CONSUMERS = WARPS / 4;
 static_assert(BLOCK_Q == CONSUMERS * SLAB && THREADS == (CONSUMERS + 1) * WARPGROUP, "roles");
 
-constexpr int CLEARERS = 2;  // warps 1 and 3 of the producer
+constexpr int COPYING_THREAD = 0, PLANNING_THREAD = 64;
+constexpr int CLEARERS = 2;  // warps 1 and 3
+__device__ __forceinline__ bool is_clearer() { return threadIdx.x / 32 % 2 == 1; }
+
+// Who reads an item: the consumers' warps, the copying thread and the warps that clear.
+constexpr int ITEM_READERS = WARPS + 1 + CLEARERS;
 
 // Registers per thread: what a block starts with, and how the warpgroups share it out.
 constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;

@@ -1,12 +1,13 @@
-// Turns of the consumers at the tensor cores. Reads the prelude: PING_PONG.
+// Turns of the consumers at issuing products, the ping-pong of FlashAttention-3: while the tensor
+// cores work for one consumer, the others compute exponentials. Reads the prelude: PING_PONG.
 #pragma once
 #include "hopper/roles.cuh"
 #include "ptx/named_barrier.cuh"
 
-// Named barriers, one per consumer, from 1 on: 0 is __syncthreads.
-constexpr int TURN_BARRIER = 1;
+constexpr int TURN_BARRIER = 1;  // the first consumer's; the others' follow
 
-// Consumers issue their products one after the other, round and round.
+// Turns go round and round. A consumer's turn begins when the one before it has handed over: each
+// consumer has a named barrier, to which both come.
 struct Turns {
     const int consumer;
     __device__ __forceinline__ Turns(int consumer) : consumer(consumer) {

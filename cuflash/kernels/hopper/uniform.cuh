@@ -1,8 +1,9 @@
+// Values that all lanes of a warp have.
 #pragma once
 #include "numeric.cuh"
 
-// x, which all lanes of the warp have: now the compiler knows, too, and keeps it in the registers
-// that a warp has in common.
+// x, which is the same in all lanes. The compiler cannot know that; of a shuffle's result it does,
+// and keeps it in the registers that a warp has in common.
 template <typename T>
 __device__ __forceinline__ T uniform(const T& x) {
     constexpr int WORDS = sizeof(T) / sizeof(u32);

@@ -1,57 +1,69 @@
-// Barriers in shared memory (sm_90 on). One instruction per function.
+// Barriers in shared memory (mbarrier, sm_90 on). One instruction per function.
 #pragma once
-#include "numeric.cuh"
+#include "ptx/memory.cuh"
 
-// A barrier's phase ends when `count` threads have arrived and all expected bytes are there.
-// mbarrier.init
-__device__ __forceinline__ void init_barrier(u32 barrier, u32 count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" : : "r"(barrier), "r"(count) : "memory");
-}
+// A barrier counts arrivals of threads and bytes of copies. Its phase ends when the phase's
+// arrivals and expected bytes are all there, and the next phase begins. Phases have parity 0, 1,
+// 0, ...
+struct Barrier {
+    u64 state;  // for the instructions alone
 
-// fence.mbarrier_init: the barriers exist for the TMA unit, too.
+    // mbarrier.init: every phase waits for so many arrivals.
+    __device__ __forceinline__ void init(u32 arrivals) {
+        asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
+                     :
+                     : "l"(__cvta_generic_to_shared(this)), "r"(arrivals)
+                     : "memory");
+    }
+
+    // mbarrier.arrive
+    __device__ __forceinline__ void arrive() {
+        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];"
+                     :
+                     : "l"(__cvta_generic_to_shared(this))
+                     : "memory");
+    }
+
+    // mbarrier.arrive.expect_tx: arrives, and adds to the bytes that the phase waits for.
+    __device__ __forceinline__ void arrive_and_expect(u32 bytes) {
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
+                     :
+                     : "l"(__cvta_generic_to_shared(this)), "r"(bytes)
+                     : "memory");
+    }
+
+    // mbarrier.try_wait.parity: returns when the phase of that parity has ended. The phase before
+    // the first counts as ended, with parity 1.
+    __device__ __forceinline__ void wait(u32 parity) {
+        asm volatile(
+            "{\n"
+            ".reg .pred done;\n"
+            "again:\n"
+            "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+            "@!done bra again;\n"
+            "}"
+            :
+            : "l"(__cvta_generic_to_shared(this)), "r"(parity)
+            : "memory");
+    }
+
+    // mbarrier.test_wait.parity: whether the phase of that parity has ended.
+    __device__ __forceinline__ bool has_ended(u32 parity) {
+        u32 ended;
+        asm volatile(
+            "{\n"
+            ".reg .pred done;\n"
+            "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+            "selp.u32 %0, 1, 0, done;\n"
+            "}"
+            : "=r"(ended)
+            : "l"(__cvta_generic_to_shared(this)), "r"(parity)
+            : "memory");
+        return ended;
+    }
+};
+
+// fence.mbarrier_init: the barriers that this thread has made exist for the TMA unit, too.
 __device__ __forceinline__ void publish_barriers() {
     asm volatile("fence.mbarrier_init.release.cluster;" : : : "memory");
-}
-
-// mbarrier.arrive
-__device__ __forceinline__ void arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" : : "r"(barrier) : "memory");
-}
-
-// mbarrier.arrive.expect_tx: arrives, and adds to the bytes that the phase waits for.
-__device__ __forceinline__ void arrive_and_expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
-                 :
-                 : "r"(barrier), "r"(bytes)
-                 : "memory");
-}
-
-// mbarrier.try_wait.parity: returns when the phase of that parity has ended. The phase before the
-// first counts as ended, with parity 1.
-__device__ __forceinline__ void wait_barrier(u32 barrier, u32 parity) {
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "again:\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-        "@!done bra again;\n"
-        "}"
-        :
-        : "r"(barrier), "r"(parity)
-        : "memory");
-}
-
-// mbarrier.test_wait.parity: whether the phase of that parity has ended.
-__device__ __forceinline__ bool has_ended(u32 barrier, u32 parity) {
-    u32 ended;
-    asm volatile(
-        "{\n"
-        ".reg .pred done;\n"
-        "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, done;\n"
-        "}"
-        : "=r"(ended)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-    return ended;
 }

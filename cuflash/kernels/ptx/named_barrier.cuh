@@ -1,7 +1,7 @@
 // The 16 barriers that a block has by number; 0 is __syncthreads. One instruction per function.
 #pragma once
 
-// bar.sync: returns when `threads` have come to barrier `id`, those of meet() and of pass().
+// bar.sync: returns when so many threads have come to barrier `id`, by meet() or by pass().
 __device__ __forceinline__ void meet(int id, int threads) {
     asm volatile("bar.sync %0, %1;" : : "r"(id), "r"(threads) : "memory");
 }

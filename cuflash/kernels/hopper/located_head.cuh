@@ -1,24 +1,25 @@
+// Where one head's operands and results lie, in memory and in the tensor maps.
 #pragma once
 #include "seams/output.cuh"
 #include "seams/sequence.cuh"
 
 constexpr int MAP_AXES = 3;  // leading axes of a tensor map, at most
 
-// Where a head lies in an operand's tensor map, whose leading axes have one position where the
-// operand broadcasts.
-struct MapPlace {
+// A head's position along the leading axes of an operand's tensor map: 0 where the operand
+// broadcasts, for such an axis has one position there.
+struct MapPosition {
     int at[MAP_AXES];
 };
 
-// Where a head's operands and results lie. Finding that out takes divisions, which are slow, so that
-// one thread does it for all; it stays in shared memory, since the producer has few registers.
-struct Place {
+// Locating a head takes divisions, which are slow. So one thread does it for all. The result stays
+// in shared memory, because the producer has few registers.
+struct LocatedHead {
     Head head;
     HeadOutput output;
-    MapPlace q_place, k_place, v_place;
+    MapPosition q_position, k_position, v_position;
 
     __device__ __forceinline__ void locate(const Params& p, int index) {
-        // All loops unrolled: places in arrays that are known only when it runs take longer.
+        // All loops are unrolled: an array takes longer when its indices are no constants.
         int position[MAP_AXES];
         u32 rest = index;
 #pragma unroll
@@ -36,16 +37,16 @@ struct Place {
             for (int axis = 0; axis < MAP_AXES; ++axis) sum += position[axis] * strides[axis];
             return sum;
         };
-        const auto place = [&](const long long* strides) {
-            MapPlace found;
+        const auto map_position = [&](const long long* strides) {
+            MapPosition found;
 #pragma unroll
             for (int axis = 0; axis < MAP_AXES; ++axis)
                 found.at[axis] = strides[axis] == 0 ? 0 : position[axis];
             return found;
         };
-        q_place = place(p.q_axis_stride);
-        k_place = place(p.k_axis_stride);
-        v_place = place(p.v_axis_stride);
+        q_position = map_position(p.q_axis_stride);
+        k_position = map_position(p.k_axis_stride);
+        v_position = map_position(p.v_axis_stride);
         output.out = p.out + offset(p.out_axis_stride);
         output.lse = p.lse == nullptr ? nullptr : p.lse + offset(p.lse_axis_stride);
         head = head_at(p, index, offset(p.q_axis_stride), offset(p.k_axis_stride),
