@@ -11,6 +11,8 @@
 using Tile = WarpgroupTile<Element, BLOCK_K, HEAD_DIM, HEAD_DIM_V>;
 
 // A value tile that is cut has "landed" when its copy is there, and is "full" when it is cleared.
+// For "full" the copying thread or the clearing warps arrive, for "empty" the warps that read: 4 of
+// them read a consumer's queries, all consumers' the keys and values.
 struct Barriers {
     Barrier Q_full[CONSUMERS], Q_empty[CONSUMERS];
     Barrier K_full[STAGES], K_empty[STAGES];

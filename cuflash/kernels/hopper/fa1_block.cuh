@@ -36,7 +36,7 @@ struct Pair {
 };
 
 // K and V become full step by step, and empty as a whole. A step of V has "landed" when its copy is
-// there, and is "full" when it is cleared.
+// there, and is "full" when it is cleared. Arrivals are as in hopper/block.cuh.
 struct Barriers {
     Barrier Q_full[STAGES][CONSUMERS], Q_empty[STAGES][CONSUMERS];
     Barrier K_full[STEPS], V_landed[STEPS], V_full[STEPS];

@@ -8,27 +8,27 @@
 struct Barrier {
     u64 state;  // for the instructions alone
 
+    // 64 bits wide: the compiler then leaves the constant part of an address to the instruction.
+    __device__ __forceinline__ u64 address() const { return __cvta_generic_to_shared(this); }
+
     // mbarrier.init: every phase waits for so many arrivals.
     __device__ __forceinline__ void init(u32 arrivals) {
         asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;"
                      :
-                     : "l"(__cvta_generic_to_shared(this)), "r"(arrivals)
+                     : "l"(address()), "r"(arrivals)
                      : "memory");
     }
 
     // mbarrier.arrive
     __device__ __forceinline__ void arrive() {
-        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];"
-                     :
-                     : "l"(__cvta_generic_to_shared(this))
-                     : "memory");
+        asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" : : "l"(address()) : "memory");
     }
 
     // mbarrier.arrive.expect_tx: arrives, and adds to the bytes that the phase waits for.
     __device__ __forceinline__ void arrive_and_expect(u32 bytes) {
         asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;"
                      :
-                     : "l"(__cvta_generic_to_shared(this)), "r"(bytes)
+                     : "l"(address()), "r"(bytes)
                      : "memory");
     }
 
@@ -43,7 +43,7 @@ struct Barrier {
             "@!done bra again;\n"
             "}"
             :
-            : "l"(__cvta_generic_to_shared(this)), "r"(parity)
+            : "l"(address()), "r"(parity)
             : "memory");
     }
 
@@ -57,7 +57,7 @@ struct Barrier {
             "selp.u32 %0, 1, 0, done;\n"
             "}"
             : "=r"(ended)
-            : "l"(__cvta_generic_to_shared(this)), "r"(parity)
+            : "l"(address()), "r"(parity)
             : "memory");
         return ended;
     }

@@ -16,8 +16,8 @@ __device__ __forceinline__ void load_box(void* box, const TensorMap* map, Barrie
         "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
         "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
         :
-        : "l"(__cvta_generic_to_shared(box)), "l"(map), "l"(__cvta_generic_to_shared(&full)),
-          "r"(column), "r"(row), "r"(a), "r"(b), "r"(c)
+        : "l"(__cvta_generic_to_shared(box)), "l"(map), "l"(full.address()), "r"(column), "r"(row),
+          "r"(a), "r"(b), "r"(c)
         : "memory");
 }
 
