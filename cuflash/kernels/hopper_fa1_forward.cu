@@ -1,45 +1,42 @@
-// FlashAttention-1 forward (Dao et al. 2022, Algorithms 1 and 2) on Hopper, in its own loop order.
+// FlashAttention-1 forward (Dao et al. 2022, Algorithms 1 and 2) on Hopper, in its own loop order:
+// O = softmax(Q K^T) V and its log-sum-exp.
 //
-// Grid: one block per head, B * H in all. Outside, the block walks over the key tiles, as large as
-// shared memory holds; inside, over the query tiles that see a key of it. O, l and m of a query
-// tile live in global memory from one key tile to the next, O unnormalised. A block has CONSUMERS
-// warpgroups that own 64 queries of a query tile each, and a producer:
+// Grid: one block per head, B * H in all. The outer loop walks over the key tiles, which are as
+// large as shared memory holds. The inner loop walks over the query tiles that see a key of the key
+// tile. From one key tile to the next a query tile's O (unnormalised), l and m live in global
+// memory. A block has a producer warpgroup and CONSUMERS others, which own 64 queries of a query
+// tile each:
 //
-//     thread 0      copies key tiles by TMA  K_smem  [STEPS][STEP_K][D]
-//                                            V_smem  [STEPS][STEP_K][DV]
+//     thread 0      copies key tiles by TMA  K  [STEPS][STEP_K][D]
+//                                            V  [STEPS][STEP_K][DV]
 //     warps 1, 3    clear the values' NaN and infinities, which the consumers add later
-//     thread 64     works out the pairs of tiles, and copies Q_smem [STAGES][CONSUMERS][64][D]
-//     consumers     of a pair, step by step of STEP_K keys: S = Q K^T, online softmax, O += P V, as
-//                   in hopper_forward.cu; S, P and O stay in registers
+//     thread 64     works out the pairs of tiles, and copies Q [STAGES][CONSUMERS][64][D]
+//     consumers     compute S, softmax and O step by step of STEP_K keys, in registers
 //
 //     for each key tile j:                            K_j, V_j            -> shared memory
 //         for each query tile i that sees a key of j: Q_i; O_i, l_i, m_i  -> registers
 //             for each step: S = Q K^T beside O += P V of the step before; softmax
 //             O_i, l_i, m_i -> global memory or, where j is the last that i sees, out and lse
 //
-// The first scores of a pair are computed beside the last O += P V of the one before, and the state
-// changes behind their softmax. Its slabs are read by the threads that wrote them, in the layout of
-// their registers.
+// A pair's first S = Q K^T runs beside the last O += P V of the pair before. The consumer exchanges
+// the states when that sum is there, behind the softmax of the new scores. Each thread reads the
+// part of a state that it has written itself, in the layout of its registers.
 //
 // Floor: a visit moves 8 DV bytes of O, 16 of l and m and 2 D of Q per row, for 2 (D + DV) BLOCK_K
 // operations. With an H200's 4.2 TB/s that allows 1160 TFLOP/s at D = 64 with 768 keys, 630 at 128
-// with 384, 350 at 192 with 224 and 265 at 256 with 160; hopper_forward.cu, which needs no state,
-// reaches 550 and 740 on the first two.
-//
-// Measured, with 132 heads or more: 409 to 493 at D = 64, 425 to 471 at 128. docs/kernels.md says
-// what counted, and what is missing.
+// with 384, 350 at 192 with 224 and 265 at 256 with 160. docs/kernels.md has what was measured.
 #include "numeric.cuh"
 #include "tiles/softmax.cuh"
 #include "seams/key_tiles.cuh"
 #include "seams/score.cuh"
 #include "seams/output.cuh"
-#include "hopper/instructions.cuh"
+#include "hopper/turns.cuh"
+#include "hopper/uniform.cuh"
 #include "tiles/warpgroup.cuh"
-#include "hopper/roles.cuh"
 #include "hopper/fa1_block.cuh"
 
 // O += weight * value for the infinities and NaN among the values that a row sees of a pair's
-// steps, of which the products saw zeros; O is a slab of the state. Rare, hence slow and small.
+// steps: the products saw zeros in their stead. O is a slab of the state. Rare, hence slow and small.
 __device__ __forceinline__ void add_nonfinite_values(const Params& p, const Head& head,
                                                      const Pair& pair, const Softmax& softmax,
                                                      State::Group* slab, const Tile& tile,
@@ -50,8 +47,8 @@ __device__ __forceinline__ void add_nonfinite_values(const Params& p, const Head
         if (column >= HEAD_DIM_V) break;
         State::Group& group = slab[i * WARPGROUP + threadIdx.x % WARPGROUP];
 #pragma unroll 1
-        for (int place = pair.begin; place < pair.end; ++place) {
-            const Visit visit = pair.keys.list[place];
+        for (int index = pair.begin; index < pair.end; ++index) {
+            const Visit visit = pair.keys.list[index];
             const TileBits bits(p, visit, first_row);
             const int k_begin = visit.tile * STEP_K;
 #pragma unroll 1
@@ -73,34 +70,36 @@ __device__ __forceinline__ void add_nonfinite_values(const Params& p, const Head
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     hopper_fa1_forward(const __grid_constant__ Params p, const __grid_constant__ Tables tables) {
-    extern __shared__ __align__(1024) unsigned char smem[];
-    const Barriers barriers = {shared_address(smem) + BARRIERS};
-    const int* const flags = reinterpret_cast<const int*>(smem + FLAGS);
+    extern __shared__ __align__(1024) unsigned char bytes[];
+    SharedMemory& smem = *reinterpret_cast<SharedMemory*>(bytes);
+    Barriers& barriers = smem.barriers;
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
     if (threadIdx.x == 0) {
         barriers.init();
-        reinterpret_cast<Place*>(smem + PLACE)->locate(p, blockIdx.x);
+        smem.pairs.init(ITEM_READERS);
+        publish_barriers();
+        smem.located.locate(p, blockIdx.x);
         prefetch(&tables.q), prefetch(&tables.k), prefetch(&tables.v);
     }
-    __syncthreads();  // the barriers and the place are there for all
+    __syncthreads();  // the barriers and the located head are there for all
 
     if (warpgroup == 0) {
         release_registers<PRODUCER_REGISTERS>();
-        if (threadIdx.x == 64)
-            schedule(p, tables, smem, barriers);
-        else if (threadIdx.x == 0 || threadIdx.x / 32 % 2 == 1)
-            produce(p, tables, smem, barriers);
+        if (threadIdx.x == PLANNING_THREAD)
+            plan_pairs(p, tables, smem);
+        else if (threadIdx.x == COPYING_THREAD || is_clearer())
+            produce(tables, smem);
         return;
     }
     claim_registers<CONSUMER_REGISTERS>();
     const int consumer = warpgroup - 1;
     const bool speaks = threadIdx.x % 32 == 0;  // for its warp
     const Tile tile(threadIdx.x % WARPGROUP);
-    const u64 Q = Tile::Queries::descriptor(shared_address(smem) + consumer * Q_TILE);
-    const u64 K = Tile::Keys::descriptor(shared_address(smem) + K_BEGIN);
-    const u64 V = Tile::Values::descriptor(shared_address(smem) + V_BEGIN);
+    const u64 Q = Tile::Queries::descriptor(shared_address(smem.Q[0][consumer]));
+    const u64 K = Tile::Keys::descriptor(shared_address(smem.K));
+    const u64 V = Tile::Values::descriptor(shared_address(smem.V));
     const Accumulator multiplier = score_multiplier(p);
-    const HeadOutput& output = reinterpret_cast<const Place*>(smem + PLACE)->output;
+    const HeadOutput& output = smem.located.output;
     const Head head = locate_head(p, blockIdx.x);
     const State state(p, blockIdx.x);
     const Turns turns(consumer);
@@ -109,20 +108,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Accumulator S_regs[Tile::ROWS][Tile::COLUMNS], O_regs[Tile::ROWS][Tile::VALUE_COLUMNS] = {};
     Accumulator rescale[Tile::ROWS];
     u32 P_regs[STEP_K / 16][4] = {};
-    Reader reader(smem, barriers);
+    ItemReader<Pair> reader(smem.pairs);
     const Pair* pair = nullptr;
     KeyTiles<STEP_K> keys{};
-    int q_begin, end;        // of the pair: its first query, and the place behind its last step
+    int q_begin, end;  // of the pair: its first query, and the list index behind its last step
     bool nonfinite = false;  // whether values of its steps were cleared
-    Ring<STAGES> queries;    // where its queries lie
+    Ring<STAGES> queries;    // the slot of its queries
     u32 parity = 1;          // of the phase that the key tile's barriers are in
     int step, P_step;        // of S in its key tile, and of P
 
-    // The scores at a place of the list become probabilities; returns whether O must be rescaled.
-    const auto exponentiate = [&](int place, const Visit& visit) {
-        if (place + 1 == end) {
-            if (speaks) arrive(barriers.Q_empty(queries.stage * CONSUMERS + consumer));
-            if (speaks && pair->closes) arrive(barriers.K_empty());
+    // Turns the scores of a step, by its list index, into probabilities; returns whether O must be
+    // rescaled.
+    const auto exponentiate = [&](int index, const Visit& visit) {
+        if (index + 1 == end) {
+            if (speaks) barriers.Q_empty[queries.slot][consumer].arrive();
+            if (speaks && pair->closes) barriers.K_empty.arrive();
             queries.advance();
         }
         const int k_begin = visit.tile * STEP_K;
@@ -140,18 +140,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // Starts S = Q K^T for a step.
     const auto score = [&] {
         open_products();
-        tile.score(S_regs, Q + queries.stage * (CONSUMERS * Q_TILE >> 4), K + step * (K_STEP >> 4));
+        tile.score(S_regs, Q + queries.slot * (CONSUMERS * Tile::Queries::BYTES >> 4),
+                   K + step * (Tile::Keys::BYTES >> 4));
     };
     // Starts O += P V for the step visited before.
     const auto accumulate = [&] {
-        wait_barrier(barriers.V_full(P_step), parity);
-        if (speaks) nonfinite |= (flags[P_step * CLEARERS] | flags[P_step * CLEARERS + 1]) != 0;
+        barriers.V_full[P_step].wait(parity);
+        if (speaks) nonfinite |= (smem.nonfinite[P_step][0] | smem.nonfinite[P_step][1]) != 0;
         open_products();
-        tile.accumulate(O_regs, P_regs, V + P_step * (V_STEP >> 4));
+        tile.accumulate(O_regs, P_regs, V + P_step * (Tile::Values::BYTES >> 4));
     };
     // The end of a pair, when O is there.
     const auto leave = [&](const Pair& pair, const Softmax& softmax) {
-        if (speaks && pair.closes) arrive(barriers.V_empty());
+        if (speaks && pair.closes) barriers.V_empty.arrive();
         const int q_begin = pair.query_tile * BLOCK_Q + consumer * SLAB;
         State::Group* const slab = state.slab(pair.query_tile, consumer);
         if (__any_sync(FULL_WARP, nonfinite)) {
@@ -181,17 +182,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         Visit visit = next.keys.list[begin];
         step = visit.tile - first_step;
         const u32 turned = parity ^ next.opens;
-        // Goes on to a step and waits for its keys: before the wait for O, since the compiler would
-        // otherwise move that before the softmax.
-        const auto go_to = [&](int place) {
-            if (place == end) return;
-            visit = keys.list[place];
+        // Goes on to a step and waits for its keys. This stands before the wait for O, which the
+        // compiler would otherwise move before the softmax.
+        const auto go_to = [&](int index) {
+            if (index == end) return;
+            visit = keys.list[index];
             step = visit.tile - first_step;
-            wait_barrier(barriers.K_full(step), parity);
+            barriers.K_full[step].wait(parity);
         };
-        if (before == nullptr) P_step = step, parity = turned;  // P = 0: no product left out
-        wait_barrier(barriers.Q_full(queries.stage * CONSUMERS + consumer), queries.parity);
-        wait_barrier(barriers.K_full(step), turned);
+        if (before == nullptr) P_step = step, parity = turned;  // with P = 0 a product runs, too
+        barriers.Q_full[queries.slot][consumer].wait(queries.parity);
+        barriers.K_full[step].wait(turned);
         turns.await();
         score();
         accumulate();
@@ -213,14 +214,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         tile.pack_probabilities(P_regs, S_regs);
 
 #pragma unroll 1
-        for (int place = begin + 1; place < end; ++place) {
+        for (int index = begin + 1; index < end; ++index) {
             turns.await();
             score();
             accumulate();
             turns.hand_over();
             wait_products<1>(S_regs);
-            const bool stale = exponentiate(place, visit);
-            go_to(place + 1);
+            const bool stale = exponentiate(index, visit);
+            go_to(index + 1);
             wait_products<0>(O_regs);
             if (stale) scale_rows(O_regs, rescale);
             tile.pack_probabilities(P_regs, S_regs);

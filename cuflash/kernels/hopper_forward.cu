@@ -1,42 +1,41 @@
 // FlashAttention-2 forward (Dao 2023, Algorithm 1) on Hopper, with the schedule of FlashAttention-3
 // (Shah et al. 2024, Algorithm 2): O = softmax(Q K^T) V and its log-sum-exp.
 //
-// Grid: with algo fa2 one block per (head, query tile), longest tiles first; with fa3 one block per
-// multiprocessor, which works on one tile after the other, by the same code. A block has CONSUMERS
-// warpgroups that own 64 queries each, and a producer:
+// Grid: with algo fa2 one block per (head, query tile), longest tiles first. With fa3 the same code
+// runs in one block per multiprocessor, which takes one tile after the other. A block has a
+// producer warpgroup and CONSUMERS others, which own 64 queries each:
 //
-//     thread 0      copies tiles by TMA      Q_smem  [CONSUMERS][64][D]
-//                                            K_smem  [STAGES][BLOCK_K][D]     a ring, as V is
-//                                            V_smem  [STAGES][BLOCK_K][DV]
+//     thread 0      copies tiles by TMA      Q  [CONSUMERS][64][D]
+//                                            K  [STAGES][BLOCK_K][D]     a ring, as V is
+//                                            V  [STAGES][BLOCK_K][DV]
 //     warps 1, 3    clear the NaN and infinities of those value tiles that are cut
 //     thread 64     works out the items
-//     consumers     S_i = Q K_i^T  and  O += P_i-1 V_i-1  are under way together, and the softmax of
-//                   S_i meanwhile; S, P and O stay in registers. A key tile that none of its own
-//                   queries sees, as a causal mask has them, a consumer passes by
+//     consumers     compute S, softmax and O, which stay in registers
 //
-// With PING_PONG consumers take turns at issuing products: while the tensor cores work for one, the
-// others compute exponentials. The softmax goes without maxima (tiles/guarded_softmax.cuh).
+// A consumer starts S_i = Q K_i^T and O += P_i-1 V_i-1 together. When S_i is there it computes the
+// softmax of S_i, while the sum into O still runs. It passes by the key tiles that none of its own
+// queries sees, which a causal mask makes. With PING_PONG consumers take turns at starting
+// products. The softmax goes without maxima (tiles/guarded_softmax.cuh).
 //
-// Every buffer has a barrier "full", which its copy completes, and one "empty", at which all warps
-// that read it arrive. A value tile that is cut completes "landed" first, and "full" when cleared.
+// Each buffer has a barrier "full", which the copy completes, and one "empty", at which every warp
+// arrives that has read the buffer. A value tile that is cut has another one: the copy completes
+// "landed", and the clearing warps complete "full".
 //
-// Floor: for 64 x 128 scores the tensor cores take 4 (D + DV) clocks and the exponentials 512, so
-// that both bound a loop at D = 64, the products above it; at the clock that its power allows an
-// H200 does products at 780 to 800 TFLOP/s.
-//
-// Measured in TFLOP/s: 540 to 616 at D = 64, 711 to 804 at 128, 712 to 830 at 256. docs/hopper.md
-// says what counted, what did not, and what limits.
+// Floor: for 64 x 128 scores the tensor cores take 4 (D + DV) clocks and the exponentials 512. At
+// D = 64 both bound the loop, above it the products do. At the clock that its power allows an H200
+// does products at 780 to 800 TFLOP/s. docs/hopper.md has what was measured.
 #include "numeric.cuh"
 #include "tiles/guarded_softmax.cuh"
 #include "seams/key_tiles.cuh"
 #include "seams/score.cuh"
 #include "seams/output.cuh"
-#include "hopper/instructions.cuh"
+#include "hopper/turns.cuh"
+#include "hopper/uniform.cuh"
 #include "tiles/warpgroup.cuh"
 #include "hopper/block.cuh"
 
-// O += weight * value for the infinities and NaN among the values that a row sees, of which the
-// products saw some as zeros; O is a warp's rows of the result. Rare, hence slow and small.
+// O += weight * value for the infinities and NaN among the values that a row sees: the products saw
+// some of them as zeros. O is a warp's rows of the result. Rare, hence slow and small.
 template <typename Softmax>
 __device__ __forceinline__ void add_nonfinite_values(const Params& p, const Item& item,
                                                      const Softmax& softmax, int q_begin,
@@ -80,34 +79,37 @@ __device__ __forceinline__ void add_nonfinite_values(const Params& p, const Item
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     hopper_forward(const __grid_constant__ Params p, const __grid_constant__ Tables tables) {
-    extern __shared__ __align__(1024) unsigned char smem[];
-    const Barriers barriers = {shared_address(smem) + BARRIERS};
+    extern __shared__ __align__(1024) unsigned char bytes[];
+    SharedMemory& smem = *reinterpret_cast<SharedMemory*>(bytes);
+    Barriers& barriers = smem.barriers;
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
     if (threadIdx.x == 0) {
         barriers.init();
+        smem.items.init(ITEM_READERS);
+        publish_barriers();
         prefetch(&tables.q), prefetch(&tables.k), prefetch(&tables.v);
-    } else if (threadIdx.x == 64 && tables.order != nullptr) {
+    } else if (threadIdx.x == PLANNING_THREAD && tables.order != nullptr) {
         prefetch_bytes(tables.order + blockIdx.x / 4 * 4, 16);  // the first item waits for it
     }
     __syncthreads();  // the barriers exist for all
 
     if (warpgroup == 0) {
         release_registers<PRODUCER_REGISTERS>();
-        if (threadIdx.x == 64)
-            schedule(p, tables.order, smem, barriers);
-        else if (threadIdx.x == 0)
-            copy_tiles(tables, smem, barriers);
-        else if (threadIdx.x / 32 % 2 == 1)
-            clear_tiles(smem, barriers);
+        if (threadIdx.x == PLANNING_THREAD)
+            plan_items(p, tables.order, smem);
+        else if (threadIdx.x == COPYING_THREAD)
+            copy_tiles(tables, smem);
+        else if (is_clearer())
+            clear_tiles(smem);
         return;
     }
     claim_registers<CONSUMER_REGISTERS>();
     const int consumer = warpgroup - 1;
     const bool speaks = threadIdx.x % 32 == 0;  // for its warp
     const Tile tile(threadIdx.x % WARPGROUP);
-    const u64 Q = Tile::Queries::descriptor(shared_address(smem) + consumer * Q_TILE);
-    const u64 K = Tile::Keys::descriptor(shared_address(smem) + K_BEGIN);
-    const u64 V = Tile::Values::descriptor(shared_address(smem) + V_BEGIN);
+    const u64 Q = Tile::Queries::descriptor(shared_address(smem.Q[consumer]));
+    const u64 K = Tile::Keys::descriptor(shared_address(smem.K));
+    const u64 V = Tile::Values::descriptor(shared_address(smem.V));
     const Accumulator multiplier = score_multiplier(p);
     const Turns turns(consumer);
 
@@ -116,13 +118,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Accumulator S_regs[Tile::ROWS][Tile::COLUMNS], O_regs[Tile::ROWS][Tile::VALUE_COLUMNS];
     Accumulator rescale[Tile::ROWS];
     u32 P_regs[BLOCK_K / 16][4];
-    Reader reader(smem, barriers);
+    ItemReader<Item> reader(smem.items);
     const Item* item;
     Head head;
     KeyTiles<BLOCK_K> keys{};  // of this consumer's queries
     int q_begin;
     u32 parity = 0;    // of the phase that Q's barriers are in
-    Ring<STAGES> now;  // where the tile of S lies; that of P is the one before
+    Ring<STAGES> now;  // the slot of the tile of S; that of P is the one before
 
     const auto adjust_scores = [&](const Visit& visit) {
         const int k_begin = visit.tile * BLOCK_K;
@@ -132,17 +134,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                         k_begin + tile.column(0), TileBits(p, visit, consumer * SLAB),
                         tile.column(0));
     };
-    // The scores of the `i`-th visit become probabilities; returns whether O must be rescaled.
+    // Turns the scores of the `i`-th visit into probabilities; returns whether O must be rescaled.
     const auto exponentiate = [&](int i, const Visit& visit) {
-        if (i + 1 == keys.count() && speaks) arrive(barriers.Q_empty(consumer));
+        if (i + 1 == keys.count() && speaks) barriers.Q_empty[consumer].arrive();
         adjust_scores(visit);
         const bool stale = softmax.update(S_regs, multiplier, rescale, [&] {
             tile.score_alone(S_regs, item->head.q, p.q_row_stride, q_begin, p.query_length,
-                             shared_address(smem) + K_BEGIN + now.stage * K_TILE);
+                             shared_address(smem.K[now.slot]));
             __syncwarp();  // all lanes have read K
             adjust_scores(keys[i]);
         });
-        if (speaks) arrive(barriers.K_empty(now.stage));
+        if (speaks) barriers.K_empty[now.slot].arrive();
         const int k_begin = visit.tile * BLOCK_K;
         drop_probabilities(S_regs, tile, p, head, q_begin, k_begin);
         settle(S_regs);
@@ -152,25 +154,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // Starts S = Q K^T for the tile at hand.
     const auto score = [&] {
         open_products();
-        tile.score(S_regs, Q, K + now.stage * (K_TILE >> 4));
+        tile.score(S_regs, Q, K + now.slot * (Tile::Keys::BYTES >> 4));
     };
     // Starts O += P V for the tile visited before.
     const auto accumulate = [&] {
         const Ring<STAGES> before = now.previous();
-        wait_barrier(barriers.V_full(before.stage), before.parity);
+        barriers.V_full[before.slot].wait(before.parity);
         open_products();
-        tile.accumulate(O_regs, P_regs, V + before.stage * (V_TILE >> 4));
+        tile.accumulate(O_regs, P_regs, V + before.slot * (Tile::Values::BYTES >> 4));
     };
-    // Passes by key tiles that none of the queries sees: hands on its turns and the buffers.
+    // Passes by so many key tiles: hands on the turns and gives back the buffers.
     const auto pass_by = [&](int count) {
 #pragma unroll 1
         for (; count > 0; --count) {
             turns.await();
             turns.hand_over();
-            wait_barrier(barriers.K_full(now.stage), now.parity);
-            wait_barrier(barriers.V_full(now.stage), now.parity);
+            barriers.K_full[now.slot].wait(now.parity);
+            barriers.V_full[now.slot].wait(now.parity);
             __syncwarp();  // all lanes have found them full
-            if (speaks) arrive(barriers.K_empty(now.stage)), arrive(barriers.V_empty(now.stage));
+            if (speaks) barriers.K_empty[now.slot].arrive(), barriers.V_empty[now.slot].arrive();
             now.advance();
         }
     };
@@ -198,19 +200,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         clear_rows(O_regs);
         const int passed_by = part.before + part.after;
         if (keys.count() + passed_by > 0) {
-            wait_barrier(barriers.Q_full(consumer), parity);
+            barriers.Q_full[consumer].wait(parity);
             parity ^= 1;
         }
         pass_by(part.before);
         if (keys.count() > 0) {
-            wait_barrier(barriers.K_full(now.stage), now.parity);
+            barriers.K_full[now.slot].wait(now.parity);
             turns.await();
             score();
             turns.hand_over();
             wait_products<0>(S_regs);
             exponentiate(0, keys[0]);
             tile.pack_probabilities(P_regs, S_regs);
-            if (keys.count() > 1) wait_barrier(barriers.K_full(now.stage), now.parity);
+            if (keys.count() > 1) barriers.K_full[now.slot].wait(now.parity);
 
 #pragma unroll 1
             for (int i = 1; i < keys.count(); ++i) {
@@ -220,24 +222,23 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 accumulate();
                 turns.hand_over();
                 wait_products<1>(S_regs);
-                const int freed = now.previous().stage;
-                // The next keys: asked for ahead of the softmax, since the answer takes 40 clocks.
+                const int freed = now.previous().slot;
+                // Asks for the next keys ahead of the softmax, since the answer takes 40 clocks.
                 // That also keeps the compiler from waiting for O before the softmax.
                 const Ring<STAGES> next = now.next();
-                const bool ready = has_ended(barriers.K_full(next.stage), next.parity);
+                const bool ready = barriers.K_full[next.slot].has_ended(next.parity);
                 const bool stale = exponentiate(i, visit);
-                if (!ready && i + 1 < keys.count())
-                    wait_barrier(barriers.K_full(next.stage), next.parity);
+                if (!ready && i + 1 < keys.count()) barriers.K_full[next.slot].wait(next.parity);
                 wait_products<0>(O_regs);
-                if (speaks) arrive(barriers.V_empty(freed));
+                if (speaks) barriers.V_empty[freed].arrive();
                 if (stale) scale_rows(O_regs, rescale);
                 tile.pack_probabilities(P_regs, S_regs);
             }
             accumulate();
             wait_products<0>(O_regs);
-            if (speaks) arrive(barriers.V_empty(now.previous().stage));
+            if (speaks) barriers.V_empty[now.previous().slot].arrive();
         } else if (passed_by > 0 && speaks) {
-            arrive(barriers.Q_empty(consumer));
+            barriers.Q_empty[consumer].arrive();
         }
         pass_by(part.after);
         finish();

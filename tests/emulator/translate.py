@@ -278,7 +278,7 @@ class _Statement:
             self.fail(f"address {operand!r}")
         offset = f" + {self.immediate(match[2])}" if match[2] else ""
         if space == "shared":
-            return f"(emu_u32)({self.value(match[1], 'r')}{offset})"
+            return f"(emu_u32)({self.value(match[1], 'rl')}{offset})"
         return f"(void*)({self.value(match[1], 'l')}{offset})"
 
 

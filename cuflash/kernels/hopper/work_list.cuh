@@ -1,24 +1,24 @@
 // What the blocks of a persistent kernel work on: items of one list, each a head's tile of queries.
 // Reads the prelude: Params and the sizes of tiles.
 #pragma once
-#include "seams/key_tiles.cuh"
-#include "seams/output.cuh"
+#include "hopper/located_head.cuh"
 #include "hopper/roles.cuh"
+#include "seams/key_tiles.cuh"
 #include "seams/sequence.cuh"
 
-// The items that are this block's: as `order` says or, where there is none, every gridDim.x-th.
+// The items of this block: those that `order` names or, where there is none, every gridDim.x-th.
 struct WorkList {
     const int* const order;
     const int count;
-    int place, index;
+    int turn, index;
     __device__ __forceinline__ WorkList(const Params& p, const int* order)
-        : order(order), count(p.head_count * p.query_tiles), place(blockIdx.x) {
-        index = order == nullptr ? place : order[place];
+        : order(order), count(p.head_count * p.query_tiles), turn(blockIdx.x) {
+        index = order == nullptr ? turn : order[turn];
     }
     __device__ __forceinline__ bool more() const { return index < count; }
     __device__ __forceinline__ void advance() {
-        place += gridDim.x;
-        index = order == nullptr ? place : order[place];
+        turn += gridDim.x;
+        index = order == nullptr ? turn : order[turn];
     }
 };
 
@@ -28,8 +28,8 @@ struct Part {
     int before, after;
 };
 
-// One item, in shared memory, worked out ahead of time.
-struct Item : Place {
+// One item: a tile of queries of one head, and the key tiles that it visits.
+struct Item : LocatedHead {
     int exists;   // 0 behind the last one
     int q_begin;  // of the first tile, maybe below 0
     KeyTiles<BLOCK_K> keys;

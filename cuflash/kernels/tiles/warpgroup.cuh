@@ -8,8 +8,12 @@
 // A warp holds 16 rows of an accumulator in the layout of tiles/mma.cuh: lane/4 and lane/4 + 8, and of
 // every 8 columns the two from 2 * (lane % 4) on; packed to halves it is an A operand.
 #pragma once
-#include "hopper/instructions.cuh"
-#include "tiles/mma.cuh"
+#include "numeric.cuh"
+#include "ptx/memory.cuh"
+#include "ptx/mma.cuh"
+#include "ptx/wgmma.cuh"
+#include "tiles/copies.cuh"
+#include "tiles/softmax.cuh"
 
 constexpr int SLAB = 64;  // rows of a warpgroup's product
 

@@ -1,0 +1,49 @@
+// Items of work: one thread of a block works them out, one ahead of the others, who read them in
+// shared memory.
+#pragma once
+#include "hopper/barriers.cuh"
+#include "ptx/memory.cuh"
+
+// Two slots for items, in shared memory. An item whose `exists` is 0 stands behind the last one.
+template <typename Item>
+struct ItemSlots {
+    Barrier full[2], empty[2];
+    Item items[2];
+
+    // Each of the `readers`, a thread or a warp, releases every item once.
+    __device__ __forceinline__ void init(int readers) {
+        init_all(full, 1), init_all(empty, readers);
+    }
+};
+
+template <typename Item>
+struct ItemWriter {
+    ItemSlots<Item>& slots;
+    Ring<2> ring;
+    __device__ __forceinline__ ItemWriter(ItemSlots<Item>& slots) : slots(slots) {}
+    // The slot for the next item, once all have released what was in it.
+    __device__ __forceinline__ Item& next() {
+        slots.empty[ring.slot].wait(ring.parity ^ 1);
+        return slots.items[ring.slot];
+    }
+    __device__ __forceinline__ void hand_over() {
+        slots.full[ring.slot].arrive();
+        ring.advance();
+    }
+};
+
+template <typename Item>
+struct ItemReader {
+    ItemSlots<Item>& slots;
+    Ring<2> ring;
+    __device__ __forceinline__ ItemReader(ItemSlots<Item>& slots) : slots(slots) {}
+    __device__ __forceinline__ Item& next() {
+        slots.full[ring.slot].wait(ring.parity);
+        Item& item = slots.items[ring.slot];
+        ring.advance();
+        return item;
+    }
+    __device__ __forceinline__ void release(const Item& item) const {
+        slots.empty[&item - slots.items].arrive();
+    }
+};

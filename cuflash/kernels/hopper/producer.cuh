@@ -1,0 +1,41 @@
+// What the producer's threads do to one tile: copy it, clear its values. Reads the prelude.
+#pragma once
+#include "hopper/barriers.cuh"
+#include "hopper/located_head.cuh"
+#include "hopper/roles.cuh"
+#include "ptx/tma.cuh"
+
+// What a kernel is given beside Params: tensor maps and, where the host has worked it out, which
+// items are whose: `order` has a row per round and a column per block.
+struct Tables {
+    TensorMap q, k, v;
+    const int* order;
+};
+
+// Copies the rows of a head from `row` on into a buffer, panel by panel. `full` counts their bytes.
+template <typename Layout>
+__device__ __forceinline__ void load_panels(unsigned char* buffer, Barrier& full,
+                                            const TensorMap* map, int row,
+                                            const MapPosition& position) {
+    const int a = position.at[0], b = position.at[1], c = position.at[2];
+    full.arrive_and_expect(Layout::BYTES);
+#pragma unroll
+    for (int i = 0; i < Layout::COUNT; ++i)
+        load_box(buffer + i * Layout::PANEL_BYTES, map, full, i * Layout::PANEL, row, a, b, c);
+}
+
+// Clears the infinities and NaN of a tile of values: a product would bring 0 * NaN into rows that
+// do not see the key. Each of the CLEARERS does its part of the tile, and has `note` remember by
+// that part's number whether it found any.
+template <int BYTES, typename Note>
+__device__ __forceinline__ void clear_values(unsigned char* values, Barrier& full,
+                                             const Note& note) {
+    const int lane = threadIdx.x % 32, part = threadIdx.x / 64;
+    constexpr int UNITS = BYTES / 16 / CLEARERS;
+    Element* const tile = reinterpret_cast<Element*>(values);
+    const bool any = clear_nonfinite_units<UNITS>(tile + part * UNITS * CHUNK<Element>, lane);
+    if (lane == 0) note(part, any);
+    publish_to_async_units();
+    __syncwarp();  // all lanes have published what they cleared
+    if (lane == 0) full.arrive();
+}

@@ -1,0 +1,38 @@
+// Products of a warp on tensor cores (sm_80 on), and the loads of their operands. One instruction
+// per function. tiles/mma.cuh draws which lane holds what.
+#pragma once
+#include "numeric.cuh"
+
+// ldmatrix.x4: four 8x8 matrices; lane i names the row i % 8 of matrix i / 8.
+__device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 row_address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(row_address)
+                 : "memory");
+}
+
+// ldmatrix.x4.trans: likewise, each matrix transposed.
+__device__ __forceinline__ void load_matrices_transposed(u32 (&r)[4], u32 row_address) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"(row_address)
+                 : "memory");
+}
+
+// mma.sync.m16n8k16: C += A B, halves in, float accumulators.
+__device__ __forceinline__ void multiply(float& c0, float& c1, float& c2, float& c3,
+                                         const u32 (&a)[4], u32 b0, u32 b1, __half) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void multiply(float& c0, float& c1, float& c2, float& c3,
+                                         const u32 (&a)[4], u32 b0, u32 b1, __nv_bfloat16) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}

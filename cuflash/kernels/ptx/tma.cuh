@@ -1,0 +1,41 @@
+// The tensor memory accelerator (TMA, sm_90 on). One instruction per function.
+#pragma once
+#include "numeric.cuh"
+#include "ptx/mbarrier.cuh"
+
+// What cuTensorMapEncodeTiled makes: a tensor in global memory and the box that one copy moves. A
+// box may reach beyond the tensor: zeros are read there, and nothing is written.
+struct __align__(64) TensorMap {
+    unsigned char opaque[128];
+};
+
+// cp.async.bulk.tensor.5d: copies a box to shared memory; `full` counts its bytes.
+__device__ __forceinline__ void load_box(void* box, const TensorMap* map, Barrier& full, int column,
+                                         int row, int a, int b, int c) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+        "[%0], [%1, {%3, %4, %5, %6, %7}], [%2];"
+        :
+        : "l"(__cvta_generic_to_shared(box)), "l"(map), "l"(full.address()), "r"(column), "r"(row),
+          "r"(a), "r"(b), "r"(c)
+        : "memory");
+}
+
+// cp.async.bulk.prefetch: brings global memory into the L2 cache. `bytes` and the address are
+// multiples of 16.
+__device__ __forceinline__ void prefetch_bytes(const void* global, u32 bytes) {
+    asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;"
+                 :
+                 : "l"(global), "r"(bytes)
+                 : "memory");
+}
+
+// prefetch.tensormap
+__device__ __forceinline__ void prefetch(const TensorMap* map) {
+    asm volatile("prefetch.tensormap [%0];" : : "l"(map) : "memory");
+}
+
+// fence.proxy.async: TMA and wgmma will find what this thread has written to shared memory.
+__device__ __forceinline__ void publish_to_async_units() {
+    asm volatile("fence.proxy.async.shared::cta;" : : : "memory");
+}
