@@ -370,7 +370,7 @@ class Plan:
         """Names and bytes of what the kernels keep in device memory beside their results.
 
         fa1's O, l and m (state). Backward: two numbers per query and a flag per tile of them
-        (rows), dQ in the type of sums (dq_sum), dK and dV of heads that share a key (dk_sum,
+        (row_stats), dQ in the type of sums (dq_sum), dK and dV of heads that share a key (dk_sum,
         dv_sum), and whose turn it is to add to which tile of dQ (turns). The tiles of a mask of
         elements: lists (mask_ranges, mask_entries), what each tile shows (mask_bits, mask_states).
         """
@@ -396,7 +396,7 @@ class Plan:
             return tuple(parts)
         q_tiles, k_tiles = p.head_count * self.query_tiles, p.head_count * self.key_tiles
         parts += [
-            ("rows", q_tiles * self.tile.row_statistics(p)),
+            ("row_stats", q_tiles * self.tile.row_statistics(p)),
             ("dq_sum", q_tiles * self.threads * self.tile.dq_per_thread(p) * item),
         ]
         for name, width, heads in zip(("dk_sum", "dv_sum"), self.tile.widths(p), p.summed[1:]):

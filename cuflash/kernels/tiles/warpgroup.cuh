@@ -9,6 +9,7 @@
 // every 8 columns the two from 2 * (lane % 4) on; packed to halves it is an A operand.
 #pragma once
 #include "hopper/instructions.cuh"
+#include "nonfinite.cuh"
 #include "tiles/mma.cuh"
 
 constexpr int SLAB = 64;  // rows of a warpgroup's product
