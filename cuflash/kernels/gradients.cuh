@@ -126,8 +126,8 @@ __device__ __forceinline__ void to_probabilities(Accumulator (&S)[ROWS][COLUMNS]
     }
 }
 
-// dS^T from P^T and dP^T, into dP; and of P^T what dropout leaves, for dV. Where P is hidden dS is 0,
-// whatever dP, delta and slope hold. delta = rowsum(dO * O) holds with dropout, too, since O does.
+// dS^T from P^T and dP^T, into dP; P^T becomes what dropout leaves of it, for dV. Where P is hidden dS
+// is 0, whatever dP, delta and slope hold. Dropout is in delta already, by way of O.
 template <bool CUT>
 __device__ __forceinline__ void to_score_gradients(Accumulator (&dP)[ROWS][COLUMNS],
                                                    Accumulator (&P)[ROWS][COLUMNS],
@@ -142,12 +142,12 @@ __device__ __forceinline__ void to_score_gradients(Accumulator (&dP)[ROWS][COLUM
         for (int j = 0; j < COLUMNS; ++j) {
             const int column = tile.column(j), q = q_begin + column, k = k_begin + tile.row(i);
             const bool kept = keep(p, head, q, k);
-            const Accumulator undropped = kept ? dP[i][j] * of_kept : Accumulator(0);
-            Accumulator dS = P[i][j] * (undropped - deltas[column]);
+            const Accumulator dP_kept = kept ? dP[i][j] * of_kept : Accumulator(0);
+            Accumulator dS = P[i][j] * (dP_kept - deltas[column]);
             const auto shown = [&] {
                 return CUT && is_negative_zero(P[i][j]) ? Accumulator(0) : dS;
             };
-            // by the modified score: ahead of the slope
+            // The derivative by the modified score: ahead of the slope.
             if (q < head.query_length && k < head.key_length) store_dscore(p, head, q, k, shown());
             if constexpr (SCORE_IS_MODIFIED) dS *= slope[i][j];
             dP[i][j] = shown();

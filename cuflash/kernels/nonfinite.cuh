@@ -103,18 +103,6 @@ __device__ __forceinline__ Accumulator weight_alone(const Params& p, const Head&
                : exp2_of((score - origin) * score_multiplier(p));
 }
 
-// Whether the columns that a lane holds of a row, of D columns in all, are finite.
-template <int D, int COLUMNS, typename Tile>
-__device__ __forceinline__ bool row_is_finite(const Element* row, const Tile& tile) {
-    bool finite = true;
-#pragma unroll 1
-    for (int j = 0; j < COLUMNS; ++j) {
-        const int column = tile.value_column(j);
-        finite &= column >= D || is_finite(Accumulator(widen(row[column])));
-    }
-    return finite;
-}
-
 // O += P V, of one tile of KEYS keys from k_begin on, for the infinities and NaN of the values.
 template <int KEYS, typename Softmax, typename Tile, int ROWS, int COLUMNS>
 __device__ __forceinline__ void add_nonfinite_values(Accumulator (&O)[ROWS][COLUMNS],
@@ -124,7 +112,13 @@ __device__ __forceinline__ void add_nonfinite_values(Accumulator (&O)[ROWS][COLU
 #pragma unroll 1
     for (int k = k_begin; k < min(k_begin + KEYS, head.key_length); ++k) {
         const Element* const values = head.v + k * p.v_row_stride;
-        if (row_is_finite<HEAD_DIM_V, COLUMNS>(values, tile)) continue;
+        bool finite = true;
+#pragma unroll 1
+        for (int j = 0; j < COLUMNS; ++j) {
+            const int column = tile.value_column(j);
+            finite &= column >= HEAD_DIM_V || is_finite(Accumulator(widen(values[column])));
+        }
+        if (finite) continue;
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             const int q = q_begin + tile.row(i);
@@ -155,16 +149,21 @@ __device__ __forceinline__ void add_nonfinite_gradients(Accumulator (&dV)[ROWS][
     for (int q = q_begin; q < min(q_begin + QUERIES, head.query_length); ++q) {
         const Element* const dO = dout + q * p.dout_row_stride;
         const Accumulator log2_sum = log2_sums[q - q_begin];
-        if (row_is_finite<HEAD_DIM_V, COLUMNS>(dO, tile)) continue;
-        if (log2_sum == infinity<Accumulator>()) continue;
+        bool finite = true;
+#pragma unroll 1
+        for (int j = 0; j < COLUMNS; ++j) {
+            const int column = tile.value_column(j);
+            finite &= column >= HEAD_DIM_V || is_finite(Accumulator(widen(dO[column])));
+        }
+        if (finite || log2_sum == infinity<Accumulator>()) continue;
         bool seen[ROWS];
         Accumulator weights[ROWS];
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             const int k = k_begin + tile.row(i);
             seen[i] = VisibleQueries(p, head, k).has(q) && bits.has(tile.row(i), q - q_begin);
-            if (!seen[i]) continue;
-            weights[i] = exp2_of(score_alone(p, head, q, k) * score_multiplier(p) - log2_sum);
+            if (seen[i])
+                weights[i] = exp2_of(score_alone(p, head, q, k) * score_multiplier(p) - log2_sum);
             if (!keep(p, head, q, k)) weights[i] = Accumulator(0);
         }
 #pragma unroll
