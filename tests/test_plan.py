@@ -144,9 +144,9 @@ def test_backward_workspace(algo, engine, deterministic):
             plan = make_plan(p, H200, algo, engine)
             parts, item = dict(plan.workspace), ITEM_BYTES[p.accumulator]
             queries = p.head_count * plan.query_tiles * plan.block_q
-            assert list(parts) == ["rows", "dq_sum"] + ["turns"] * plan.is_ordered
+            assert list(parts) == ["row_stats", "dq_sum"] + ["turns"] * plan.is_ordered
             assert plan.is_ordered == (deterministic and algo == "fa2")
-            assert parts["rows"] == queries * 2 * item + p.head_count * plan.query_tiles * 16
+            assert parts["row_stats"] == queries * 2 * item + p.head_count * plan.query_tiles * 16
             assert queries * d * item <= parts["dq_sum"] <= queries * (2 * d + 64) * item
             if plan.is_ordered:
                 assert parts["turns"] == 4 * (p.head_count * plan.query_tiles + 1)

@@ -6,9 +6,6 @@
 // and the zeros that dQ is added to. Grid: one block per (head, query tile). A row without weight,
 // because it sees no key or none with a score above -infinity, gets log2_sum = +infinity, which
 // makes its P zero, and delta = 0, whatever dO and O hold. Its tile is marked as WEIGHTLESS.
-//
-// Reads out and dout once, writes two numbers a row and the tile of dQ: about 3 % of backward's
-// time at 4096 tokens.
 #include "gradients.cuh"
 
 constexpr int CHUNKS = round_up(HEAD_DIM_V, CHUNK<Element>) / CHUNK<Element>;
@@ -45,7 +42,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const Element* const out = p.out + locate(p, head.index, p.out_axis_stride);
     const Element* const dout = p.dout + locate(p, head.index, p.dout_axis_stride);
     const Accumulator* const lse = p.lse + locate(p, head.index, p.lse_axis_stride);
-    Accumulator* const log2_sums = p.rows + i64(blockIdx.x) * ROWS_TILE;
+    Accumulator* const log2_sums = p.row_stats + i64(blockIdx.x) * ROW_STATS;
     Accumulator* const deltas = log2_sums + BLOCK_Q;
 
     bool weightless = false;

@@ -1,26 +1,20 @@
 // FlashAttention-1 forward (Dao et al. 2022, Algorithms 1 and 2), in its own loop order.
 //
-// Grid: one block per head, B * H in all. Outside, the block walks over the key tiles, as large as
-// shared memory holds; inside, its warps walk over slabs of WARP_ROWS queries. O, l and m of a slab
-// live in global memory from one key tile to the next: that traffic, and a grid that cannot fill a
-// GPU when B * H is small, is what FlashAttention-2 later removed.
+// Grid: one block per head, B * H in all. The block walks over the key tiles; for each, its warps
+// walk over slabs of WARP_ROWS queries. O, l and m of a slab live in global memory from one key tile
+// to the next. That traffic, and a grid that cannot fill a GPU when B * H is small, is what
+// FlashAttention-2 later removed. So the key tile is as large as shared memory holds.
 //
 //     for each key tile j:                K_smem, V_smem <- K_j, V_j        (whole block)
 //         for each slab i that sees j:    Q_i, O_i, l_i, m_i <- global      (one warp)
 //             for each step of STEP_K keys: S = Q K^T, online softmax, O += P V
 //             O_i, l_i, m_i -> global, or, where j is the last tile that i sees, out and lse
 //
-// Slab i always belongs to warp i % WARPS, so a lane reads back only what it wrote itself and the
-// state needs no fence. O is kept unnormalised between visits (one division per row, not per
-// visit).
+// Slab i always belongs to warp i % WARPS: a lane reads back only what it wrote itself, and the state
+// needs no fence. O is kept unnormalised between visits (one division per row, not per visit).
 //
-// Floor: a visit moves 8 DV bytes of O and 2 D of Q per row for 2 (D + DV) BLOCK_K operations,
-// about 0.4 BLOCK_K FLOP per byte for halves: 200 TFLOP/s at BLOCK_K = 128 with the H200's 4.3
-// TB/s, 800 at 512. So the key tile is as large as shared memory holds. Measured on an H200 with
-// 132 heads (asv_bench/against_peers.py fa1): 302 to 320 TFLOP/s at D = 64, no less than fa2, since
-// a warp meets no barrier inside a key tile; 235 to 245 at D = 128, where 256 keys fit and a warp
-// has but 16 rows. With one head one multiprocessor of 132 works: fa2 is 25 times as fast at 4096
-// tokens.
+// docs/kernels.md says what bounds its speed.
+#include "nonfinite.cuh"
 #include "numeric.cuh"
 #include "tiles/copies.cuh"
 #include "tiles/softmax.cuh"
@@ -98,8 +92,8 @@ struct State {
     }
 };
 
-// One slab of queries as its visits see it: which steps of STEP_K keys it needs in all, and which
-// of them, [begin, end), are in the `key_tile`-th tile.
+// One slab of queries: the steps of STEP_K keys that it visits in all, and those of them in the
+// `key_tile`-th tile, entries [begin, end) of the list.
 struct Slab {
     int q_begin;
     KeyTiles<STEP_K> steps;
@@ -180,8 +174,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             wait_copies<1>();
             __syncwarp();  // Q_i has arrived for the whole warp
             tile.take_queries(Q_smem + stage * Q_SLAB);
-            for (int place = slab.begin; place < slab.end; ++place) {
-                const Visit visit = slab.steps.list[place];
+            for (int entry = slab.begin; entry < slab.end; ++entry) {
+                const Visit visit = slab.steps.list[entry];
                 const int k_begin = visit.tile * STEP_K, offset = k_begin - k_tile;
                 Accumulator S_regs[Tile::ROWS][Tile::COLUMNS], rescale[Tile::ROWS];
                 tile.score(S_regs, K_smem + offset * Tile::PITCH);
@@ -196,8 +190,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             }
             if (nonfinite) {
 #pragma unroll 1
-                for (int place = slab.begin; place < slab.end; ++place) {
-                    const Visit visit = slab.steps.list[place];
+                for (int entry = slab.begin; entry < slab.end; ++entry) {
+                    const Visit visit = slab.steps.list[entry];
                     add_nonfinite_values<STEP_K>(O_regs, softmax, tile, p, head, slab.q_begin,
                                                  visit.tile * STEP_K, TileBits(p, visit, 0));
                 }

@@ -18,7 +18,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         if (threadIdx.x == 0) *number = atomicAdd(p.turns + i64(p.head_count) * p.query_tiles, 1u);
         __syncthreads();  // the number is there
         index = *number;
-        __syncthreads();  // all have it; its place is needed
+        __syncthreads();  // all have it; the keys overwrite it
     }
     // Key tiles with the lowest index, which a causal mask leaves most queries, start first.
     const Work work(p, index, p.key_tiles);

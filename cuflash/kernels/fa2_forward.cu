@@ -12,12 +12,8 @@
 // way during tile i, one barrier per tile; with STAGES == 1 V_i arrives during Q K_i^T and K_i+1
 // during P V_i, two barriers per tile.
 //
-// Floor, for halves at D = 64, per warp (32 rows) and 64 keys: 128 mma.sync at 6 clocks of its
-// quadrant's tensor core, 768; 64 exp2 per lane at 8 clocks a warp, 512; about 350 other
-// instructions for the softmax, 50 for products and loads; 48 ldmatrix at 4 clocks of the SM's
-// shared memory, 768 for four warps. So the tensor core bounds it, at 650 TFLOP/s on an H200 (two
-// thirds of wgmma). Measured: 302 to 339 at D = 64, 327 to 384 at D = 128. docs/kernels.md says what
-// counted, and what is missing.
+// docs/kernels.md says what bounds its speed, and what counted.
+#include "nonfinite.cuh"
 #include "numeric.cuh"
 #include "tiles/copies.cuh"
 #include "tiles/guarded_softmax.cuh"

@@ -1,40 +1,36 @@
-// Backward of one key tile: dK and dV of its keys, and what its keys add to every query's dQ.
+// Backward of one key tile: dK and dV of its keys, and what its keys add to the dQ of all queries.
 // Both algorithms run this; they differ in who runs it when.
 //
-// A warp owns WARP_ROWS keys, whose dK and dV stay in registers while the query tiles pass through
-// shared memory. The tile of scores stands on its side, S^T = K Q^T, so that four of the five
-// products are the two of the forward pass with keys and queries exchanged, and P^T and dS^T go
-// from one product to the next inside a warp:
+// A warp owns WARP_ROWS keys. Their dK and dV stay in registers while the query tiles pass through
+// shared memory. The tile of scores stands on its side, S^T = K Q^T. So four of the five products
+// are the two of the forward pass with keys and queries exchanged, and P^T and dS^T go from one
+// product to the next inside a warp:
 //
 //     S^T  = K Q^T          P^T  = exp(S^T - lse)           dV += P^T dO
 //     dP^T = V dO^T         dS^T = P^T (dP^T - delta)       dK += dS^T Q
 //
-// dQ = dS K sums over the keys of all warps: dS^T meets in dS_smem, and each warp computes a part
-// of the tile of dQ, which is added in global memory.
+// dQ = dS K sums over the keys of all warps. dS^T of all meets in dS_smem; each warp computes a part
+// of the tile of dQ and adds it in global memory.
 //
-// At head dims above 64 the registers of a warp do not hold dK and dV of 32 keys: WARP_SPLIT warps
-// then share keys. Each scores queries of its own, P^T meets in P_smem as dS^T does, and each sums
+// At head dims above 64 a warp has no registers for dK and dV of 32 keys: there WARP_SPLIT warps
+// share keys. Each scores queries of its own, P^T meets in P_smem as dS^T does, and each sums
 // columns of its own.
 //
-// Shared memory:  K_smem, V_smem [BLOCK_K]            loaded once
-//                 Q_smem, dO_smem [STAGES][BLOCK_Q]   a ring
-//                 dS_smem, P_smem [BLOCK_K][BLOCK_Q]  P_smem where warps share keys
-//                 rows_smem [STAGES][ROWS_TILE]       lse and delta of each query, and a flag
+// Shared memory:  K_smem, V_smem [BLOCK_K]             loaded once
+//                 Q_smem, dO_smem [STAGES][BLOCK_Q]    a ring
+//                 dS_smem, P_smem [BLOCK_K][BLOCK_Q]   P_smem where warps share keys
+//                 row_stats_smem [STAGES][ROW_STATS]   lse and delta of each query, and a flag
 //
-// Floor, for halves, per tile of 64 queries and 128 keys at D = 64 (4 warps): five products, 1280
-// mma.sync at 1.5 clocks of a multiprocessor, 1920; 450 ldmatrix and as much again for tiles that
-// come in and dS going out, about 2050 clocks of shared memory; 8192 exp2, 512; 16 KB added to dQ
-// in global memory, 1.3 TB/s at the speed reached (3.8 TB/s is what red.v4 sustains in this
-// layout). So shared memory bounds it, at 600 TFLOP/s; at D = 128 (8 warps, two to a slab) at 490.
-// Measured on an H200, any order: 283 to 329 at D = 64, 270 to 309 at D = 128. docs/kernels.md has
-// what was counted on, and what was tried.
+// docs/kernels.md says what bounds its speed, and what was tried.
 #pragma once
 #include "dual_number.cuh"
-#include "tiles/engine.cuh"
+#include "nonfinite.cuh"
+#include "seams/hooks.cuh"
 #include "seams/key_tiles.cuh"
-#include "tiles/query_sums.cuh"
 #include "seams/score.cuh"
 #include "seams/sequence.cuh"
+#include "tiles/engine.cuh"
+#include "tiles/query_sums.cuh"
 
 // Rows of queries and keys are both scored and summed: tiles as wide as the wider of the two.
 template <int D>
@@ -51,8 +47,9 @@ static_assert(STEP_Q * WARP_SPLIT <= BLOCK_Q, "every warp scores some queries");
 static_assert(STEP_Q == BLOCK_Q || ENGINE_IS_MMA, "simt leaves dS where accumulate() has put it");
 constexpr int ROWS = KeyTile::ROWS, COLUMNS = KeyTile::COLUMNS;
 constexpr int STEPS = STEP_Q * WARP_SPLIT;  // queries that all warps score at a time
-// Of a tile: lse, delta, and whether some query has no weight anywhere (its lse is -infinity).
-constexpr int WEIGHTLESS = 2 * BLOCK_Q, ROWS_TILE = WEIGHTLESS + CHUNK<Accumulator>;
+// What backward_rows.cu tells of a tile of queries: log2_sum and delta of each, and from WEIGHTLESS
+// on a flag, whether some query has no weight anywhere (its lse is -infinity).
+constexpr int WEIGHTLESS = 2 * BLOCK_Q, ROW_STATS = WEIGHTLESS + CHUNK<Accumulator>;
 constexpr int QUERY_SUMS = THREADS * QuerySums::ROWS * QuerySums::COLUMNS;
 constexpr int KEY_SUMS = THREADS * ROWS * KeyTile::VALUE_COLUMNS;
 constexpr int VALUE_SUMS = THREADS * ROWS * ValueTile::VALUE_COLUMNS;
@@ -87,9 +84,10 @@ __device__ __forceinline__ void load_rows(Shared* tile, const Element* rows, i64
         tile, rows + first * row_stride, row_stride, length - first, threadIdx.x);
 }
 
-// P^T from S^T, and the derivative of the score's modification where there is one. In a cut tile
-// what is hidden becomes -0, whatever score and lse hold, as does the weight of queries without any
-// if the tile has such: the sign tells it from a weight that is too small for a number.
+// P^T from S^T, and `slope`, the derivative of the modified score by the score, where scores are
+// modified. In a cut tile a hidden pair gets -0, whatever its score and lse are, and so does every
+// pair of a query without weight if the tile is marked to have one. The sign tells -0 from a weight
+// that is too small for a number.
 template <bool CUT>
 __device__ __forceinline__ void to_probabilities(Accumulator (&S)[ROWS][COLUMNS],
                                                  Accumulator (&slope)[ROWS][COLUMNS],
@@ -109,8 +107,7 @@ __device__ __forceinline__ void to_probabilities(Accumulator (&S)[ROWS][COLUMNS]
             if constexpr (SCORE_IS_MODIFIED) {
                 using Number = Dual<Accumulator>;
                 const Number score(S[i][j] * p.scale, Accumulator(1));
-                const Number modified =
-                    modify(score, head.batch, head.head, q_begin + column, k, p);
+                const Number modified = modify(score, head, q_begin + column, k, p);
                 S[i][j] = modified.value;
                 slope[i][j] = modified.slope;
             }
@@ -129,79 +126,37 @@ __device__ __forceinline__ void to_probabilities(Accumulator (&S)[ROWS][COLUMNS]
     }
 }
 
-// dS^T from P^T and dP^T, into dP; 0 where P is hidden, whatever dP and delta hold.
+// dS^T from P^T and dP^T, into dP; P^T becomes what dropout leaves of it, for dV. Where P is hidden dS
+// is 0, whatever dP, delta and slope hold. Dropout is in delta already, by way of O.
 template <bool CUT>
 __device__ __forceinline__ void to_score_gradients(Accumulator (&dP)[ROWS][COLUMNS],
-                                                   const Accumulator (&P)[ROWS][COLUMNS],
+                                                   Accumulator (&P)[ROWS][COLUMNS],
                                                    const Accumulator (&slope)[ROWS][COLUMNS],
                                                    const KeyTile& tile, const Params& p,
                                                    const Head& head, const Accumulator* deltas,
                                                    int q_begin, int k_begin) {
+    const Accumulator of_kept = Accumulator(1) / kept_share(p);
 #pragma unroll
     for (int i = 0; i < ROWS; ++i)
 #pragma unroll
         for (int j = 0; j < COLUMNS; ++j) {
-            const int column = tile.column(j);
-            Accumulator dS = P[i][j] * (dP[i][j] - deltas[column]);
+            const int column = tile.column(j), q = q_begin + column, k = k_begin + tile.row(i);
+            const bool kept = keep(p, head, q, k);
+            const Accumulator dP_kept = kept ? dP[i][j] * of_kept : Accumulator(0);
+            Accumulator dS = P[i][j] * (dP_kept - deltas[column]);
+            const auto shown = [&] {
+                return CUT && is_negative_zero(P[i][j]) ? Accumulator(0) : dS;
+            };
+            // The derivative by the modified score: ahead of the slope.
+            if (q < head.query_length && k < head.key_length) store_dscore(p, head, q, k, shown());
             if constexpr (SCORE_IS_MODIFIED) dS *= slope[i][j];
-            dP[i][j] = CUT && is_negative_zero(P[i][j]) ? Accumulator(0) : dS;
-            store_dscore(p, head, q_begin + column, k_begin + tile.row(i), dP[i][j]);
+            dP[i][j] = shown();
+            if (!kept) P[i][j] = Accumulator(0);
         }
 }
 
-// Gives a tile of rows back the infinities and NaN that clear_nonfinite() has taken from it.
-template <int TILE_ROWS, typename Tile, int D>
-__device__ __forceinline__ void restore_nonfinite(Shared* tile, const Element* rows, i64 row_stride,
-                                                  int first, int length) {
-#pragma unroll 1
-    for (int i = threadIdx.x; i < min(TILE_ROWS, length - first) * D; i += THREADS) {
-        const int row = i / D, column = i % D;
-        const Accumulator value = widen(rows[(first + row) * row_stride + column]);
-        if (!is_finite(value)) tile[row * Tile::PITCH + column] = narrow<Shared>(value);
-    }
-}
-
-// dV += P dO for the infinities and NaN of dO that each key sees, of one tile of queries: see
-// add_nonfinite_values in seams/score.cuh.
-__device__ __forceinline__ void add_nonfinite_gradients(
-    Accumulator (&dV)[ROWS][ValueTile::VALUE_COLUMNS], const ValueTile& tile, const Params& p,
-    const Head& head, const Element* dout, const Accumulator* log2_sums, int q_begin, int k_begin,
-    const TileBits& bits) {
-#pragma unroll 1
-    for (int q = q_begin; q < min(q_begin + BLOCK_Q, head.query_length); ++q) {
-        const Element* const dO = dout + q * p.dout_row_stride;
-        const Accumulator log2_sum = log2_sums[q - q_begin];
-        bool finite = true;
-#pragma unroll 1
-        for (int j = 0; j < ValueTile::VALUE_COLUMNS; ++j) {
-            const int column = tile.value_column(j);
-            finite &= column >= HEAD_DIM_V || is_finite(Accumulator(widen(dO[column])));
-        }
-        if (finite || log2_sum == infinity<Accumulator>()) continue;
-        bool seen[ROWS];
-        Accumulator P[ROWS];
-#pragma unroll
-        for (int i = 0; i < ROWS; ++i) {
-            const int k = k_begin + tile.row(i);
-            seen[i] = VisibleQueries(p, head, k).has(q) && bits.has(tile.row(i), q - q_begin);
-            if (seen[i])
-                P[i] = exp2_of(score_alone(p, head, q, k) * score_multiplier(p) - log2_sum);
-        }
-#pragma unroll
-        for (int j = 0; j < ValueTile::VALUE_COLUMNS; ++j) {
-            const int column = tile.value_column(j);
-            if (column >= HEAD_DIM_V) continue;
-            const Accumulator value = widen(dO[column]);
-            if (is_finite(value)) continue;
-#pragma unroll
-            for (int i = 0; i < ROWS; ++i)
-                if (seen[i]) dV[i][j] += P[i] * value;
-        }
-    }
-}
-
-// Adds to the gradients of the keys of `key_tile` and to dQ, for all queries that see some; their
-// walk begins `rotation` tiles further on.
+// Adds to the gradients of the keys of `key_tile`, and to dQ, for all queries that see one of them.
+// The walk over the queries' tiles begins `rotation` tiles further on.
 __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned char* smem,
                                               const Params& p, const Head& head, int key_tile,
                                               int rotation) {
@@ -211,7 +166,7 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
     constexpr bool SHARE_P = WARP_SPLIT > 1;
     static_assert(
         (K_TILE + V_TILE + STAGES * (Q_TILE + O_TILE) + (1 + SHARE_P) * S_TILE) * sizeof(Shared) +
-                STAGES * ROWS_TILE * sizeof(Accumulator) ==
+                STAGES * ROW_STATS * sizeof(Accumulator) ==
             SHARED_BYTES,
         "the plan and the kernel lay out shared memory alike");
     Shared* const K_smem = reinterpret_cast<Shared*>(smem);
@@ -220,7 +175,7 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
     Shared* const dO_smem = Q_smem + STAGES * Q_TILE;
     Shared* const dS_smem = dO_smem + STAGES * O_TILE;
     Shared* const P_smem = dS_smem + S_TILE;
-    Accumulator* const rows_smem = reinterpret_cast<Accumulator*>(P_smem + SHARE_P * S_TILE);
+    Accumulator* const row_stats_smem = reinterpret_cast<Accumulator*>(P_smem + SHARE_P * S_TILE);
 
     const int warp_row = first_row_of_warp();
     const int first_step = threadIdx.x / 32 % WARP_SPLIT * STEP_Q;
@@ -238,8 +193,8 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
                                               head.query_length);
         load_rows<BLOCK_Q, ValueTile, HEAD_DIM_V>(dO_smem + stage * O_TILE, dout, p.dout_row_stride,
                                                   q, head.query_length);
-        load_tile<1, ROWS_TILE, ROWS_TILE, THREADS, true, 1>(
-            rows_smem + stage * ROWS_TILE, p.rows + (first_tile + tile) * ROWS_TILE, 0, 1,
+        load_tile<1, ROW_STATS, ROW_STATS, THREADS, true, 1>(
+            row_stats_smem + stage * ROW_STATS, p.row_stats + (first_tile + tile) * ROW_STATS, 0, 1,
             threadIdx.x);
     };
 
@@ -250,9 +205,9 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
     commit_copies();
     wait_copies<0>();
     __syncthreads();  // the keys and the first query tile have arrived for all
-    // Sums over keys must not meet what hidden ones hold. Keys that are seen add nothing either
-    // where they are not finite: their dS is 0, or NaN that the row's other keys bring to dQ. Scores
-    // need them as they are.
+    // dQ += dS K must not see infinities and NaN of K: hidden pairs have dS = 0, and 0 * NaN is NaN.
+    // So K is cleared of them for that product, and restored for the scores. Nothing is lost where
+    // such a key is seen: its dS is 0, which adds nothing, or NaN, which times 0 is NaN still.
     const bool nonfinite_keys = clear_nonfinite<BLOCK_K, KeyTile::PADDED_D, THREADS>(K_smem);
     keys.take_queries(K_smem + warp_row * KeyTile::PITCH);
     values.take_queries(V_smem + warp_row * ValueTile::PITCH);
@@ -265,16 +220,16 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
         const TileBits bits(p, visit, warp_row);
         Shared* const Q = Q_smem + stage * Q_TILE;
         Shared* const dO = dO_smem + stage * O_TILE;
-        const Accumulator* const log2_sums = rows_smem + stage * ROWS_TILE;
+        const Accumulator* const log2_sums = row_stats_smem + stage * ROW_STATS;
         const Accumulator* const deltas = log2_sums + BLOCK_Q;
         const bool weightless = log2_sums[WEIGHTLESS] != Accumulator(0);
-        // Infinite keys have scores with the zeros in place of queries beyond the length, too: NaN.
+        // Infinite keys: their scores with the zeros that stand for queries beyond the length are NaN.
         const bool cut = tiles.is_cut(visit) || nonfinite_keys || weightless;
         if (STAGES > 1 && more) load_queries((i + 1) % STAGES, tiles[i + 1].tile);
         commit_copies();
         if (nonfinite_keys) {
-            restore_nonfinite<BLOCK_K, KeyTile, HEAD_DIM>(K_smem, head.k, p.k_row_stride, k_block,
-                                                          head.key_length);
+            restore_nonfinite<BLOCK_K, HEAD_DIM, KeyTile::PITCH, THREADS>(
+                K_smem, head.k, p.k_row_stride, k_block, head.key_length);
             __syncthreads();  // the keys are whole again for all
         }
 
@@ -355,9 +310,10 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
 #pragma unroll 1
         for (int i = 0; i < tiles.count; ++i) {
             const Visit visit = tiles[i];
-            add_nonfinite_gradients(gradients.dV_regs, values, p, head, dout,
-                                    p.rows + (first_tile + visit.tile) * ROWS_TILE,
-                                    visit.tile * BLOCK_Q, k_begin, TileBits(p, visit, warp_row));
+            add_nonfinite_gradients<BLOCK_Q>(gradients.dV_regs, values, p, head, dout,
+                                             p.row_stats + (first_tile + visit.tile) * ROW_STATS,
+                                             visit.tile * BLOCK_Q, k_begin,
+                                             TileBits(p, visit, warp_row));
         }
     }
 }
@@ -406,5 +362,6 @@ __device__ __forceinline__ void store_key_gradients(const Gradients& gradients, 
     else
         store_gradients<HEAD_DIM_V>(p.dv + locate(p, head.index, p.dv_axis_stride), p.dv_row_stride,
                                     p.key_length, gradients.dV_regs,
-                                    ValueTile(threadIdx.x % 32, nullptr), k_begin, Accumulator(1));
+                                    ValueTile(threadIdx.x % 32, nullptr), k_begin,
+                                    Accumulator(1) / kept_share(p));
 }

@@ -17,8 +17,8 @@ extern "C" __global__ void __launch_bounds__(32) mask_lists(const __grid_constan
             int previous = row - 1;  // the nearest row before that visits this column
             const unsigned char* above = states + column - p.mask_columns;
             for (; previous >= 0 && *above == EMPTY; --previous) above -= p.mask_columns;
-            const i64 place = begin + count + __popc(found & ((1u << lane) - 1));
-            p.mask_entries[place] =
+            const i64 entry = begin + count + __popc(found & ((1u << lane) - 1));
+            p.mask_entries[entry] =
                 make_int4(column, state == FULL ? -1 : int(begin + column), previous, 0);
         }
         count += __popc(found);

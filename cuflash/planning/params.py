@@ -27,7 +27,7 @@ _MASK = {"": {}, "blocks": _LISTS, "elements": {"mask": "const unsigned char*"}}
 _MASK_WORKSPACE = {"": {}, "blocks": {}, "elements": {**_LISTS, "mask_states": "unsigned char*"}}
 _WORKSPACE = {
     False: {"state": "Accumulator*"},
-    True: {"rows": "Accumulator*", "dq_sum": "Accumulator*", "dk_sum": "Accumulator*",
+    True: {"row_stats": "Accumulator*", "dq_sum": "Accumulator*", "dk_sum": "Accumulator*",
            "dv_sum": "Accumulator*", "turns": "unsigned int*"},
 }  # fmt: skip
 

@@ -140,7 +140,7 @@ class Plan:
         """Names and bytes of what the kernels keep in device memory beside their results.
 
         fa1's O, l and m (state). Backward: two numbers per query and a flag per tile of them
-        (rows), dQ in the type of sums (dq_sum), dK and dV of heads that share a key (dk_sum,
+        (row_stats), dQ in the type of sums (dq_sum), dK and dV of heads that share a key (dk_sum,
         dv_sum), and whose turn it is to add to which tile of dQ (turns). The tiles of a mask of
         elements: lists (mask_ranges, mask_entries), what each tile shows (mask_bits, mask_states).
         """

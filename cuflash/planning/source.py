@@ -30,11 +30,13 @@ def _params_struct(problem: Problem) -> str:
 
 
 def _score_function(problem: Problem) -> str:
+    """The expression with the names it may use; Head, defined further on, is a template's."""
     names = problem.captures
     captures = "".join(f"    const Accumulator {name} = p.{name};\n" for name in names)
     return f"""\
-template <typename T>
-__device__ __forceinline__ T modify(T score, int batch, int head, int q, int k, const Params& p) {{
+template <typename T, typename Head>
+__device__ __forceinline__ T modify(T score, const Head& located, int q, int k, const Params& p) {{
+    [[maybe_unused]] const int batch = located.batch, head = located.head;
 {captures}#line 1 "score expression"
     return {problem.score or "score"};
 }}"""

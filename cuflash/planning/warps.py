@@ -125,7 +125,7 @@ class WarpTile(KernelTile):
         turns = Buffer("turns", 4, q_tiles + 1)
         return (
             *masks,
-            Buffer("rows", self.row_stats_bytes(problem), q_tiles),
+            Buffer("row_stats", self.row_stats_bytes(problem), q_tiles),
             Buffer("dq_sum", self.threads * self.dq_per_thread(problem) * item, q_tiles),
             *sums,
             *([turns] if self.adds_in_order(problem) else []),

@@ -20,15 +20,15 @@ struct KeyRange {
     }
 };
 
-// Places in a list of key tiles.
+// Entries [begin, end) of a list of key tiles.
 struct KeySpan {
     int begin, end;
     int uncut_begin, uncut_end;  // the band shows tiles [uncut_begin, uncut_end) as a whole
     __device__ __forceinline__ int count() const { return end - begin; }
 };
 
-// Key tiles of SIZE keys that queries of a tile of queries visit, last one first: a causal mask then
-// meets its few cut tiles first and the longest run of uncut ones follows.
+// Key tiles of SIZE keys that a tile of queries visits, last one first: under a causal mask the few
+// cut tiles come first, and the longest run of uncut ones follows.
 template <int SIZE>
 struct KeyTiles : KeySpan {
     TileList list;
@@ -79,7 +79,7 @@ struct QuerySlabs {
 template <int SIZE>
 struct QueryTiles {
     TileList list;
-    int end, count, start;       // the last place in the list and one, how many, the first visit
+    int end, count, start;       // entries [end - count, end); the first visit is the start-th
     int uncut_begin, uncut_end;  // the band shows all the keys to tiles [uncut_begin, uncut_end)
 
     __device__ __forceinline__ QueryTiles(const Params& p, const Head& head, int row, int rows,

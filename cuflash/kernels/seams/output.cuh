@@ -1,5 +1,6 @@
 // The end of a row: O / l in the caller's type, and the logarithm of its sum of exponentials.
 #pragma once
+#include "seams/hooks.cuh"
 #include "seams/score.cuh"
 #include "tiles/copies.cuh"
 
@@ -39,25 +40,38 @@ __device__ __forceinline__ void write_row(const Tile& tile, T* row, const A (&O)
     }
 }
 
-// Writes the slab of rows from q_begin on. A row that saw no key, or lies at or beyond the valid
-// query length, is 0 and -infinity.
+// log(exp(a) + exp(b)); one of the two is above -infinity.
+__device__ __forceinline__ Accumulator add_exponentials(Accumulator a, Accumulator b) {
+    const Accumulator smaller = exp2_of(-fabs(a - b) * Accumulator(LOG2_E));
+    return larger(a, b) + log_of(Accumulator(1) + smaller);
+}
+
+// Writes the slab of rows from q_begin on. A row without any weight, or at or beyond the valid query
+// length, is 0 and -infinity; with a sink, a row without weight is 0 and the sink's score.
 template <typename Tile, typename Softmax, int ROWS, int COLUMNS>
 __device__ __forceinline__ void store_rows(const Accumulator (&O)[ROWS][COLUMNS],
                                            const Softmax& softmax, const Tile& tile,
                                            const Params& p, const Head& head, int q_begin,
                                            const HeadOutput* located = nullptr) {
     const Accumulator multiplier = score_multiplier(p);
+    const Accumulator sink = sink_score(p, head);
     const HeadOutput output = located ? *located : locate_output(p, head.index);
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         const int q = q_begin + tile.row(i);
-        const Accumulator total =
-            softmax.total(i) + initial_sum(p, head, softmax.origin[i] * multiplier);
+        const Accumulator total = softmax.total(i);
         const bool exists = q >= 0 && q < p.query_length;
         const bool empty = q >= head.query_length || total == Accumulator(0);  // O may be anything
-        write_row(tile, output.out + q * p.out_row_stride, O[i], total, exists, empty);
+        const bool has_sink = sink != -infinity<Accumulator>() && q < head.query_length;
+        const auto log_sum = [&] {
+            return empty ? -infinity<Accumulator>() : softmax.log_sum_exp(i, total, multiplier);
+        };
+        Accumulator divisor = total * kept_share(p);
+        if (has_sink)  // times (exp(lse) + exp(sink)) / exp(lse)
+            divisor *= Accumulator(1) + exp2_of((sink - log_sum()) * Accumulator(LOG2_E));
+        write_row(tile, output.out + q * p.out_row_stride, O[i], divisor, exists, empty);
         if (exists && output.lse != nullptr && tile.lane % Tile::ROW_THREADS == 0)
             output.lse[q * p.lse_row_stride] =
-                empty ? -infinity<Accumulator>() : softmax.log_sum_exp(i, total, multiplier);
+                has_sink ? add_exponentials(log_sum(), sink) : log_sum();
     }
 }

@@ -42,9 +42,9 @@ struct TileList {
         }
         return low;
     }
-    __device__ __forceinline__ Visit operator[](int place) const {
-        if constexpr (!MASKED) return {place, -1, -1};
-        const int4 entry = entries[place];
+    __device__ __forceinline__ Visit operator[](int index) const {
+        if constexpr (!MASKED) return {index, -1, -1};
+        const int4 entry = entries[index];
         return {entry.x, entry.y, entry.z};
     }
 };

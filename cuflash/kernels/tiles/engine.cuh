@@ -1,4 +1,31 @@
-// Which products the plan chose. Reads the prelude: ENGINE and the sizes of a warp's tile.
+// Tiles of a warp's rows, on the engine that the plan chose. Reads the prelude: ENGINE_IS_MMA and the
+// sizes of a warp's tile.
+//
+// MmaTile and SimtTile offer the same. A tile scores WARP_ROWS rows (queries; keys in backward)
+// against STEP others at a time, over D columns, and sums rows of DV columns.
+//
+//     Shared                        type of elements in shared memory
+//     PADDED_D, PADDED_DV           columns there of rows that are scored, of rows that are summed
+//     PITCH, VALUE_PITCH            elements from one such row to the next
+//     EXCHANGE                      elements of shared memory that each warp gives the constructor
+//     ROWS, COLUMNS, VALUE_COLUMNS  what a lane holds: scores S[ROWS][COLUMNS], sums
+//                                   O[ROWS][VALUE_COLUMNS]
+//     COLUMN_GROUP                  adjacent columns of O in a lane
+//     ROW_THREADS                   adjacent lanes that share a row
+//     lane                          the lane's number in its warp
+//     row(i), column(j)             to which row and column of the warp's tile S[i][j] belongs
+//     value_column(j)               to which column O[i][j] belongs
+//     take_queries(rows)            the warp's rows have arrived in shared memory
+//     score(S, K)                   S = Q K^T with STEP rows of K in shared memory
+//     accumulate(O, P, V)           O += P V with STEP rows of V in shared memory
+//     publish(slab, pitch, P)       leaves P in shared memory, as Shared, for all warps
+//     accumulate_published<N>(O, P_slab, V)
+//                                   O += P V with P of N columns as published, where WARP_SPLIT
+//                                   warps share rows
+//
+// Columns from D and DV on hold zeros in shared memory, and anything in O. The seams and
+// nonfinite.cuh use lane, row, column, value_column and the constants of a lane only: these a
+// WarpgroupTile has as well.
 #pragma once
 #include "tiles/mma.cuh"
 #include "tiles/simt.cuh"

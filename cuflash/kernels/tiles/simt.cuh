@@ -4,10 +4,7 @@
 // columns, all interleaved, so that what adjacent lanes read from shared memory lies in different
 // banks or is the same address. P changes hands between lanes through shared memory of the warp.
 //
-// Floor: 2 (D + DV) operations per score at one FMA per lane and clock, 67 TFLOP/s in fp32 on an
-// H200; an 8 x 8 register tile as the compiler schedules it tops out near 45. Each 16-byte load
-// feeds 16 FMAs or more, and 6 instructions per score go to the softmax. Measured on an H200
-// (asv_bench/against_peers.py fp32): 35 TFLOP/s at D = 32, 40 at D = 64 and at D = 128.
+// docs/kernels.md says what bounds its speed.
 #pragma once
 #include "numeric.cuh"
 #include "tiles/copies.cuh"

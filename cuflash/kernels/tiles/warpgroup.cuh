@@ -8,6 +8,7 @@
 // A warp holds 16 rows of an accumulator in the layout of tiles/mma.cuh: lane/4 and lane/4 + 8, and of
 // every 8 columns the two from 2 * (lane % 4) on; packed to halves it is an A operand.
 #pragma once
+#include "nonfinite.cuh"
 #include "numeric.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/mma.cuh"

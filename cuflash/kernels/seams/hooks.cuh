@@ -1,0 +1,36 @@
+// Seam 3, the hooks: where a feature enters that is more than a change of the score. Each does
+// nothing here and compiles away. docs/adding-a-score.md says how a feature gives it a body.
+//
+// A hook may be called for rows and keys that do not exist, unless it says otherwise: it reads no
+// array there. It knows its head by head.index: head.batch and head.head are valid only where the
+// score is modified. P is Params: a template's body may read fields that only some plans have.
+#pragma once
+#include "seams/sequence.cuh"
+
+// Dropout: whether the probability of (q, k) is kept, the same answer in forward and backward.
+// The softmax's sum and lse count what is dropped. All loops that make P call it, behind the sum.
+template <typename P>
+__device__ __forceinline__ bool keep(const P&, const Head&, int q, int k) {
+    return true;
+}
+
+// Dropout: the share of probabilities that is kept. Those are divided by it: in forward with the
+// sum at the end of a row, in backward as dP and, at the end, dV.
+template <typename P>
+__device__ __forceinline__ Accumulator kept_share(const P&) {
+    return Accumulator(1);
+}
+
+// Attention sinks: the score of one more key, whose value is 0, for every row of the head;
+// -infinity for none. Called where a row ends. Backward finds it in lse.
+template <typename P>
+__device__ __forceinline__ Accumulator sink_score(const P&, const Head&) {
+    return -infinity<Accumulator>();
+}
+
+// Bias gradients: takes the derivative of the loss by the modified score of (q, k), which both
+// exist. Called in backward, once for each pair of a tile that is visited: 0 for those that the band
+// or the mask hides. Pairs of other tiles are not told of: their derivatives are 0.
+template <typename P>
+__device__ __forceinline__ void store_dscore(const P&, const Head&, int q, int k,
+                                             Accumulator dscore) {}
