@@ -22,16 +22,11 @@ from typing import NamedTuple
 import numpy as np
 
 from .. import attention, attention_backward, plan
-from ..extras import how_to_install
+from ..extras import HOW_TO_INSTALL_CUPY, how_to_install
 from ..planning.plan import ALGOS, ENGINES, TILES
-from . import meters
+from . import machine, meters
 
-TORCH = {
-    "torch FA2": "FLASH_ATTENTION",
-    "torch cuDNN": "CUDNN_ATTENTION",
-    "torch efficient": "EFFICIENT_ATTENTION",
-    "torch math": "MATH",
-}
+TORCH = {**machine.PEERS, "torch math": "MATH"}
 # What results of two contenders may differ by, as a share of the largest value.
 TOLERANCE = {"float16": 1e-2, "bfloat16": 5e-2, "float32": 1e-3, "float64": 1e-9}
 SCORES_LIMIT = {"CPU": 2 << 30, "GPU": 24 << 30}  # bytes of one matrix of scores of all heads
@@ -192,7 +187,7 @@ class Field:
     def _unfused_call(self, work: Work, operands):
         if work.backward:
             raise NotImplementedError("has no gradients")
-        scores = work.batch * work.heads * work.length**2 * meters.DTYPES[work.dtype].itemsize
+        scores = work.batch * work.heads * work.length**2 * machine.DTYPES[work.dtype].itemsize
         if scores > SCORES_LIMIT[self.place]:
             raise MemoryError(f"its scores take {scores / 2**30:.0f} GiB")
         bias = None
@@ -298,20 +293,6 @@ def _in_words(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}"[:120]
 
 
-def find_torch():
-    """Torch with a GPU, set up for IEEE float32 products; None where it is not installed."""
-    try:
-        import torch  # before CuPy, which then finds the libraries that torch has loaded
-        import torch.nn.attention
-    except ImportError:
-        return None
-    if not torch.cuda.is_available():
-        return None
-    torch.backends.cuda.matmul.allow_tf32 = False  # pragma: no cover - needs a GPU
-    torch.set_grad_enabled(False)  # pragma: no cover - needs a GPU
-    return torch  # pragma: no cover - needs a GPU
-
-
 def parse(arguments):
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m cuflash compare", description=__doc__)
@@ -322,7 +303,7 @@ def parse(arguments):
     parser.add_argument("--list", action="store_true", help="name experiments and contenders")
     parser.add_argument("--shapes", nargs="+", type=_shape, metavar="B,H,N,D",
                         help="these instead of the experiments")  # fmt: skip
-    parser.add_argument("--dtypes", nargs="+", choices=meters.DTYPES, default=["float32"],
+    parser.add_argument("--dtypes", nargs="+", choices=machine.DTYPES, default=["float32"],
                         help="of --shapes")  # fmt: skip
     parser.add_argument("--causal", choices=("no", "yes", "both"), default="no", help="of --shapes")
     parser.add_argument("--backward", action="store_true", help="gradients of --shapes")
@@ -368,11 +349,11 @@ def chosen_names(names, beginnings) -> list[str]:
 
 def main(arguments: list[str]) -> int:
     """Compare, and write results.csv, pictures and report.md into a folder; returns 0."""
-    from ..__main__ import find_cupy
-
     options, fail = parse(arguments)
-    torch = None if options.on == "cpu" else find_torch()
-    cupy, missing = (None, "") if options.on == "cpu" else find_cupy()
+    torch, cupy, missing = None, None, ""
+    if options.on != "cpu":
+        torch = machine.find_torch()  # before CuPy
+        cupy, missing = machine.find_cupy(HOW_TO_INSTALL_CUPY)
     if options.on == "gpu" and missing:
         fail(f"--on gpu: {missing}")
     field = Field(cupy, torch if cupy is not None else None)
@@ -417,7 +398,7 @@ def main(arguments: list[str]) -> int:
                 bar.update()
     pictures = charts.draw(folder, experiments, rows)
     command = f"python -m cuflash compare {shlex.join(arguments)}"
-    facts = meters.facts(field.cupy, field.torch)
+    facts = machine.facts(field.cupy, field.torch)
     text = charts.report(command, facts, experiments, rows, pictures)
     (folder / "report.md").write_text(text)
     with contextlib.suppress(ValueError):
