@@ -564,7 +564,7 @@ def main(arguments=None) -> None:
         return
     if bench.find_torch() is None:
         print("torch is not installed: its contenders show as n/a")
-    facts = bench.machine()
+    facts = bench.facts()
     print(in_words := ", ".join(f"{key} {value}" for key, value in facts.items()))
     session = Session(options.quick, options.ms or (20 if options.quick else 80))
     try:

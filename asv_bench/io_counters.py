@@ -141,9 +141,9 @@ def main() -> None:
             row = {"problem": case.label, "algorithm": case.algo, "formula": case.formula()}
             rows.append(row | counted)
     if options.json:
-        result = {"machine": gpu.machine(), "rows": rows}
+        result = {"machine": gpu.facts(), "rows": rows}
         Path(options.json).write_text(json.dumps(result, indent=1))
-    print(", ".join(f"{key} {value}" for key, value in gpu.machine().items()))
+    print(", ".join(f"{key} {value}" for key, value in gpu.facts().items()))
     header = ("problem (B, H, N, D)", "algorithm", "formula", "read from L2", "written to L2",
               "L2 / formula", "device memory")  # fmt: skip
     print(f"\nGB:\n\n| {' | '.join(header)} |\n{'|---' * len(header)}|")

@@ -577,7 +577,7 @@ def main(arguments=None) -> None:
         for name in options.case:
             print(name, *map(describe, candidates(name)), sep="\n  ")
         return
-    facts, results = bench.machine(), []
+    facts, results = bench.facts(), []
     print(", ".join(f"{key} {value}" for key, value in facts.items()))
     timer = bench.meter()
     for name in options.case:

@@ -1,7 +1,7 @@
 """`python -m cuflash`: what is here, a checked run of all that works here, and its times.
 
 `python -m cuflash check` is the same. `python -m cuflash compare` is another command: see
-compare.py.
+compare/contenders.py.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import ml_dtypes
 import numpy as np
 
 from . import __version__, attention, plan, reference
+from .compare.machine import DTYPES, describe, find_cupy, first_line
 from .extras import HOW_TO_INSTALL_CUPY
 from .planning.plan import ALGOS, ENGINES, Plan
 
@@ -28,12 +28,6 @@ if TYPE_CHECKING:
 
     from .typing import Algo, Engine, ForwardOptions
 
-DTYPES = {
-    "float16": np.float16,
-    "bfloat16": ml_dtypes.bfloat16,
-    "float32": np.float32,
-    "float64": np.float64,
-}
 # Large enough that the time is not that of the call, and small enough for a float64 reference.
 CPU_SHAPE, GPU_SHAPE = (1, 4, 1000, 64), (8, 16, 1000, 64)
 CPU_DTYPES = ("float32", "float16")
@@ -52,7 +46,7 @@ class Row(NamedTuple):
 def main() -> int:
     """Print the report; return 0 if every check passed."""
     print(f"cuflash {__version__}, Python {platform.python_version()}, NumPy {np.__version__}")
-    cupy, missing = find_cupy()
+    cupy, missing = find_cupy(HOW_TO_INSTALL_CUPY)
     print(f"GPU      {missing}" if cupy is None else describe(cupy))
     engines, broken = usable_engines(cupy)
     for engine, reason in engines.items():
@@ -72,46 +66,6 @@ def main() -> int:
         "every result is within its bound of the float64 reference"
     )
     return 1 if failed or broken else 0
-
-
-def find_cupy() -> tuple[ModuleType | None, str]:
-    """CuPy if it is here with a device; and in words why not, or an empty string."""
-    try:
-        import cupy
-    except ModuleNotFoundError as error:
-        if error.name == "cupy":
-            return None, f"none in use: CuPy is not installed ({HOW_TO_INSTALL_CUPY})"
-        return None, f"none in use: CuPy cannot be imported ({first_line(error)})"
-    except Exception as error:  # a broken installation raises what it likes
-        return None, f"none in use: CuPy cannot be imported ({first_line(error)})"
-    here = f"none in use: CuPy {cupy.__version__} is here, but"
-    try:
-        count = cupy.cuda.runtime.getDeviceCount()
-    except Exception as error:  # no driver, too old a driver
-        return None, f"{here} finds no device ({first_line(error)})"
-    return (cupy, "") if count else (None, f"{here} counts no device")
-
-
-def first_line(error: BaseException) -> str:
-    """What an error says, in one line."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def describe(cupy: ModuleType) -> str:
-    """The GPUs and what drives them."""
-    runtime, lines = cupy.cuda.runtime, []
-    for number in range(runtime.getDeviceCount()):
-        facts = runtime.getDeviceProperties(number)
-        lines.append(
-            f"GPU {number}    {facts['name'].decode()}, compute capability "
-            f"{facts['major']}.{facts['minor']}, {facts['totalGlobalMem'] / 2**30:.0f} GiB"
-        )
-    driver, version = runtime.driverGetVersion(), f"CuPy {cupy.__version__}"
-    try:
-        compiler = "NVRTC {}.{}".format(*cupy.cuda.nvrtc.getVersion())
-    except Exception as error:  # the library is missing or does not load
-        compiler = f"no NVRTC ({first_line(error)})"
-    return "\n".join([*lines, f"{version}, {compiler}, driver for CUDA {driver // 1000}"])
 
 
 def usable_engines(cupy: ModuleType | None) -> tuple[dict[Engine, str], str]:
@@ -253,7 +207,7 @@ def table(rows: list[Row]) -> str:
 
 
 def command_line() -> argparse.ArgumentParser:
-    """The commands; compare.py has the options of its own."""
+    """The commands; contenders.py has the options of its own."""
     parser = argparse.ArgumentParser(
         prog="python -m cuflash", description="Attention for NumPy and CuPy arrays."
     )

@@ -21,6 +21,14 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("steady")
 
 
+@pytest.fixture
+def empty_cache(monkeypatch):
+    """No call is known yet."""
+    from cuflash.calls import run
+
+    monkeypatch.setattr(run, "_calls", {})
+
+
 @functools.cache
 def missing_gpu():
     """Why tests marked `gpu` cannot run here, or an empty string."""

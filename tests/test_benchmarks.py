@@ -19,7 +19,7 @@ from urllib.parse import parse_qs
 import numpy as np
 import pytest
 
-from cuflash.compare import meters
+from cuflash.compare import machine, meters
 
 BENCH = Path(__file__).resolve().parents[1] / "asv_bench"
 MODULES = sorted(path.stem for path in (BENCH / "benchmarks").glob("[a-z]*.py"))
@@ -101,8 +101,20 @@ def test_accuracy_is_the_error_of_the_result(suite):
 
 def test_the_meters_are_those_of_this_checkout(suite):
     gpu = suite("gpu")
-    assert Path(gpu.meters.__file__) == Path(meters.__file__)
-    assert gpu.meters is not meters  # another version of cuflash may be what is measured
+    for theirs, ours in ((gpu.meters, meters), (gpu.machine, machine)):
+        assert Path(theirs.__file__) == Path(ours.__file__)
+        assert theirs is not ours  # another version of cuflash may be what is measured
+    assert gpu.meters.DTYPES is gpu.machine.DTYPES is not machine.DTYPES
+
+
+def test_the_suite_measures_a_version_without_meters_of_its_own(tmp_path):
+    """As early ones are: one file, here, that says nothing of what it has."""
+    (tmp_path / "cuflash.py").write_text("")
+    done = subprocess.run(
+        [sys.executable, "-c", "from benchmarks import gpu; print(gpu.meters.draw, *gpu.DTYPES)"],
+        cwd=BENCH, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert done.stdout.endswith(" bf16 fp16 fp32\n"), done.stderr
 
 
 def test_a_call_that_no_kernel_serves_skips(suite):

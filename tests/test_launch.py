@@ -83,7 +83,7 @@ def launch(monkeypatch):
     )
     monkeypatch.setattr(Array, "made", [])
     monkeypatch.setattr(Stream, "waits", 0)
-    monkeypatch.setattr(calls, "_calls", {})  # what is prepared in one test launches there
+    monkeypatch.setattr(run, "_calls", {})  # what is prepared in one test launches there
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     forget_modules()
     for name in ("memory", "tables", "launch"):

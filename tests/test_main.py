@@ -130,36 +130,6 @@ def test_a_cupy_that_does_not_import_in_words(small, capsys, monkeypatch, tmp_pa
     assert f"none in use: CuPy cannot be imported ({words})\n" in capsys.readouterr().out
 
 
-class FewFacts:
-    """The facts of a device, and of libraries that may not load, as `describe` reads them."""
-
-    __version__ = "14.0"
-
-    def __init__(self, compiler):
-        facts = {"name": b"NVIDIA H200", "major": 9, "minor": 0, "totalGlobalMem": 139 << 30}
-        runtime = types.SimpleNamespace(
-            getDeviceCount=lambda: 1,
-            getDeviceProperties=lambda number: facts,
-            driverGetVersion=lambda: 13000,
-        )
-        nvrtc = types.SimpleNamespace(getVersion=compiler)
-        self.cuda = types.SimpleNamespace(runtime=runtime, nvrtc=nvrtc)
-
-
-def missing_library():
-    raise RuntimeError("libnvrtc.so.13 not found")
-
-
-@pytest.mark.parametrize(
-    ("compiler", "words"),
-    [(lambda: (13, 0), "NVRTC 13.0"), (missing_library, "no NVRTC (libnvrtc.so.13 not found)")],
-)
-def test_description_of_a_device(compiler, words):
-    lines = report.describe(FewFacts(compiler)).splitlines()
-    assert lines[0] == "GPU 0    NVIDIA H200, compute capability 9.0, 139 GiB"
-    assert lines[1] == f"CuPy 14.0, {words}, driver for CUDA 13"
-
-
 @pytest.mark.parametrize(
     ("error", "words", "is_broken"),
     [

@@ -5,6 +5,7 @@ import pytest
 
 from cuflash import reference
 from cuflash.compare import meters
+from cuflash.compare.machine import DTYPES
 
 
 def test_contenders_take_turns():
@@ -47,10 +48,10 @@ def test_paired_ratio_is_the_median_of_ratios():
     assert meters.paired_ratio([2, 30, 4], [1, 10, 4]) == 2
 
 
-@pytest.mark.parametrize("dtype", meters.DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_drawn_values_are_normal_and_differ_between_heads(dtype):
     x = meters.draw(np, (2, 3, 4096, 64), dtype, seed=1)
-    assert x.dtype == meters.DTYPES[dtype]
+    assert x.dtype == DTYPES[dtype]
     wide = x.astype(np.float64)
     assert abs(wide.mean()) < 0.01
     assert abs(wide.std() - 1) < 0.01
@@ -66,19 +67,5 @@ def test_unfused_is_attention(causal, dtype):
     bias = meters.causal_bias(np, 17, dtype) if causal else None
     found = meters.unfused(q, k, v, bias)
     bound = reference.forward_bound(q, k, v, dtype, causal=causal)
-    assert found.dtype == meters.DTYPES[dtype]
+    assert found.dtype == DTYPES[dtype]
     assert np.abs(found - bound.out).max() < (1e-5 if dtype == "float32" else 1e-13)
-
-
-def test_facts_name_the_machine(monkeypatch):
-    facts = meters.facts()
-    assert set(facts) == {"date", "python", "numpy", "device"}
-    assert facts["numpy"] == np.__version__
-    assert facts["device"].endswith(" cores")
-
-    def missing(*args, **kwargs):
-        raise FileNotFoundError
-
-    monkeypatch.setattr("builtins.open", missing)
-    monkeypatch.setattr(meters.platform, "processor", lambda: "a processor")
-    assert meters.facts()["device"].startswith("a processor, ")

@@ -1,15 +1,17 @@
 """What the kernels cost when NVRTC compiles them for real architectures: no device is needed.
 
-`python tests/test_nvrtc.py` compiles every row for sm_90a and prints BUDGETS anew; with an
-architecture ("sm_80") as argument, for that one.
+`python tests/test_nvrtc.py` compiles every row for sm_90a, prints the costs and writes their lines
+of budgets.csv anew; with an architecture ("sm_80") as argument, for that one.
 """
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import itertools
 import re
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -22,164 +24,28 @@ from cuflash.planning.problem import Device, Problem
 REGISTERS = 65536  # of a multiprocessor
 ARCHES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_100", "sm_120")
 
-# Bytes of (stack, spills) that a kernel may use at the head dim its row is for, as measured with
+# Bytes of stack and spills that a kernel may use at the head dim its row is for, as measured with
 # NVRTC 13.0. What is not listed must use none. On sm_90a, which the table is tuned on, mma kernels,
 # and simt kernels up to head dim 128 but for float64, cannot be listed, except what does the work
 # of backward: it keeps two tiles of sums in registers and may spill a little.
-BUDGETS: dict[str, tuple[int, int]] = {
-    "fa2 backward mma 128x128, 4 warps, 2 stages, D 32, bfloat16, sm_90a": (40, 128),
-    "fa1 backward mma 128x128, 4 warps, 2 stages, D 32, bfloat16, sm_90a": (64, 196),
-    "fa1 backward mma 64x128, 4 warps, 2 stages, D 64, bfloat16, sm_90a": (16, 48),
-    "fa1 backward mma 64x64, 8 warps, D 256, bfloat16, sm_90a": (8, 28),
-    "fa2 backward mma 128x128, 4 warps, 2 stages, D 32, bfloat16, sm_90a, mask": (80, 392),
-    "fa2 backward mma 64x64, 8 warps, 2 stages, D 256, bfloat16, sm_90a, mask": (8, 8),
-    "fa1 backward mma 128x128, 4 warps, 2 stages, D 32, bfloat16, sm_90a, mask": (56, 160),
-    "fa1 backward mma 64x128, 4 warps, 2 stages, D 64, bfloat16, sm_90a, mask": (32, 80),
-    "fa1 backward mma 64x64, 8 warps, 2 stages, D 256, bfloat16, sm_90a, mask": (8, 16),
-    "fa1 simt 8x8, 2 warps, 2 stages, D 512, float64, sm_90a": (80, 320),
-    "fa2 backward simt 64x128, 4 warps, 2 stages, D 32, float32, sm_90a": (8, 24),
-    "fa2 backward simt 64x128, 4 warps, D 32, float32, sm_90a": (64, 334),
-    "fa2 backward simt 32x128, 4 warps, D 64, float32, sm_90a": (72, 270),
-    "fa2 backward simt 32x32, 4 warps, D 128, float64, sm_90a": (32, 82),
-    "fa2 backward simt 16x16, 4 warps, D 256, float64, sm_90a": (32, 82),
-    "fa2 backward simt 16x8, 4 warps, D 512, float64, sm_90a": (272, 1338),
-    "fa1 backward simt 64x128, 4 warps, 2 stages, D 32, float32, sm_90a": (72, 334),
-    "fa1 backward simt 64x128, 4 warps, D 32, float32, sm_90a": (8, 12),
-    "fa1 backward simt 32x128, 4 warps, D 64, float32, sm_90a": (112, 442),
-    "fa1 backward simt 32x128, 8 warps, 2 stages, D 128, float32, sm_90a": (16, 28),
-    "fa1 backward simt 32x32, 4 warps, D 128, float64, sm_90a": (32, 102),
-    "fa1 backward simt 16x16, 4 warps, D 256, float64, sm_90a": (40, 106),
-    "fa1 backward simt 16x8, 4 warps, D 512, float64, sm_90a": (272, 1330),
-    "fa1 backward simt 32x128, 4 warps, D 64, float32, sm_80": (24, 70),
-    "fa1 backward mma 64x128, 4 warps, 2 stages, D 64, bfloat16, sm_80": (16, 48),
-    "fa2 backward simt 32x128, 4 warps, D 64, float32, sm_80": (80, 246),
-    "fa1 backward mma 64x128, 4 warps, 2 stages, D 64, bfloat16, sm_86": (16, 48),
-    "fa1 backward mma 64x128, 4 warps, 2 stages, D 64, bfloat16, sm_89": (16, 48),
-    "fa1 backward simt 32x128, 4 warps, D 64, float32, sm_100": (40, 164),
-    "fa1 mma 256x512, 8 warps, 2 stages, D 64, bfloat16, sm_100": (16, 88),
-    "fa1 backward mma 64x128, 4 warps, 2 stages, D 64, bfloat16, sm_100": (24, 96),
-    "fa2 simt 128x64, 4 warps, D 64, float32, sm_100": (40, 100),
-    "fa2 backward simt 32x128, 4 warps, D 64, float32, sm_100": (48, 216),
-    "fa2 backward mma 64x128, 4 warps, 2 stages, D 64, bfloat16, sm_100": (24, 56),
-    "fa2 backward mma 128x128, 4 warps, 2 stages, D 32, float16, sm_90a": (40, 128),
-    "fa2 backward simt 64x128, 4 warps, 2 stages, D 32, float16, sm_90a": (8, 24),
-    "fa2 backward simt 64x128, 4 warps, 2 stages, D 32, bfloat16, sm_90a": (8, 24),
-    "fa2 backward simt 64x128, 4 warps, D 32, float16, sm_90a": (104, 534),
-    "fa2 backward simt 64x128, 4 warps, D 32, bfloat16, sm_90a": (104, 534),
-    "fa1 backward mma 128x128, 4 warps, 2 stages, D 32, float16, sm_90a": (64, 196),
-    "fa1 backward mma 64x128, 4 warps, 2 stages, D 64, float16, sm_90a": (16, 48),
-    "fa1 backward mma 64x64, 8 warps, D 256, float16, sm_90a": (8, 28),
-    "fa1 backward simt 64x128, 4 warps, 2 stages, D 32, float16, sm_90a": (72, 334),
-    "fa1 backward simt 64x128, 4 warps, 2 stages, D 32, bfloat16, sm_90a": (72, 334),
-    "fa1 backward simt 64x128, 4 warps, D 32, float16, sm_90a": (8, 12),
-    "fa1 backward simt 64x128, 4 warps, D 32, bfloat16, sm_90a": (8, 12),
-    "fa1 backward simt 32x128, 4 warps, D 64, float16, sm_90a": (112, 442),
-    "fa1 backward simt 32x128, 4 warps, D 64, bfloat16, sm_90a": (112, 442),
-    "fa1 backward simt 32x128, 8 warps, 2 stages, D 128, float16, sm_90a": (8, 16),
-    "fa1 backward simt 32x128, 8 warps, 2 stages, D 128, bfloat16, sm_90a": (8, 16),
-    "fa2 simt 128x64, 4 warps, D 64, float16, sm_100": (56, 124),
-    "fa2 simt 128x64, 4 warps, D 64, bfloat16, sm_100": (56, 124),
-    "fa1 mma 256x512, 8 warps, 2 stages, D 64, float16, sm_100": (16, 88),
-    "fa1 simt 8x8, 2 warps, 2 stages, D 512, float64, sm_100": (80, 292),
-    "fa2 backward mma 128x128, 4 warps, 2 stages, D 32, float16, sm_100": (32, 160),
-    "fa2 backward mma 128x128, 4 warps, 2 stages, D 32, bfloat16, sm_100": (32, 160),
-    "fa2 backward mma 64x128, 4 warps, 2 stages, D 64, float16, sm_100": (24, 56),
-    "fa2 backward simt 64x128, 4 warps, 2 stages, D 32, float16, sm_100": (8, 16),
-    "fa2 backward simt 64x128, 4 warps, 2 stages, D 32, bfloat16, sm_100": (8, 16),
-    "fa2 backward simt 64x128, 4 warps, D 32, float16, sm_100": (80, 396),
-    "fa2 backward simt 64x128, 4 warps, D 32, bfloat16, sm_100": (80, 396),
-    "fa2 backward simt 64x128, 4 warps, D 32, float32, sm_100": (24, 48),
-    "fa2 backward simt 32x128, 4 warps, D 64, float16, sm_100": (24, 52),
-    "fa2 backward simt 32x128, 4 warps, D 64, bfloat16, sm_100": (24, 52),
-    "fa2 backward simt 32x128, 8 warps, 2 stages, D 128, float16, sm_100": (8, 28),
-    "fa2 backward simt 32x128, 8 warps, 2 stages, D 128, bfloat16, sm_100": (8, 28),
-    "fa2 backward simt 32x128, 8 warps, 2 stages, D 128, float32, sm_100": (24, 48),
-    "fa2 backward simt 16x8, 4 warps, D 512, float64, sm_100": (280, 1348),
-    "fa2 backward simt 16x8, 4 warps, D 512, float64, sm_100, sum_dq": (88, 176),
-    "fa1 backward mma 64x128, 4 warps, 2 stages, D 64, float16, sm_100": (24, 96),
-    "fa1 backward mma 64x64, 8 warps, D 256, float16, sm_100": (48, 144),
-    "fa1 backward mma 64x64, 8 warps, D 256, bfloat16, sm_100": (48, 144),
-    "fa1 backward simt 64x128, 4 warps, 2 stages, D 32, float16, sm_100": (72, 332),
-    "fa1 backward simt 64x128, 4 warps, 2 stages, D 32, bfloat16, sm_100": (72, 332),
-    "fa1 backward simt 64x128, 4 warps, 2 stages, D 32, float32, sm_100": (8, 16),
-    "fa1 backward simt 64x128, 4 warps, D 32, float16, sm_100": (64, 320),
-    "fa1 backward simt 64x128, 4 warps, D 32, bfloat16, sm_100": (64, 320),
-    "fa1 backward simt 64x128, 4 warps, D 32, float32, sm_100": (64, 320),
-    "fa1 backward simt 32x128, 4 warps, D 64, float16, sm_100": (40, 140),
-    "fa1 backward simt 32x128, 4 warps, D 64, bfloat16, sm_100": (40, 140),
-    "fa1 backward simt 32x128, 8 warps, 2 stages, D 128, float32, sm_100": (56, 156),
-    "fa1 backward simt 32x32, 4 warps, D 128, float64, sm_100": (40, 148),
-    "fa1 backward simt 16x8, 4 warps, D 512, float64, sm_100": (272, 1320),
-    "fa1 backward simt 16x8, 4 warps, D 512, float64, sm_100, sum_dq": (88, 176),
-    "fa2 mma 128x48, 4 warps, 2 stages, D 128, float16, sm_120": (40, 92),
-    "fa2 mma 128x48, 4 warps, 2 stages, D 128, bfloat16, sm_120": (40, 92),
-    "fa2 backward mma 128x128, 4 warps, 2 stages, D 32, float16, sm_120": (24, 56),
-    "fa2 backward mma 128x128, 4 warps, 2 stages, D 32, bfloat16, sm_120": (24, 56),
-    "fa2 backward simt 64x128, 4 warps, D 32, float16, sm_120": (88, 396),
-    "fa2 backward simt 64x128, 4 warps, D 32, bfloat16, sm_120": (88, 396),
-    "fa2 backward simt 64x128, 4 warps, D 32, float32, sm_120": (72, 412),
-    "fa1 backward simt 64x128, 4 warps, D 32, float16, sm_120": (64, 320),
-    "fa1 backward simt 64x128, 4 warps, D 32, bfloat16, sm_120": (64, 320),
-    "fa1 backward simt 64x128, 4 warps, D 32, float32, sm_120": (80, 380),
-    "fa2 mma 128x48, 4 warps, 2 stages, D 128, float16, sm_80": (24, 48),
-    "fa2 mma 128x48, 4 warps, 2 stages, D 128, bfloat16, sm_80": (24, 48),
-    "fa2 simt 8x8, 2 warps, D 512, float64, sm_80": (96, 546),
-    "fa1 simt 8x8, 2 warps, 2 stages, D 512, float64, sm_80": (72, 248),
-    "fa2 backward mma 128x128, 4 warps, 2 stages, D 32, float16, sm_80": (16, 32),
-    "fa2 backward mma 128x128, 4 warps, 2 stages, D 32, bfloat16, sm_80": (16, 32),
-    "fa2 backward mma 64x64, 8 warps, D 256, float16, sm_80": (72, 278),
-    "fa2 backward mma 64x64, 8 warps, D 256, bfloat16, sm_80": (72, 278),
-    "fa2 backward simt 64x128, 4 warps, 2 stages, D 32, float16, sm_80": (88, 338),
-    "fa2 backward simt 64x128, 4 warps, 2 stages, D 32, bfloat16, sm_80": (88, 338),
-    "fa2 backward simt 64x128, 4 warps, D 32, float16, sm_80": (8, 16),
-    "fa2 backward simt 64x128, 4 warps, D 32, bfloat16, sm_80": (8, 16),
-    "fa2 backward simt 64x128, 4 warps, D 32, float32, sm_80": (8, 16),
-    "fa2 backward simt 32x128, 4 warps, D 64, float16, sm_80": (80, 246),
-    "fa2 backward simt 32x128, 4 warps, D 64, bfloat16, sm_80": (80, 246),
-    "fa2 backward simt 32x32, 4 warps, D 128, float64, sm_80": (24, 60),
-    "fa2 backward simt 16x16, 4 warps, D 256, float64, sm_80": (32, 82),
-    "fa1 backward mma 128x128, 4 warps, 2 stages, D 32, float16, sm_80": (80, 184),
-    "fa1 backward mma 128x128, 4 warps, 2 stages, D 32, bfloat16, sm_80": (80, 184),
-    "fa1 backward mma 64x128, 4 warps, 2 stages, D 64, float16, sm_80": (16, 48),
-    "fa1 backward simt 64x128, 4 warps, 2 stages, D 32, float16, sm_80": (96, 398),
-    "fa1 backward simt 64x128, 4 warps, 2 stages, D 32, bfloat16, sm_80": (96, 398),
-    "fa1 backward simt 64x128, 4 warps, 2 stages, D 32, float32, sm_80": (96, 398),
-    "fa1 backward simt 64x128, 4 warps, D 32, float16, sm_80": (72, 334),
-    "fa1 backward simt 64x128, 4 warps, D 32, bfloat16, sm_80": (72, 334),
-    "fa1 backward simt 64x128, 4 warps, D 32, float32, sm_80": (88, 430),
-    "fa1 backward simt 32x128, 4 warps, D 64, float16, sm_80": (24, 70),
-    "fa1 backward simt 32x128, 4 warps, D 64, bfloat16, sm_80": (24, 70),
-    "fa1 backward simt 32x32, 4 warps, D 128, float64, sm_80": (40, 106),
-    "fa1 backward simt 16x16, 4 warps, D 256, float64, sm_80": (40, 118),
-    "fa2 mma 128x48, 4 warps, 2 stages, D 128, float16, sm_86": (24, 48),
-    "fa2 mma 128x48, 4 warps, 2 stages, D 128, bfloat16, sm_86": (24, 48),
-    "fa2 simt 8x8, 2 warps, D 512, float64, sm_86": (96, 546),
-    "fa2 backward mma 128x128, 4 warps, 2 stages, D 32, float16, sm_86": (16, 32),
-    "fa2 backward mma 128x128, 4 warps, 2 stages, D 32, bfloat16, sm_86": (16, 32),
-    "fa2 backward simt 64x128, 4 warps, D 32, float16, sm_86": (104, 538),
-    "fa2 backward simt 64x128, 4 warps, D 32, bfloat16, sm_86": (104, 538),
-    "fa2 backward simt 64x128, 4 warps, D 32, float32, sm_86": (64, 338),
-    "fa1 backward mma 128x128, 4 warps, 2 stages, D 32, float16, sm_86": (48, 164),
-    "fa1 backward mma 128x128, 4 warps, 2 stages, D 32, bfloat16, sm_86": (48, 164),
-    "fa1 backward mma 64x128, 4 warps, 2 stages, D 64, float16, sm_86": (16, 48),
-    "fa1 backward simt 64x128, 4 warps, D 32, float16, sm_86": (48, 278),
-    "fa1 backward simt 64x128, 4 warps, D 32, bfloat16, sm_86": (48, 278),
-    "fa1 backward simt 64x128, 4 warps, D 32, float32, sm_86": (32, 158),
-    "fa2 mma 128x48, 4 warps, 2 stages, D 128, float16, sm_89": (24, 48),
-    "fa2 mma 128x48, 4 warps, 2 stages, D 128, bfloat16, sm_89": (24, 48),
-    "fa2 simt 8x8, 2 warps, D 512, float64, sm_89": (96, 546),
-    "fa2 backward mma 128x128, 4 warps, 2 stages, D 32, float16, sm_89": (16, 32),
-    "fa2 backward mma 128x128, 4 warps, 2 stages, D 32, bfloat16, sm_89": (16, 32),
-    "fa2 backward simt 64x128, 4 warps, D 32, float16, sm_89": (104, 538),
-    "fa2 backward simt 64x128, 4 warps, D 32, bfloat16, sm_89": (104, 538),
-    "fa2 backward simt 64x128, 4 warps, D 32, float32, sm_89": (64, 338),
-    "fa1 backward mma 128x128, 4 warps, 2 stages, D 32, float16, sm_89": (48, 164),
-    "fa1 backward mma 128x128, 4 warps, 2 stages, D 32, bfloat16, sm_89": (48, 164),
-    "fa1 backward mma 64x128, 4 warps, 2 stages, D 64, float16, sm_89": (16, 48),
-    "fa1 backward simt 64x128, 4 warps, D 32, float16, sm_89": (48, 278),
-    "fa1 backward simt 64x128, 4 warps, D 32, bfloat16, sm_89": (48, 278),
-    "fa1 backward simt 64x128, 4 warps, D 32, float32, sm_89": (32, 158),
-}
+BUDGETS_FILE = Path(__file__).with_name("budgets.csv")
+
+
+def read_budgets() -> dict[str, tuple[int, int]]:
+    """(stack, spills) by the kernel's name."""
+    with BUDGETS_FILE.open(newline="") as file:
+        return {x["kernel"]: (int(x["stack"]), int(x["spills"])) for x in csv.DictReader(file)}
+
+
+def write_budgets(budgets: dict[str, tuple[int, int]]) -> None:
+    """Write what is not zero, sorted by name."""
+    with BUDGETS_FILE.open("w", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow(("kernel", "stack", "spills"))
+        writer.writerows((name, *budgets[name]) for name in sorted(budgets) if any(budgets[name]))
+
+
+BUDGETS = read_budgets()
 
 
 class Kernel(NamedTuple):
@@ -313,13 +179,27 @@ def test_every_architecture_has_its_kernels():
         assert expected - found == missing
 
 
+def whole_matrix() -> dict[str, Kernel]:
+    """All kernels that may have a budget, by name."""
+    made = [kernel for arch in (*ARCHES, "sm_90a") for kernel in kernels(arch, ITEM_BYTES)]
+    made += masked(kernels("sm_90a", ["bfloat16"]))
+    names = {str(kernel): kernel for kernel in made}
+    assert len(names) == len(made)  # a name tells a row
+    return names
+
+
 def test_budgets_are_of_rows_that_exist_and_may_spill():
-    matrix = [kernel for arch in (*ARCHES, "sm_90a") for kernel in kernels(arch, ITEM_BYTES)]
-    matrix += masked(kernels("sm_90a", ["bfloat16"]))
-    names = {str(kernel): kernel for kernel in matrix}
-    assert len(names) == len(matrix)  # a name tells a row
+    names = whole_matrix()
     assert set(BUDGETS) <= set(names)
     assert not [name for name in BUDGETS if names[name].must_not_spill]
+
+
+def test_budgets_are_written_as_they_are_read(tmp_path, monkeypatch):
+    text = BUDGETS_FILE.read_bytes()
+    monkeypatch.setattr(sys.modules[__name__], "BUDGETS_FILE", tmp_path / "budgets.csv")
+    write_budgets({**dict(reversed(BUDGETS.items())), "a kernel that spills nothing": (0, 0)})
+    assert BUDGETS_FILE.read_bytes() == text
+    assert read_budgets() == BUDGETS
 
 
 def test_what_the_compiler_says_is_read():
@@ -375,22 +255,21 @@ def test_newest_nvrtc_compiles(kernel):
     assert compiled(kernel, library).messages == ()
 
 
-def print_budgets(made: list[Kernel]) -> None:
-    """A line per kernel; those that need a budget as lines of BUDGETS."""
+def measure_budgets(made: list[Kernel]) -> None:
+    """Print a line per kernel, and write the budgets of these; those of others stay."""
+    budgets = {name: BUDGETS[name] for name in BUDGETS.keys() & whole_matrix().keys()}
     for kernel in made:
         cost = compiled(kernel)
         over = " MUST NOT SPILL" if kernel.must_not_spill and cost.stack + cost.spills else ""
-        line = f'    "{kernel}": ({cost.stack}, {cost.spills}),' if cost.stack + cost.spills else ""
-        print(
-            line or f"    # {kernel}: nothing", f" # {cost.registers} registers{over}", flush=True
-        )
-        for message in cost.messages:
-            print("    #", message)
+        size = f"{cost.registers} registers, {cost.stack} bytes of stack, {cost.spills} of spills"
+        print(f"{kernel}: {size}{over}", *cost.messages, sep="\n    ", flush=True)
+        budgets[str(kernel)] = cost.stack, cost.spills
+    write_budgets(budgets)
 
 
 if __name__ == "__main__":
     chosen = sys.argv[1:]
-    print_budgets(
+    measure_budgets(
         kernels(chosen[0], ["bfloat16", "float32", "float64"])
         if chosen
         else [*every_row(), *one_row_each()]

@@ -1,13 +1,12 @@
 """How far results are from the definition in float64."""
 
-import ml_dtypes
 import numpy as np
 
 import cuflash
 
 from . import gpu
 
-DTYPES = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16, "fp32": np.float32, "fp64": np.float64}
+DTYPES = gpu.EVERY_DTYPE
 
 
 class Accuracy:

@@ -22,24 +22,13 @@ import warnings
 from pathlib import Path
 from typing import NamedTuple
 
-import ml_dtypes
 import numpy as np
 
 import cuflash
 
-DTYPES = {
-    "bf16": np.dtype(ml_dtypes.bfloat16),
-    "fp16": np.dtype("float16"),
-    "fp32": np.dtype("float32"),
-}
 # What results of two kernels may differ by, as `difference` and `relative_difference` say.
 TOLERANCE = {"bf16": 2e-2, "fp16": 5e-3, "fp32": 1e-3}
 GRADIENT_TOLERANCE = {"bf16": 5e-2, "fp16": 1e-2, "fp32": 1e-3}
-PEERS = {
-    "torch FA2": "FLASH_ATTENTION",
-    "torch cuDNN": "CUDNN_ATTENTION",
-    "torch efficient": "EFFICIENT_ATTENTION",
-}
 FLASH = {  # module and package of their forward pass
     "FA3": ("fa3_fwd_interface", "fa3-fwd"),
     "FA4": ("flash_attn.cute", "flash-attn-4"),
@@ -48,50 +37,32 @@ MILLISECONDS = 40.0  # of the GPU's time for each contender of a tracked figure
 MOST = 50  # samples of a tracked figure
 
 
-def _of_this_checkout(name: str):
-    """A file of this checkout's package, whatever version of cuflash is measured."""
-    path = Path(__file__).parents[2] / "cuflash" / "compare" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"checkout_{name}", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def _of_this_checkout() -> str:
+    """The name under which `cuflash.compare` of this checkout is loaded.
 
-
-meters = _of_this_checkout("meters")
-paired_ratio = meters.paired_ratio
-
-
-@functools.cache
-def find_torch():
-    """Torch, set up as the protocol says, or None: no gradients, IEEE float32 products.
-
-    Its deterministic mode is not to fill new memory as well, which it would by default.
+    Whatever version of cuflash is measured: it may be one without that folder.
     """
-    try:
-        import torch  # before CuPy, which then finds the CUDA libraries that torch has loaded
-        import torch.nn.attention
-        import torch.utils.deterministic
-    except ImportError:
-        return None
-    if not torch.cuda.is_available():
-        return None
-    torch.manual_seed(0)
-    torch.set_grad_enabled(False)
-    torch.backends.cuda.matmul.allow_tf32 = False
-    torch.utils.deterministic.fill_uninitialized_memory = False
-    torch.zeros(1, device="cuda")
-    return torch
+    folder, name = Path(__file__).parents[2] / "cuflash" / "compare", "compare_of_this_checkout"
+    path, places = folder / "__init__.py", [str(folder)]
+    spec = importlib.util.spec_from_file_location(name, path, submodule_search_locations=places)
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
+    return name
+
+
+_COMPARE = _of_this_checkout()
+machine = importlib.import_module(f"{_COMPARE}.machine")
+meters = importlib.import_module(f"{_COMPARE}.meters")
+paired_ratio, find_torch, PEERS = meters.paired_ratio, machine.find_torch, machine.PEERS
+_SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
+EVERY_DTYPE = {_SHORT[name]: dtype for name, dtype in machine.DTYPES.items()}
+DTYPES = {name: EVERY_DTYPE[name] for name in TOLERANCE}
 
 
 @functools.cache
 def find_cupy():
     """CuPy if it finds a device, or None."""
-    try:
-        import cupy
-
-        return cupy if cupy.cuda.runtime.getDeviceCount() else None
-    except Exception:  # not installed, no driver, a broken installation
-        return None
+    return machine.find_cupy()[0]
 
 
 def need_gpu():
@@ -578,13 +549,13 @@ def in_words(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}"[:200]
 
 
-def machine() -> dict[str, str]:
+def facts() -> dict[str, str]:
     """Names and versions of what a number depends on."""
-    facts = meters.facts(need_gpu(), find_torch())
+    found = machine.facts(need_gpu(), find_torch())
     for _, package in FLASH.values():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            facts[package] = importlib.metadata.version(package)
-    return facts
+            found[package] = importlib.metadata.version(package)
+    return found
 
 
 def print_table(title: str, rows: list[list[object]], header: list[str]) -> None:

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from .experiments import Experiment, Work
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
     from pathlib import Path
-
-    from .contenders import Experiment
 
     Row = dict[str, Any]  # a line of results.csv
     Panel = tuple[bool, bool, str, int]  # direction, mask, type and head dim
@@ -253,8 +253,6 @@ def _table(rows: Sequence[Row], column: str, unit: str, cell: Callable[[Row], st
 
 def by_problem(rows: Iterable[Row]) -> dict[str, dict[str, Row]]:
     """The rows of each problem by contender."""
-    from .contenders import Work
-
     problems: dict[str, dict[str, Row]] = {}
     for row in rows:
         work = Work(*(row[field] for field in Work._fields))

@@ -17,14 +17,15 @@ import shlex
 import statistics
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from .. import attention, attention_backward, plan
-from ..extras import how_to_install
+from ..extras import HOW_TO_INSTALL_CUPY, how_to_install
 from ..planning.plan import ALGOS, ENGINES, TILES
-from . import meters
+from . import machine, meters
+from .experiments import MASKS, Experiment, Work, cpu_experiments, gpu_experiments
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -35,127 +36,10 @@ if TYPE_CHECKING:
 
     Row = dict[str, Any]  # a line of results.csv
 
-TORCH = {
-    "torch FA2": "FLASH_ATTENTION",
-    "torch cuDNN": "CUDNN_ATTENTION",
-    "torch efficient": "EFFICIENT_ATTENTION",
-    "torch math": "MATH",
-}
+TORCH = {**machine.PEERS, "torch math": "MATH"}
 # What results of two contenders may differ by, as a share of the largest value.
 TOLERANCE = {"float16": 1e-2, "bfloat16": 5e-2, "float32": 1e-3, "float64": 1e-9}
 SCORES_LIMIT = {"CPU": 2 << 30, "GPU": 24 << 30}  # bytes of one matrix of scores of all heads
-
-
-class Work(NamedTuple):
-    """Self-attention of (batch, heads, length, width), or its gradients."""
-
-    batch: int
-    heads: int
-    length: int
-    width: int
-    dtype: str
-    causal: bool = False
-    backward: bool = False
-
-    @property
-    def shape(self) -> tuple[int, int, int, int]:
-        """(B, H, N, D)."""
-        return self[:4]
-
-    @property
-    def flops(self) -> int:
-        """Of the products over visible pairs; backward has five products to two forward."""
-        pairs = self.length * (self.length + 1) // 2 if self.causal else self.length**2
-        return (10 if self.backward else 4) * self.width * pairs * self.batch * self.heads
-
-    def __str__(self) -> str:
-        text = f"{self.dtype} ({', '.join(map(str, self.shape))})"
-        return text + " causal" * self.causal + " backward" * self.backward
-
-
-class Experiment(NamedTuple):
-    """Works to compare on, over the length or over the number of heads of the whole batch."""
-
-    title: str
-    works: tuple[Work, ...]
-    contenders: tuple[str, ...] = ()  # beginnings of names; all if empty
-    over: str = "length"
-    timed: bool = True
-
-    @property
-    def over_length(self) -> bool:
-        """Whether the length grows while the heads stay, so that memory has a curve."""
-        kinds = {(work.batch, work.heads) for work in self.works}
-        return len(kinds) == 1 < len({work.length for work in self.works})
-
-
-MASKS = (False, True)
-
-
-def _field(
-    widths: Iterable[int], lengths: Iterable[int], backward: bool = False
-) -> tuple[Work, ...]:
-    """The field's grid: 16k tokens of 2048 features."""
-    return tuple(
-        Work(16384 // n, 2048 // d, n, d, "bfloat16", causal, backward)
-        for d, causal, n in itertools.product(widths, MASKS, lengths)
-    )
-
-
-def gpu_experiments(quick: bool) -> dict[str, Experiment]:
-    """What is compared on a GPU."""
-    lengths = (4096,) if quick else (1024, 4096, 16384)
-    mma = *(f"{algo} mma" for algo in ALGOS[::-1]), "torch FA2", "torch cuDNN"
-    flash = *(f"{algo} wgmma" for algo in ALGOS[::-1]), *mma
-    early = tuple(
-        Work(8, 8, n, d, "float32")
-        for d in (8, 16, 32, 64)
-        for n in ((1024,) if quick else (512, 1024, 2048, 4096))
-    )
-    halves = tuple(
-        Work(4, 48, n, 32, "float16", False, backward)
-        for backward in MASKS
-        for n in ((4096,) if quick else (1024, 2048, 4096))
-    )
-    heads = (1, 8, 132) if quick else (1, 2, 4, 8, 16, 33, 66, 132, 264)
-    long = (1024, 4096, 16384) if quick else (1024, 2048, 4096, 8192, 16384, 32768, 65536)
-    return {
-        "field": Experiment("16k tokens of 2048 features", _field((64, 128, 256), lengths), flash),
-        "backward": Experiment(
-            "gradients, 16k tokens of 2048 features", _field((64, 128), lengths, True), mma
-        ),
-        "early": Experiment("8 x 8 heads in single precision", early),
-        "halves": Experiment("4 x 48 heads of width 32", halves),
-        "heads": Experiment(
-            "fa1 against fa2 over the number of heads",
-            tuple(Work(1, h, 4096, 64, "bfloat16") for h in heads),
-            ("fa2 mma", "fa1 mma"),
-            over="heads",
-        ),
-        "memory": Experiment(
-            "memory beyond operands and result",
-            tuple(Work(1, 8, n, 64, "float16") for n in long),
-            ("unfused", "fa1 mma", "fa2 mma", "fa3", "torch FA2"),
-            timed=False,
-        ),
-    }
-
-
-def cpu_experiments(quick: bool) -> dict[str, Experiment]:
-    """What is compared on the CPU."""
-    lengths = (256, 512, 1024) if quick else (256, 512, 1024, 2048)
-    works = {
-        backward: tuple(
-            Work(1, 8, n, 64, "float32", causal, backward)
-            for causal in MASKS
-            for n in lengths[: len(lengths) - backward]
-        )
-        for backward in MASKS
-    }
-    return {
-        "forward": Experiment("8 heads of width 64", works[False]),
-        "backward": Experiment("gradients, 8 heads of width 64", works[True]),
-    }
 
 
 class Field:
@@ -203,7 +87,7 @@ class Field:
     def _unfused_call(self, work: Work, operands: list[Any]) -> Callable[[], Any]:
         if work.backward:
             raise NotImplementedError("has no gradients")
-        scores = work.batch * work.heads * work.length**2 * meters.DTYPES[work.dtype].itemsize
+        scores = work.batch * work.heads * work.length**2 * machine.DTYPES[work.dtype].itemsize
         if scores > SCORES_LIMIT[self.place]:
             raise MemoryError(f"its scores take {scores / 2**30:.0f} GiB")
         bias = None
@@ -321,20 +205,6 @@ def _in_words(error: Exception) -> str:
     return f"{type(error).__name__}: {lines[0]}"[:120]
 
 
-def find_torch() -> Any:
-    """Torch with a GPU, set up for IEEE float32 products; None where it is not installed."""
-    try:
-        import torch  # before CuPy, which then finds the libraries that torch has loaded
-        import torch.nn.attention
-    except ImportError:
-        return None
-    if not torch.cuda.is_available():
-        return None
-    torch.backends.cuda.matmul.allow_tf32 = False  # pragma: no cover - needs a GPU
-    torch.set_grad_enabled(False)  # pragma: no cover - needs a GPU
-    return torch  # pragma: no cover - needs a GPU
-
-
 def parse(
     arguments: Sequence[str],
 ) -> tuple[argparse.Namespace, Callable[[str], NoReturn]]:
@@ -347,7 +217,7 @@ def parse(
     parser.add_argument("--list", action="store_true", help="name experiments and contenders")
     parser.add_argument("--shapes", nargs="+", type=_shape, metavar="B,H,N,D",
                         help="these instead of the experiments")  # fmt: skip
-    parser.add_argument("--dtypes", nargs="+", choices=meters.DTYPES, default=["float32"],
+    parser.add_argument("--dtypes", nargs="+", choices=machine.DTYPES, default=["float32"],
                         help="of --shapes")  # fmt: skip
     parser.add_argument("--causal", choices=("no", "yes", "both"), default="no", help="of --shapes")
     parser.add_argument("--backward", action="store_true", help="gradients of --shapes")
@@ -396,11 +266,11 @@ def chosen_names(names: Iterable[str], beginnings: Sequence[str] | None) -> list
 
 def main(arguments: list[str]) -> int:
     """Compare, and write results.csv, pictures and report.md into a folder; returns 0."""
-    from ..__main__ import find_cupy
-
     options, fail = parse(arguments)
-    torch = None if options.on == "cpu" else find_torch()
-    cupy, missing = (None, "") if options.on == "cpu" else find_cupy()
+    torch, cupy, missing = None, None, ""
+    if options.on != "cpu":
+        torch = machine.find_torch()  # before CuPy
+        cupy, missing = machine.find_cupy(HOW_TO_INSTALL_CUPY)
     if options.on == "gpu" and missing:
         fail(f"--on gpu: {missing}")
     field = Field(cupy, torch if cupy is not None else None)
@@ -445,7 +315,7 @@ def main(arguments: list[str]) -> int:
                 bar.update()
     pictures = charts.draw(folder, experiments, rows)
     command = f"python -m cuflash compare {shlex.join(arguments)}"
-    facts = meters.facts(field.cupy, field.torch)
+    facts = machine.facts(field.cupy, field.torch)
     text = charts.report(command, facts, experiments, rows, pictures)
     (folder / "report.md").write_text(text)
     with contextlib.suppress(ValueError):

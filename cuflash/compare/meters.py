@@ -1,27 +1,25 @@
-"""How a figure is made here: times of calls, the memory they take, and what they depend on.
+"""How a figure is made here: times of calls, and the memory they take.
 
 Times are taken warm, on random data, the contenders call by call in turn. The first and cool calls
 of a device are a tenth slower or faster than later ones, and its clock drifts: only calls that
 alternate can be compared, and only pair by pair. On a GPU the same flush of the L2 cache goes
 before every call.
 
-This file stands alone, so that the benchmarks of this checkout can time another version of cuflash.
+This file and machine.py import nothing else of cuflash, so that the benchmarks of this checkout can
+time another version of it.
 """
 
 from __future__ import annotations
 
-import datetime
 import gc
-import os
-import platform
 import statistics
-import subprocess
 import time
 import tracemalloc
 from typing import TYPE_CHECKING, Any
 
-import ml_dtypes
 import numpy as np
+
+from .machine import DTYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -29,12 +27,6 @@ if TYPE_CHECKING:
 
     Call = Callable[[], Any]
 
-DTYPES = {
-    "float16": np.dtype("float16"),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float32": np.dtype("float32"),
-    "float64": np.dtype("float64"),
-}
 FLUSH_BYTES = 256 << 20  # several times the L2 cache
 LEAD = 20  # flushes that the GPU does while the host enqueues what is timed
 DRAWN = 999_983  # random values that operands repeat; prime, so that no two heads are the same
@@ -180,48 +172,3 @@ def unfused(q: Any, k: Any, v: Any, bias: Any = None) -> Any:
     np.exp(scores, out=scores)
     scores /= scores.sum(axis=-1, keepdims=True)
     return scores @ v
-
-
-def facts(cupy: ModuleType | None = None, torch: ModuleType | None = None) -> dict[str, str]:
-    """Names and versions of what a number depends on."""
-    found = {
-        "date": datetime.datetime.now().isoformat(" ", "minutes"),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-    }
-    if cupy is None:
-        return found | {"device": f"{_processor()}, {_cores()} cores"}
-    return found | _gpu_facts(cupy, torch)
-
-
-def _processor() -> str:
-    """The model, where Linux tells it."""
-    try:
-        with open("/proc/cpuinfo") as file:
-            lines = [line.partition(":")[2].strip() for line in file if line[:10] == "model name"]
-    except OSError:
-        lines = []
-    return lines[0] if lines else platform.processor() or platform.machine()
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def _gpu_facts(
-    cupy: ModuleType, torch: ModuleType | None
-) -> dict[str, str]:  # pragma: no cover - needs a GPU
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        driver = subprocess.run(query, capture_output=True, text=True).stdout.split()[0]
-    except (OSError, IndexError):
-        driver = f"for CUDA {cupy.cuda.runtime.driverGetVersion()}"
-    return {
-        "device": cupy.cuda.runtime.getDeviceProperties(0)["name"].decode(),
-        "driver": driver,
-        "cupy": cupy.__version__,
-        "nvrtc": "{}.{}".format(*cupy.cuda.nvrtc.getVersion()),
-        "torch": "not installed" if torch is None else torch.__version__,
-    }

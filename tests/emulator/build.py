@@ -14,7 +14,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 INCLUDE = HERE / "include"
 CPU = ["-march=x86-64-v3"]
-RUNTIME_FLAGS = ["-std=c++17", "-O2", "-g1", "-fPIC", "-w", "-U_FORTIFY_SOURCE", *CPU]
+RUNTIME_FLAGS = ["-std=c++17", "-O3", "-g1", "-fPIC", "-w", "-U_FORTIFY_SOURCE", *CPU]
 
 
 class EmulatorError(RuntimeError):

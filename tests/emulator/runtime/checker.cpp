@@ -18,8 +18,9 @@ static Window* last_window;
 // ---------------------------------------------------------------------------- knowledge
 void join_clock(Clock& into, const Clock& from) {
     if (into.size() < from.size()) into.resize(from.size(), 0);
-    for (size_t i = 0; i < from.size(); i++)
-        if (into[i] < from[i]) into[i] = from[i];
+    u32* mine = into.data();  // in words that the compiler makes vector instructions of
+    const u32* theirs = from.data();
+    for (size_t i = 0, count = from.size(); i < count; i++) mine[i] = std::max(mine[i], theirs[i]);
 }
 static std::shared_ptr<const BlockClocks> join_blocks(const std::shared_ptr<const BlockClocks>& a,
                                                       const std::shared_ptr<const BlockClocks>& b) {

@@ -94,14 +94,19 @@ static void run(WgmmaOp& op) {
     issued = nullptr;
 }
 
+// A thread's registers are those of two rows of the tile, by turns of two columns. Row by row they
+// mostly lie side by side in memory, and those of a chain of products are the same: few ranges.
 static void add_in_flight(Fiber& fiber, const std::vector<float*>& registers) {
     auto& flight = fiber.in_flight;
-    for (float* d : registers) {
-        if (!flight.empty() && flight.back().second == (char*)d)
-            flight.back().second += sizeof(float);
-        else
-            flight.push_back({(char*)d, (char*)(d + 1)});
-    }
+    for (size_t row = 0; row < 2; row++)
+        for (size_t i = 2 * row; i < registers.size(); i += i % 2 ? 3 : 1) {
+            char* d = (char*)registers[i];
+            if (!flight.empty() && flight.back().first <= d && d < flight.back().second) continue;
+            if (!flight.empty() && flight.back().second == d)
+                flight.back().second += sizeof(float);
+            else
+                flight.push_back({d, d + sizeof(float)});
+        }
 }
 struct WgmmaArguments {
     float* const* d;
