@@ -31,10 +31,12 @@ constexpr int STEPS = BLOCK_K / STEP_K;
 constexpr int K_TILE = BLOCK_K * Tile::PITCH, V_TILE = BLOCK_K * Tile::VALUE_PITCH;
 constexpr int Q_SLAB = Tile::WARP_ROWS * Tile::PITCH;
 static_assert(STAGES == 2, "one slab of queries is used while the next one arrives");
-static_assert((K_TILE + V_TILE + WARPS * (STAGES * Q_SLAB + Tile::EXCHANGE)) *
-                      sizeof(Tile::Shared) ==
-                  SHARED_BYTES,
-              "the plan and the kernel lay out shared memory alike");
+static_assert(is_laid_out<Tile::Shared>(tile_bytes::K, K_TILE) &&
+                  is_laid_out<Tile::Shared>(tile_bytes::V, V_TILE) &&
+                  is_laid_out<Tile::Shared>(tile_bytes::Q, Q_SLAB) &&
+                  is_laid_out<Tile::Shared>(tile_bytes::exchange, Tile::EXCHANGE) &&
+                  is_laid_out<Accumulator>(tile_bytes::state, HEAD_DIM_V + 2),
+              "the plan's tiles are those of the kernel");
 
 using Softmax = OnlineSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS>;
 
@@ -116,11 +118,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     fa1_forward(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char smem[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    Tile::Shared* const K_smem = reinterpret_cast<Tile::Shared*>(smem);
-    Tile::Shared* const V_smem = K_smem + K_TILE;
-    Tile::Shared* const Q_smem = V_smem + V_TILE + warp * STAGES * Q_SLAB;
+    Tile::Shared* const K_smem = reinterpret_cast<Tile::Shared*>(smem + shared_at::K);
+    Tile::Shared* const V_smem = reinterpret_cast<Tile::Shared*>(smem + shared_at::V);
+    Tile::Shared* const Q_smem =
+        reinterpret_cast<Tile::Shared*>(smem + shared_at::Q) + warp * STAGES * Q_SLAB;
     Tile::Shared* const exchange =
-        V_smem + V_TILE + WARPS * STAGES * Q_SLAB + warp * Tile::EXCHANGE;
+        reinterpret_cast<Tile::Shared*>(smem + shared_at::exchange) + warp * Tile::EXCHANGE;
 
     const Head head = locate_head(p, blockIdx.x);
     const State state(p, head);

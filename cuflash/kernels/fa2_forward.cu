@@ -29,10 +29,11 @@ using Tile = TileOf<STEP_K, HEAD_DIM, HEAD_DIM_V>;
 constexpr int K_TILE = BLOCK_K * Tile::PITCH, V_TILE = BLOCK_K * Tile::VALUE_PITCH;
 constexpr int Q_TILE = BLOCK_Q * Tile::PITCH;
 static_assert(STAGES > 1 || BLOCK_K == STEP_K, "with one stage, a tile is one step");
-static_assert((Q_TILE + STAGES * (K_TILE + V_TILE) + WARPS * Tile::EXCHANGE) *
-                      sizeof(Tile::Shared) ==
-                  SHARED_BYTES,
-              "the plan and the kernel lay out shared memory alike");
+static_assert(is_laid_out<Tile::Shared>(tile_bytes::Q, Q_TILE) &&
+                  is_laid_out<Tile::Shared>(tile_bytes::K, K_TILE) &&
+                  is_laid_out<Tile::Shared>(tile_bytes::V, V_TILE) &&
+                  is_laid_out<Tile::Shared>(tile_bytes::exchange, Tile::EXCHANGE),
+              "the plan's tiles are those of the kernel");
 
 __device__ __forceinline__ void load_keys(Tile::Shared* K_smem, const Params& p, const Head& head,
                                           int tile) {
@@ -51,10 +52,10 @@ __device__ __forceinline__ void load_values(Tile::Shared* V_smem, const Params& 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     fa2_forward(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char smem[];
-    Tile::Shared* const Q_smem = reinterpret_cast<Tile::Shared*>(smem);
-    Tile::Shared* const K_smem = Q_smem + Q_TILE;
-    Tile::Shared* const V_smem = K_smem + STAGES * K_TILE;
-    Tile::Shared* const exchange = V_smem + STAGES * V_TILE;
+    Tile::Shared* const Q_smem = reinterpret_cast<Tile::Shared*>(smem + shared_at::Q);
+    Tile::Shared* const K_smem = reinterpret_cast<Tile::Shared*>(smem + shared_at::K);
+    Tile::Shared* const V_smem = reinterpret_cast<Tile::Shared*>(smem + shared_at::V);
+    Tile::Shared* const exchange = reinterpret_cast<Tile::Shared*>(smem + shared_at::exchange);
 
     const int warp = threadIdx.x / 32;
     const Work work(p, blockIdx.x, p.query_tiles);

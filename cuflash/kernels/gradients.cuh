@@ -53,6 +53,12 @@ constexpr int WEIGHTLESS = 2 * BLOCK_Q, ROW_STATS = WEIGHTLESS + CHUNK<Accumulat
 constexpr int QUERY_SUMS = THREADS * QuerySums::ROWS * QuerySums::COLUMNS;
 constexpr int KEY_SUMS = THREADS * ROWS * KeyTile::VALUE_COLUMNS;
 constexpr int VALUE_SUMS = THREADS * ROWS * ValueTile::VALUE_COLUMNS;
+static_assert(is_laid_out<Accumulator>(tile_bytes::row_stats, ROW_STATS) &&
+                  is_laid_out<Accumulator>(tile_bytes::dq_sum, QUERY_SUMS) &&
+                  is_laid_out<Accumulator>(tile_bytes::dk_sum, KEY_SUMS) &&
+                  is_laid_out<Accumulator>(tile_bytes::dv_sum, VALUE_SUMS) &&
+                  is_laid_out<u32>(tile_bytes::turns, 1),
+              "the plan's tiles in the workspace are those of the kernels");
 
 // Whose turn it is to add to a tile of dQ: the key tile after the one that added last, 0 at first.
 // Blocks wait for blocks with a lower number only, which started earlier.
@@ -164,18 +170,20 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
     constexpr int Q_TILE = BLOCK_Q * KeyTile::PITCH, O_TILE = BLOCK_Q * ValueTile::PITCH;
     constexpr int S_PITCH = pitch<Shared>(BLOCK_Q), S_TILE = BLOCK_K * S_PITCH;
     constexpr bool SHARE_P = WARP_SPLIT > 1;
-    static_assert(
-        (K_TILE + V_TILE + STAGES * (Q_TILE + O_TILE) + (1 + SHARE_P) * S_TILE) * sizeof(Shared) +
-                STAGES * ROW_STATS * sizeof(Accumulator) ==
-            SHARED_BYTES,
-        "the plan and the kernel lay out shared memory alike");
-    Shared* const K_smem = reinterpret_cast<Shared*>(smem);
-    Shared* const V_smem = K_smem + K_TILE;
-    Shared* const Q_smem = V_smem + V_TILE;
-    Shared* const dO_smem = Q_smem + STAGES * Q_TILE;
-    Shared* const dS_smem = dO_smem + STAGES * O_TILE;
-    Shared* const P_smem = dS_smem + S_TILE;
-    Accumulator* const row_stats_smem = reinterpret_cast<Accumulator*>(P_smem + SHARE_P * S_TILE);
+    static_assert(is_laid_out<Shared>(tile_bytes::K, K_TILE) &&
+                      is_laid_out<Shared>(tile_bytes::V, V_TILE) &&
+                      is_laid_out<Shared>(tile_bytes::Q, Q_TILE) &&
+                      is_laid_out<Shared>(tile_bytes::dO, O_TILE) &&
+                      is_laid_out<Shared>(tile_bytes::dS, S_TILE) &&
+                      is_laid_out<Shared>(tile_bytes::P, S_TILE),
+                  "the plan's tiles in shared memory are those of the kernel");
+    Shared* const K_smem = reinterpret_cast<Shared*>(smem + shared_at::K);
+    Shared* const V_smem = reinterpret_cast<Shared*>(smem + shared_at::V);
+    Shared* const Q_smem = reinterpret_cast<Shared*>(smem + shared_at::Q);
+    Shared* const dO_smem = reinterpret_cast<Shared*>(smem + shared_at::dO);
+    Shared* const dS_smem = reinterpret_cast<Shared*>(smem + shared_at::dS);
+    Shared* const P_smem = reinterpret_cast<Shared*>(smem + shared_at::P);
+    Accumulator* const row_stats_smem = reinterpret_cast<Accumulator*>(smem + shared_at::row_stats);
 
     const int warp_row = first_row_of_warp();
     const int first_step = threadIdx.x / 32 % WARP_SPLIT * STEP_Q;

@@ -5,6 +5,9 @@
 #include "seams/tile_lists.cuh"
 
 extern "C" __global__ void __launch_bounds__(32) mask_lists(const __grid_constant__ Params p) {
+    static_assert(is_laid_out<int4>(tile_bytes::mask_entries, 1) &&
+                      is_laid_out<int2>(tile_bytes::mask_ranges, 1),
+                  "the plan's tiles in the workspace are those of the kernel");
     const int lane = threadIdx.x, row = blockIdx.x % p.mask_rows;
     const i64 begin = i64(blockIdx.x) * p.mask_columns;
     const unsigned char* const states = p.mask_states + begin;

@@ -19,6 +19,9 @@ __device__ __forceinline__ i64 locate_list(const Params& p, int list) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) mask_tiles(const __grid_constant__ Params p) {
+    static_assert(is_laid_out<u32>(tile_bytes::mask_bits, MASK_ROWS * TileBits::WORDS) &&
+                      is_laid_out<unsigned char>(tile_bytes::mask_states, 1),
+                  "the plan's tiles in the workspace are those of the kernel");
     constexpr int WORDS = TileBits::WORDS, WIDTH = MASK_COLUMNS < 32 ? MASK_COLUMNS : 32;
     const int column_tile = blockIdx.x % p.mask_columns, row = blockIdx.x / p.mask_columns;
     const int row_tile = row % p.mask_rows;

@@ -28,6 +28,12 @@ constexpr __host__ __device__ int round_up(int value, int multiple) {
     return (value + multiple - 1) / multiple * multiple;
 }
 
+// Whether a tile of so many elements has the size that the plan says.
+template <typename T>
+constexpr bool is_laid_out(int bytes, int elements) {
+    return bytes == elements * int(sizeof(T));
+}
+
 __device__ __forceinline__ int divide_up(int value, int divisor) {
     return (value + divisor - 1) / divisor;
 }

@@ -144,7 +144,8 @@ class Plan:
         dv_sum), and whose turn it is to add to which tile of dQ (turns). The tiles of a mask of
         elements: lists (mask_ranges, mask_entries), what each tile shows (mask_bits, mask_states).
         """
-        return tuple((part.name, part.bytes) for part in self.tile.workspace(self.problem))
+        parts = self.tile.workspace(self.problem)
+        return tuple((part.name, part.bytes) for part in parts if part.tiles)
 
     @property
     def workspace_bytes(self) -> int:

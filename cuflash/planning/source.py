@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from importlib.resources import files
 
@@ -27,6 +28,25 @@ def _params_struct(problem: Problem) -> str:
     size = params_dtype(problem).itemsize
     check = f'static_assert(sizeof(Params) == {size}, "Params as Python packs it");'
     return "\n".join(["struct Params {", *lines, "};", check])
+
+
+def _geometry(problem: Problem, tile: Tile) -> list[str]:
+    """Where each buffer begins in shared memory, and how large the tiles of all buffers are.
+
+    Both count bytes. Kernels take the former and assert the latter.
+    """
+    shared = tile.shared(problem)
+    ends = itertools.accumulate((buffer.bytes for buffer in shared), initial=0)
+    sizes = {buffer.name: buffer.tile_bytes for buffer in (*shared, *tile.workspace(problem))}
+    return [
+        _namespace("shared_at", {buffer.name: end for buffer, end in zip(shared, ends)}),
+        _namespace("tile_bytes", sizes),
+    ]
+
+
+def _namespace(name: str, values: dict[str, int]) -> str:
+    lines = [f"constexpr int {key} = {value};" for key, value in values.items()]
+    return "\n".join([f"namespace {name} {{", *lines, "}"])
 
 
 def _score_function(problem: Problem) -> str:
@@ -58,6 +78,7 @@ def prelude(problem: Problem, tile: Tile) -> str:
             f"using Accumulator = {C_TYPES[problem.accumulator]};",
             f"using Length = {C_INTEGERS[integers]};",
             *constants,
+            *_geometry(problem, tile),
             _params_struct(problem),
             _score_function(problem),
             *([products] if (products := tile.products(problem)) else []),

@@ -178,7 +178,10 @@ class Tile:
         return sum(buffer.bytes for buffer in self.shared(problem))
 
     def workspace(self, problem: Problem) -> tuple[Buffer, ...]:
-        """What the kernels keep in device memory beside their results."""
+        """What the kernels keep in device memory beside their results.
+
+        A part that this problem does without has no tiles.
+        """
         return ()
 
     def launches(self, problem: Problem, device: Device) -> tuple[Launch, ...]:

@@ -111,24 +111,19 @@ class WarpTile(KernelTile):
         masks, item = super().workspace(problem), ITEM_BYTES[problem.accumulator]
         if not self.backward:
             rows = problem.head_count * problem.query_length
-            state = Buffer("state", (problem.value_dim + 2) * item, rows)
-            return (*masks, state) if self.keys_outside else masks
+            row = (problem.value_dim + 2) * item
+            return (*masks, Buffer("state", row, rows)) if self.keys_outside else masks
         q_tiles = problem.head_count * self.query_tiles(problem)
         k_tiles = problem.head_count * self.key_tiles(problem)
-        sums = (
-            Buffer(name, self.block_k * width * item, k_tiles)
-            for name, width, heads in zip(
-                ("dk_sum", "dv_sum"), self.sum_widths(problem), problem.summed[1:]
-            )
-            if heads > 1
-        )
-        turns = Buffer("turns", 4, q_tiles + 1)
+        (dk, dv), (_, *shared) = self.sum_widths(problem), problem.summed
+        k_sums, v_sums = (k_tiles if heads > 1 else 0 for heads in shared)
         return (
             *masks,
             Buffer("row_stats", self.row_stats_bytes(problem), q_tiles),
             Buffer("dq_sum", self.threads * self.dq_per_thread(problem) * item, q_tiles),
-            *sums,
-            *([turns] if self.adds_in_order(problem) else []),
+            Buffer("dk_sum", self.block_k * dk * item, k_sums),
+            Buffer("dv_sum", self.block_k * dv * item, v_sums),
+            Buffer("turns", 4, q_tiles + 1 if self.adds_in_order(problem) else 0),
         )
 
     def around(self, problem: Problem, main: Launch) -> tuple[Launch, ...]:

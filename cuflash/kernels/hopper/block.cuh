@@ -32,9 +32,9 @@ struct SharedMemory {
     Barriers barriers;
     alignas(16) ItemSlots<Item> items;
 };
-static_assert(sizeof(SharedMemory::Q) + sizeof(SharedMemory::K) + sizeof(SharedMemory::V) +
-                      BARRIER_BYTES ==
-                  SHARED_BYTES,
+static_assert(sizeof(SharedMemory::Q) == shared_at::K &&
+                  sizeof(SharedMemory::K) == shared_at::V - shared_at::K &&
+                  sizeof(SharedMemory::V) == shared_at::barriers - shared_at::V,
               "the plan lays out shared memory alike");
 static_assert(sizeof(SharedMemory) <= SHARED_BYTES, "barriers and items");
 

@@ -60,10 +60,12 @@ struct SharedMemory {
     alignas(16) ItemSlots<Pair> pairs;
     LocatedHead located;
 };
-static_assert(sizeof(SharedMemory::Q) + sizeof(SharedMemory::K) + sizeof(SharedMemory::V) +
-                      BARRIER_BYTES ==
-                  SHARED_BYTES,
+static_assert(sizeof(SharedMemory::Q) == shared_at::K &&
+                  sizeof(SharedMemory::K) == shared_at::V - shared_at::K &&
+                  sizeof(SharedMemory::V) == shared_at::barriers - shared_at::V,
               "the plan lays out shared memory alike");
+static_assert(is_laid_out<unsigned char>(tile_bytes::state, CONSUMERS* State::SLAB_BYTES),
+              "the plan's tiles in the workspace are those of the kernel");
 static_assert(sizeof(SharedMemory) <= SHARED_BYTES, "barriers, flags, pairs and the head");
 
 // The planning thread works out which tiles meet, one pair ahead of the consumers. It has the state
