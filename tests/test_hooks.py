@@ -37,6 +37,7 @@ EMPTY = {
                     r"\s*Accumulator dscore\) \{)",
 }  # fmt: skip
 DROPOUT = [
+    ("DROPS = false", "DROPS = true"),
     (EMPTY["keep"], r"\1 p\2 head\3 const int b = head.index / p.heads, h = head.index % p.heads;"
      r" return (37 * b + 11 * h + 5 * q + 3 * k) % 7 >= 2;"),
     (EMPTY["kept_share"], rf"\1 return Accumulator({SHARE});"),
@@ -48,6 +49,7 @@ SINK = [
 # The bias, and behind it the place for its gradient, lie where q_offset points, which no kernel
 # reads unless the shift is given. It is added behind softcap.
 BIAS = [
+    ("STORES_DSCORE = false", "STORES_DSCORE = true"),
     (r"(int list;)[^}]*?\};", r"\1 const float* bias; };"),
     (r"(head\.list = list;)", r"\1 head.bias = (const float*)p.q_offset + "
      r"i64(index) * p.query_length * p.key_length;"),
@@ -297,9 +299,9 @@ WRONG_FORWARD = [
       for kernel in KERNELS),
     *(("the share is forgotten", r"total \* kept_share\(p\)", "total", kernel, "dropout")
       for kernel in ("fa2 mma", "fa3 wgmma")),
-    ("infinite values are not dropped", r" \|\| !keep\(p, head, q, k\)", "", "fa2 mma",
+    ("infinite values are not dropped", r" \|\|\s*\(DROPS && !keep.*?k\)\)", "", "fa2 mma",
      "dropout nonfinite"),
-    ("infinite values are not dropped", r" \|\| !keep\(p, head, q, k\)", "", "fa1 wgmma",
+    ("infinite values are not dropped", r" \|\|\s*\(DROPS && !keep.*?k\)\)", "", "fa1 wgmma",
      "dropout nonfinite"),
     ("the sink is not in lse", r"has_sink \? add_exponentials\(log_sum\(\), sink\) :", "",
      "fa3 wgmma", "sinks"),
@@ -314,7 +316,7 @@ WRONG_FORWARD = [
 WRONG_BACKWARD = [
     ("dP is not dropped", r"kept \? (dP\[i\]\[j\] \* of_kept) : Accumulator\(0\)", r"\1",
      "fa2 mma", "dropout"),
-    ("infinite gradients are not dropped", r"if \(!keep\(p, head, q, k\)\) weights.*?;", "",
+    ("infinite gradients are not dropped", r"if \(DROPS && !keep[^;]* weights.*?;", "",
      "fa1 mma", "dropout nonfinite"),
     ("dP is not divided by the share", r" \* of_kept", "", "fa2 simt", "dropout"),
     ("dV sees what is dropped", r"if \(!kept\) P\[i\]\[j\] = Accumulator\(0\);", "", "fa1 mma",
@@ -324,7 +326,7 @@ WRONG_BACKWARD = [
     ("dV is not divided by the share", r"Accumulator\(1\) / kept_share\(p\)\);",
      "Accumulator(1));", "fa1 simt", "dropout"),
     ("dscore comes behind the slope",
-     r"(if \(q < head\.query_length && k < .*?shown\(\)\);)\s*(if constexpr .*?;)", r"\2 \1",
+     r"(if constexpr \(STORES_DSCORE\) .*?shown\(\)\);\s*\})\s*(if constexpr .*?;)", r"\2 \1",
      "fa2 mma", "bias"),
     ("pairs that do not exist have a dscore", r"if \(q < head\.query_length && k < .*?\)(?=\s+sto)",
      "", "fa2 mma", "bias lengths"),

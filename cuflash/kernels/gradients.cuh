@@ -146,15 +146,18 @@ __device__ __forceinline__ void to_score_gradients(Accumulator (&dP)[ROWS][COLUM
     for (int i = 0; i < ROWS; ++i)
 #pragma unroll
         for (int j = 0; j < COLUMNS; ++j) {
-            const int column = tile.column(j), q = q_begin + column, k = k_begin + tile.row(i);
-            const bool kept = keep(p, head, q, k);
+            const int column = tile.column(j);
+            const bool kept = !DROPS || keep(p, head, q_begin + column, k_begin + tile.row(i));
             const Accumulator dP_kept = kept ? dP[i][j] * of_kept : Accumulator(0);
             Accumulator dS = P[i][j] * (dP_kept - deltas[column]);
             const auto shown = [&] {
                 return CUT && is_negative_zero(P[i][j]) ? Accumulator(0) : dS;
             };
-            // The derivative by the modified score: ahead of the slope.
-            if (q < head.query_length && k < head.key_length) store_dscore(p, head, q, k, shown());
+            if constexpr (STORES_DSCORE) {  // by the modified score: ahead of the slope
+                const int q = q_begin + column, k = k_begin + tile.row(i);
+                if (q < head.query_length && k < head.key_length)
+                    store_dscore(p, head, q, k, shown());
+            }
             if constexpr (SCORE_IS_MODIFIED) dS *= slope[i][j];
             dP[i][j] = shown();
             if (!kept) P[i][j] = Accumulator(0);

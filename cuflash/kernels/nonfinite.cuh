@@ -98,7 +98,7 @@ __device__ __forceinline__ Accumulator score_alone(const Params& p, const Head& 
 __device__ __forceinline__ Accumulator weight_alone(const Params& p, const Head& head, int q, int k,
                                                     Accumulator origin) {
     const Accumulator score = score_alone(p, head, q, k);
-    return score == -infinity<Accumulator>() || !keep(p, head, q, k)
+    return score == -infinity<Accumulator>() || (DROPS && !keep(p, head, q, k))
                ? Accumulator(0)
                : exp2_of((score - origin) * score_multiplier(p));
 }
@@ -164,7 +164,7 @@ __device__ __forceinline__ void add_nonfinite_gradients(Accumulator (&dV)[ROWS][
             seen[i] = VisibleQueries(p, head, k).has(q) && bits.has(tile.row(i), q - q_begin);
             if (seen[i])
                 weights[i] = exp2_of(score_alone(p, head, q, k) * score_multiplier(p) - log2_sum);
-            if (!keep(p, head, q, k)) weights[i] = Accumulator(0);
+            if (DROPS && !keep(p, head, q, k)) weights[i] = Accumulator(0);
         }
 #pragma unroll
         for (int j = 0; j < COLUMNS; ++j) {

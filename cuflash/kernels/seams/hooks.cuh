@@ -7,6 +7,10 @@
 #pragma once
 #include "seams/sequence.cuh"
 
+// Whether keep and store_dscore do something. Where they do not, backward does not compute the
+// positions that it would tell them: code that is removed later moves registers all the same.
+constexpr bool DROPS = false, STORES_DSCORE = false;
+
 // Dropout: whether the probability of (q, k) is kept, the same answer in forward and backward.
 // The softmax's sum and lse count what is dropped. All loops that make P call it, behind the sum.
 template <typename P>
