@@ -36,7 +36,7 @@
 #include "hopper/fa1_block.cuh"
 
 // O += weight * value for the infinities and NaN among the values that a row sees of a pair's
-// steps: the products saw zeros in their stead. O is a slab of the state. Rare, hence slow and small.
+// steps: the products saw zeros there. O is a slab of the state. Rare, hence slow and small.
 __device__ __forceinline__ void add_nonfinite_values(const Params& p, const Head& head,
                                                      const Pair& pair, const Softmax& softmax,
                                                      State::Group* slab, const Tile& tile,

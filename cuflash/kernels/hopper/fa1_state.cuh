@@ -9,9 +9,9 @@
 using Tile = WarpgroupTile<Element, STEP_K, HEAD_DIM, HEAD_DIM_V>;
 using Softmax = OnlineSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS>;
 
-// O, m and l of one head between two visits, slab by slab. A slab lies as its threads hold it: first
-// each thread's first group of O, then each one's second, and so on through GROUPS groups; then m
-// and l of the rows of each lane quad.
+// O, m and l of one head between two visits, slab by slab. A slab lies as its threads hold it:
+// first each thread's first group of O, then each one's second, and so on through GROUPS groups;
+// then m and l of the rows of each lane quad.
 struct State {
     using Group = Vector<Accumulator, 4>;
     static constexpr int GROUPS = Tile::VALUE_COLUMNS / 2;

@@ -10,15 +10,15 @@
 struct WorkList {
     const int* const order;
     const int count;
-    int turn, index;
+    int position, index;
     __device__ __forceinline__ WorkList(const Params& p, const int* order)
-        : order(order), count(p.head_count * p.query_tiles), turn(blockIdx.x) {
-        index = order == nullptr ? turn : order[turn];
+        : order(order), count(p.head_count * p.query_tiles), position(blockIdx.x) {
+        index = order == nullptr ? position : order[position];
     }
     __device__ __forceinline__ bool more() const { return index < count; }
     __device__ __forceinline__ void advance() {
-        turn += gridDim.x;
-        index = order == nullptr ? turn : order[turn];
+        position += gridDim.x;
+        index = order == nullptr ? position : order[position];
     }
 };
 

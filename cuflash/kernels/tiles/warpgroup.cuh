@@ -5,8 +5,9 @@
 // row's number (the swizzle), so that 8 rows of one unit meet no bank conflict. TMA and wgmma agree
 // on it, since it is a function of the address and panels are aligned.
 //
-// A warp holds 16 rows of an accumulator in the layout of tiles/mma.cuh: lane/4 and lane/4 + 8, and of
-// every 8 columns the two from 2 * (lane % 4) on; packed to halves it is an A operand.
+// A warp holds 16 rows of an accumulator in the layout of tiles/mma.cuh: rows lane/4 and
+// lane/4 + 8, and of every 8 columns the two from 2 * (lane % 4) on. Packed to halves it is an A
+// operand.
 #pragma once
 #include "nonfinite.cuh"
 #include "numeric.cuh"
