@@ -170,7 +170,7 @@ def test_prelude_names_are_its_own(backward):
         re.findall(r"^(?:constexpr \w+|struct|using|typedef .*?) (\w+)\b", text, re.MULTILINE)
     )
     made = plan(backward=backward)
-    text = prelude(made)
+    text = re.sub(r"namespace \w+ {[^}]*}", "", prelude(made))
     names = set(re.findall(r"constexpr \w+ (\w+) =|using (\w+) =|struct (\w+) \{", text))
     names = {name for group in names for name in group if name}
     assert {"Element", "Accumulator", "Length", "Params", "BLOCK_K", "THREADS"} <= names
