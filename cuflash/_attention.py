@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from .calls.arguments import Arguments, Options, backward_arrays, forward_arrays
+from .calls.arguments import Arguments, Options, as_options, backward_arrays, forward_arrays
 from .calls.arrays import as_array, as_mask, as_window, split_offset
 from .calls.call import BackwardCall, ForwardCall
 from .calls.run import find_call, run_call
@@ -265,7 +265,9 @@ def attention(
     """
     offset, offsets = split_offset(q_offset)
     arrays = forward_arrays(q, k, v, out, return_lse, q_lengths, kv_lengths, offsets)
-    options = Options(algo, engine, causal, as_window(window), offset, softcap, scale, enable_gqa)
+    if window is not None:
+        window = as_window(window)
+    options = as_options((algo, engine, causal, window, offset, softcap, scale, enable_gqa, True))
     arguments = Arguments(ForwardCall.operands, arrays, as_mask(mask), workspace)
     results = run_call(ForwardCall, arguments, options, 1 + bool(return_lse))
     if not return_lse:

@@ -403,7 +403,7 @@ def test_offsets_reach_the_kernels(launch, kind):
 
 
 def test_integers_of_the_host_are_copied_and_one_offset_is_not(launch, monkeypatch):
-    monkeypatch.setattr(arrays, "_array_types", {np.ndarray})
+    monkeypatch.setattr(arrays, "array_types", {np.ndarray: True})
     q = make(2, 8, 100, 64)
     assert split_offset(7) == split_offset(np.int32(7)) == (7, None)
     for given in ([3, 4], np.array([3, 4]), np.array([3, 2**63], np.uint64)):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -9,10 +11,10 @@ import numpy as np
 from ..masks.block_mask import BlockMask
 from ..operands.dtypes import CHUNK_BYTES
 from ..operands.spec import Spec
-from .arrays import as_array, of_batch
+from .arrays import array_types, as_array, of_batch
 
 if TYPE_CHECKING:
-    from ..typing import AnyArray, Array, Integers
+    from ..typing import AnyArray, Integers
 
 _BOOL = np.dtype(np.bool_)
 
@@ -37,8 +39,14 @@ class Options(NamedTuple):
     deterministic: Any = True
 
 
+# What Options(...) does of a tuple of all its fields, in less time: it is part of every call.
+as_options: Callable[[tuple[Any, ...]], Options] = partial(tuple.__new__, Options)
+
+
 class Arguments:
     """The arrays of one call by the names of its operands, and where they lie.
+
+    Arrays of other libraries are replaced by those of NumPy or CuPy that show the same memory.
 
     Parameters
     ----------
@@ -64,7 +72,11 @@ class Arguments:
         addresses = dict.fromkeys(operands, 0)
         device_id, bits = None, 0
         for name, x in arrays.items():
-            if isinstance(x, np.ndarray):
+            on_host = array_types.get(type(x))
+            if on_host is None:
+                x = arrays[name] = as_array(name, x)
+                on_host = isinstance(x, np.ndarray)
+            if on_host:
                 device_id, address = None, x.ctypes.data
             else:
                 memory = x.data
@@ -104,14 +116,17 @@ def forward_arrays(
     q: AnyArray, k: AnyArray, v: AnyArray, out: AnyArray | tuple[AnyArray | None, ...] | None,
     return_lse: bool, q_lengths: Integers | None, kv_lengths: Integers | None,
     offsets: Integers | None,
-) -> dict[str, Array]:  # fmt: skip
+) -> dict[str, AnyArray | None]:  # fmt: skip
     """The operands of a forward call that are given."""
-    arrays = {"q": as_array("q", q)}
+    arrays: dict[str, AnyArray | None] = {"q": q, "k": k, "v": v}
     if out is not None:
-        results = zip(("out", "lse"), _split_out(out, return_lse))
-        arrays |= {name: as_array(name, x) for name, x in results if x is not None}
-    arrays["k"], arrays["v"] = as_array("k", k), as_array("v", v)
-    return arrays | of_batch(q_lengths, kv_lengths, offsets, arrays["q"])
+        if return_lse or isinstance(out, tuple):
+            arrays |= _split_pair(out, return_lse)
+        else:
+            arrays["out"] = out
+    if q_lengths is None and kv_lengths is None and offsets is None:
+        return arrays
+    return arrays | of_batch(q_lengths, kv_lengths, offsets, as_array("q", q))
 
 
 def backward_arrays(
@@ -120,32 +135,27 @@ def backward_arrays(
     q_lengths: Integers | None,
     kv_lengths: Integers | None,
     offsets: Integers | None,
-) -> dict[str, Array]:
+) -> dict[str, AnyArray | None]:
     """The operands of a backward call that are given; `inputs` are those that are read."""
     if not (grads_out is None or (isinstance(grads_out, tuple) and len(grads_out) == 3)):
         raise TypeError(f"grads_out is {_kind(grads_out)}: give a triple (dq, dk, dv)")
     gradients = dict(zip(("dq", "dk", "dv"), grads_out or (None,) * 3))
-    arrays = {
-        name: as_array(name, x)
-        for name, x in (inputs | gradients).items()
-        if x is not None or name in "qkv"
-    }
-    return arrays | of_batch(q_lengths, kv_lengths, offsets, arrays["q"])
+    every = inputs | gradients
+    arrays = {name: x for name, x in every.items() if x is not None or name in "qkv"}
+    return arrays | of_batch(q_lengths, kv_lengths, offsets, as_array("q", inputs["q"]))
 
 
-def _split_out(
+def _split_pair(
     out: AnyArray | tuple[AnyArray | None, ...], return_lse: bool
-) -> tuple[AnyArray | None, ...]:
-    """`out=` as a pair of arrays or Nones."""
-    if return_lse:
-        if not isinstance(out, tuple) or len(out) != 2:
-            raise TypeError(f"out is {_kind(out)}: with return_lse=True give a pair (out, lse)")
-        return out
-    if isinstance(out, tuple):
+) -> dict[str, AnyArray | None]:
+    """Those that are given of a pair `out=(out, lse)`."""
+    if not return_lse:
         raise TypeError(
             f"out is {_kind(out)}: a pair goes with return_lse=True, else give an array"
         )
-    return out, None
+    if not isinstance(out, tuple) or len(out) != 2:
+        raise TypeError(f"out is {_kind(out)}: with return_lse=True give a pair (out, lse)")
+    return {name: x for name, x in zip(("out", "lse"), out) if x is not None}
 
 
 def _kind(x: object) -> str:

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 OF_BATCH = ("q_lengths", "kv_lengths", "q_offset")  # integers over the batch axes
 _DLPACK_CPU = 1  # kDLCPU
-_array_types: set[type] = {np.ndarray}  # and CuPy's, once one was seen
+# Types that need no conversion, and whether they are NumPy's: CuPy's come once one was seen.
+array_types: dict[type, bool] = {np.ndarray: True}
 
 
 @functools.cache
@@ -39,7 +40,7 @@ def _is_cupy(x: object) -> TypeIs[CupyArray]:
 
 def as_array(name: str, x: Any) -> Array:
     """`x` itself if NumPy or CuPy made it; else what DLPack or the CUDA interface shows of it."""
-    if type(x) in _array_types:
+    if type(x) in array_types:
         return x  # type: ignore[no-any-return]  # an array: a local name would take time
     if isinstance(x, np.ma.MaskedArray):
         instead = f"give {name}.data or {name}.filled(...)"
@@ -49,7 +50,7 @@ def as_array(name: str, x: Any) -> Array:
             instead = "give mask.filled(False)"
         raise TypeError(f"{name} is a MaskedArray, whose own mask would be ignored: {instead}")
     if isinstance(x, np.ndarray) or _is_cupy(x):
-        _array_types.add(type(x))
+        array_types[type(x)] = isinstance(x, np.ndarray)
         return x
     if hasattr(x, "__dlpack_device__") and int(x.__dlpack_device__()[0]) == _DLPACK_CPU:
         try:

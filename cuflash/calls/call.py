@@ -36,10 +36,9 @@ class Apart(NamedTuple):
 
     operand: str
     other: str
-    spec: Spec
-    other_spec: Spec
     low: int
     high: int
+    specs: tuple[Spec, Spec]
 
 
 class Call:
@@ -149,7 +148,7 @@ class Call:
         self.staged = tuple(Copy(name, specs[name]) for name in self.written if name in changed)
         others = [*expected, *OF_BATCH, *(["mask"] if mask_kind == "elements" else [])]
         self.apart = tuple(
-            Apart(a, b, given[a], given[b], *clearance(given[a], given[b]))
+            Apart(a, b, *clearance(given[a], given[b]), (given[a], given[b]))
             for a, b in self._pairs(others)
             if a in given and b in given
         )

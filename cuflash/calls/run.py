@@ -66,9 +66,9 @@ def _new_call(
 def run_call(kind: type[Call], arguments: Arguments, options: Options, count: int) -> list[Any]:
     """Find the call for these arguments and run it; returns its first `count` results."""
     call, addresses = find_call(kind, arguments, options), arguments.addresses
-    for a, b, spec, other, low, high in call.apart:
+    for a, b, low, high, specs in call.apart:
         if low < (distance := addresses[b] - addresses[a]) < high:
-            check_apart(a, b, spec, other, distance)
+            check_apart(a, b, *specs, distance)
     if arguments.device_id is None:
         return _run_host(call, arguments, count)
     for name in call.anywhere:

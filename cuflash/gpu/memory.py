@@ -49,7 +49,7 @@ def refuse_capture(reason: str = _NO_MEMORY) -> None:
 def empty(shape: tuple[int, ...], dtype: Any) -> cupy.ndarray:
     """An uninitialised array on the current device, from CuPy's current allocator."""
     refuse_capture()
-    return cupy.empty(shape, dtype)
+    return cupy.ndarray(shape, dtype)  # what cupy.empty() does, in less time
 
 
 def conform(x: cupy.ndarray, wanted: Spec) -> cupy.ndarray:
