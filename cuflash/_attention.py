@@ -263,12 +263,16 @@ def attention(
     >>> np.allclose(out[:, :, :48], own, atol=1e-6)
     True
     """
-    offset, offsets = split_offset(q_offset)
-    arrays = forward_arrays(q, k, v, out, return_lse, q_lengths, kv_lengths, offsets)
+    offset = offsets = None
+    if q_offset is not None:
+        offset, offsets = split_offset(q_offset)
     if window is not None:
         window = as_window(window)
+    if mask is not None:
+        mask = as_mask(mask)
+    arrays = forward_arrays(q, k, v, out, return_lse, q_lengths, kv_lengths, offsets)
     options = as_options((algo, engine, causal, window, offset, softcap, scale, enable_gqa, True))
-    arguments = Arguments(ForwardCall.operands, arrays, as_mask(mask), workspace)
+    arguments = Arguments(ForwardCall.operands, arrays, mask, workspace)
     results = run_call(ForwardCall, arguments, options, 1 + bool(return_lse))
     if not return_lse:
         return results[0] if out is None else out

@@ -83,7 +83,6 @@ def prepare(call: Call, device_id: int) -> Launcher:
     """
     plan = call.plan
     names = pointers(plan.problem)
-    pack_into = struct.Struct(f"{len(names)}Q").pack_into
     template = pack(plan, call.layout, call.scale, call.score.values if call.score else ())
     template = template.view(f"V{template.itemsize}")  # CuPy describes each field of a structure
     tables = {}
@@ -96,12 +95,16 @@ def prepare(call: Call, device_id: int) -> Launcher:
     starts = plan.workspace_offsets
     given = len(names) - len(workspace_pointers(plan.problem))
     offsets = [starts.get(name) for name in names[given:]]
-    nowhere = (0,) * len(offsets)
+    pack_operands = struct.Struct(f"{given}Q").pack_into
+    pack_all = struct.Struct(f"{len(names)}Q").pack_into
 
     def launch(addresses: dict[str, int], base: int) -> None:
         params: Any = template.copy()  # several threads may be here
-        parts = [0 if x is None else base + x for x in offsets] if base else nowhere
-        pack_into(params, 0, *addresses.values(), *parts)
+        if base:
+            parts = [0 if x is None else base + x for x in offsets]
+            pack_all(params, 0, *addresses.values(), *parts)
+        else:
+            pack_operands(params, 0, *addresses.values())
         for function, grid, block, shared_bytes, more in kernels:
             args = (params,) if more is None else (params, *more(addresses))
             function(grid, block, args, shared_bytes)

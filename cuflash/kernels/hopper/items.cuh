@@ -43,7 +43,8 @@ struct ItemReader {
         ring.advance();
         return item;
     }
+    // In 32 bits: a difference of pointers took 2 % of the time of short causal items.
     __device__ __forceinline__ void release(const Item& item) const {
-        slots.empty[&item - slots.items].arrive();
+        slots.empty[(shared_address(&item) - shared_address(slots.items)) / sizeof(Item)].arrive();
     }
 };
