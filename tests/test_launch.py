@@ -37,7 +37,9 @@ class Array:
 
     made: list["Array"] = []  # noqa: RUF012
 
-    def __init__(self, values):
+    def __init__(self, values, dtype=None):
+        if dtype is not None:  # new memory, of that shape
+            values = np.zeros(values, dtype)
         self.values = values
         self.shape, self.strides, self.dtype = values.shape, values.strides, values.dtype
         self.flags, self.nbytes, self.itemsize = values.flags, values.nbytes, values.itemsize
@@ -75,7 +77,6 @@ def launch(monkeypatch):
     """`cuflash.gpu.launch` over a stand-in for CuPy, its kernels replaced by a list of launches."""
     cupy = types.ModuleType("cupy")
     cupy.ndarray = Array
-    cupy.empty = lambda shape, dtype: Array(np.zeros(shape, dtype))
     cupy.asarray = Array
     cupy.cuda = types.SimpleNamespace(
         runtime=types.SimpleNamespace(getDevice=lambda: 0),
@@ -83,7 +84,7 @@ def launch(monkeypatch):
     )
     monkeypatch.setattr(Array, "made", [])
     monkeypatch.setattr(Stream, "waits", 0)
-    monkeypatch.setattr(run, "_calls", {})  # what is prepared in one test launches there
+    monkeypatch.setattr(calls, "_calls", {})  # what is prepared in one test launches there
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     forget_modules()
     for name in ("memory", "tables", "launch"):

@@ -209,6 +209,8 @@ class KernelTile(Tile):
     ----------
     warps : int
         Warps of a block that score.
+    min_blocks : int
+        Blocks that a multiprocessor must have room for, which bounds their registers.
     step_k, step_q : int
         Keys of a tile that are scored at once, all by default; in backward that many queries.
     stages : int
@@ -218,6 +220,7 @@ class KernelTile(Tile):
     """
 
     warps: int
+    min_blocks: int = 1
     step_k: int = 0
     step_q: int = 0
     stages: int = 1

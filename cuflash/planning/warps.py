@@ -20,8 +20,6 @@ class WarpTile(KernelTile):
     ----------
     load_unroll : int
         Rows that a thread has under way when it copies a tile: what leaves the row without spills.
-    min_blocks : int
-        Blocks that a multiprocessor must have room for, which bounds their registers.
     split : int
         Warps that have the same keys, in backward: each scores queries of its own and sums columns
         of its own, and P goes through shared memory.
@@ -35,7 +33,6 @@ class WarpTile(KernelTile):
     """
 
     load_unroll: int = 2
-    min_blocks: int = 1
     split: int = 1
     queries_in_registers: bool = False
     maxima: bool = False
