@@ -6,10 +6,11 @@ import functools
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ..operands.dtypes import ITEM_BYTES
-from . import mma, numpy, simt, source, wgmma
+from . import source
 from .problem import Device, Problem
 from .tile import Launch, Tile, round_up
 from .traffic import moved, moved_unfused
@@ -21,11 +22,15 @@ ALGOS: tuple[Algo, ...] = ("fa1", "fa2", "fa3")
 DEFAULT_ALGOS: tuple[Algo, ...] = ("fa2", "fa3")
 WORKSPACE_ALIGNMENT = 256  # bytes
 
+# The modules of the engines, the fastest first.
+_ENGINE_MODULES = ("wgmma", "mma", "simt", "numpy")
 # The first row that fits serves; so faster rows come first, and rows for smaller shared memories
 # and larger head dims follow. Sizes measured on an H200 with NVRTC 13.0: asv_bench/tile_sweep.py
 # ranks a row's neighbours. `fill` keeps large tiles for problems that give every multiprocessor a
 # block.
-TILES: tuple[Tile, ...] = (*wgmma.ROWS, *mma.ROWS, *simt.ROWS, *numpy.ROWS)
+TILES: tuple[Tile, ...] = tuple(
+    row for name in _ENGINE_MODULES for row in import_module(f".{name}", __package__).ROWS
+)
 ENGINES: tuple[Engine, ...] = tuple(dict.fromkeys(row.engine for row in reversed(TILES)))
 
 

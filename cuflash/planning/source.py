@@ -88,30 +88,31 @@ def prelude(problem: Problem, tile: Tile) -> str:
 
 
 @functools.cache
-def expand(name: str) -> str:
+def expand(name: str, text: str | None = None) -> str:
     """A kernel's file with each header pasted once, where it is first included.
 
     `#line` directives keep compiler messages and profilers on the true file and line. The text is
     one string because CuPy's disk cache keys on it: headers found through `-I` would go stale.
+    `text` stands for the file of that name.
     """
     folder = files(_PACKAGE) / "kernels"
     seen: set[str] = set()
 
-    def paste(name: str) -> list[str]:
+    def paste(name: str, text: str) -> list[str]:
         seen.add(name)
         lines = [f'#line 1 "cuflash/kernels/{name}"']
-        for number, line in enumerate((folder / name).read_text().splitlines(), 1):
+        for number, line in enumerate(text.splitlines(), 1):
             included = _INCLUDE.fullmatch(line)
             if included is None:
                 lines.append("" if line == "#pragma once" else line)
             elif included[1] not in seen:
-                lines += paste(included[1])
+                lines += paste(included[1], (folder / included[1]).read_text())
                 lines.append(f'#line {number + 1} "cuflash/kernels/{name}"')
             else:
                 lines.append("")
         return lines
 
-    return "\n".join(paste(name)) + "\n"
+    return "\n".join(paste(name, text or (folder / name).read_text())) + "\n"
 
 
 def without_comments(text: str) -> str:
@@ -127,4 +128,4 @@ def kernel_source(problem: Problem, tile: Tile, kernel: str) -> str:
     """The whole source of one of a row's kernels, with its comments."""
     if not tile.threads:
         raise ValueError(f"the {tile.engine} engine compiles nothing")
-    return prelude(problem, tile) + expand(f"{kernel}.cu")
+    return prelude(problem, tile) + expand(f"{kernel}.cu", tile.kernel_text(kernel))

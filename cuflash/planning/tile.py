@@ -192,6 +192,10 @@ class Tile:
         """Sizes that the kernels read, by their names there."""
         return {}
 
+    def kernel_text(self, kernel: str) -> str | None:
+        """CUDA C of a kernel that is no file of kernels/; None for one that is."""
+        return None
+
     def products(self, problem: Problem) -> str:
         """CUDA C that only this row's sizes make, or an empty string."""
         return ""
