@@ -156,7 +156,7 @@ def _beside(like: Array, integers: Array) -> Array:
 
 
 def conform(x: NDArray[Any], wanted: Spec) -> NDArray[Any]:
-    """`x` as an engine reads it: itself, or a copy that :func:`operands.conformed` asks for."""
+    """`x` as an engine reads it: itself, or a copy that :func:`spec.conformed` asks for."""
     if x.dtype == wanted.dtype and x.strides == wanted.strides:
         return x
     copy = np.empty(wanted.shape, wanted.dtype)

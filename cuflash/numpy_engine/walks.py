@@ -77,7 +77,7 @@ def forward(
     score : ScoreMod, optional
         How the scaled products are changed.
     mask : function, optional
-        From an index into the leading axes to that head's mask, see :func:`head.head_masks`.
+        From an index into the leading axes to that head's mask, see :func:`tiles.head_masks`.
     """
     problem = plan.problem
     walk = {"fa1": _walk_fa1, "fa2": _walk_fa2}[plan.algo]
