@@ -16,7 +16,7 @@ from cuflash.calls.arrays import as_mask, conform, split_offset
 from cuflash.calls.call import BackwardCall, ForwardCall
 from cuflash.calls.run import find_call
 from cuflash.gpu.arguments import pack
-from cuflash.gpu.tensor_maps import TABLES_BYTES, tensor_maps
+from cuflash.gpu.tensor_maps import tables_bytes, tensor_maps
 from cuflash.gpu.work_order import work_order
 from cuflash.masks.tile_lists import tile_lists
 from cuflash.planning.plan import Plan
@@ -116,8 +116,9 @@ def _tables(plan, layout, arrays, memory) -> list:
     packed = [TensorMap(arrays[name], *x).pack(memory) for name, x in maps.items()]
     order = work_order(plan)
     address = 0 if order is None else memory.place(order)
-    text = b"".join([*packed, address.to_bytes(8, "little")]).ljust(TABLES_BYTES, b"\0")
-    return [np.frombuffer(text, f"V{TABLES_BYTES}")]
+    size = tables_bytes(plan)
+    text = b"".join([*packed, address.to_bytes(8, "little")]).ljust(size, b"\0")[:size]
+    return [np.frombuffer(text, f"V{size}")]
 
 
 def _place_mask(params, mask, plan, memory) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from ..operands.layout import Layout
 from ..planning.plan import Plan
 from .memory import FIRST_CALL, empty, refuse_capture
-from .tensor_maps import MAP_BYTES, OPERANDS, TABLES_BYTES, TensorMap, tensor_maps
+from .tensor_maps import MAP_BYTES, TensorMap, tables_bytes, tensor_maps
 from .work_order import work_order
 
 if TYPE_CHECKING:
@@ -67,9 +67,9 @@ def order_on_device(plan: Plan, device_id: int) -> cupy.ndarray | None:
 
 
 def table_maker(
-    maps: dict[str, TensorMap], dtype: str, order: cupy.ndarray | None
+    maps: dict[str, TensorMap], dtype: str, size: int, order: cupy.ndarray | None
 ) -> Callable[[Sequence[int]], NDArray[Any]]:
-    """A function of the operands' addresses that makes the kernel's argument Tables."""
+    """A function of the operands' addresses that makes the kernel's argument, of `size` bytes."""
     encode = _encode_function()
     order_address = struct.pack("Q", 0 if order is None else order.data.ptr)
     type_code = {"float16": 6, "bfloat16": 9}[dtype]  # CUtensorMapDataType
@@ -85,17 +85,18 @@ def table_maker(
         )
 
     def make(addresses: Sequence[int]) -> NDArray[Any]:
-        memory = np.zeros(TABLES_BYTES + 64, np.uint8)  # the driver wants 64-byte alignment
+        memory = np.zeros(size + 64, np.uint8)  # the driver wants 64-byte alignment
         begin = -memory.ctypes.data % 64
         base = memory.ctypes.data + begin
         for address, (offset, kind, rank, more) in zip(addresses, fixed):
             status = encode(base + offset, kind, rank, address, *more)
             if status:
                 raise RuntimeError(f"cuTensorMapEncodeTiled failed with CUDA error {status}")
-        tables = memory[begin : begin + TABLES_BYTES]
+        tables = memory[begin : begin + size]
         end = len(maps) * MAP_BYTES
-        tables[end : end + 8] = np.frombuffer(order_address, np.uint8)
-        return tables.view(f"V{TABLES_BYTES}")
+        if end < size:
+            tables[end : end + 8] = np.frombuffer(order_address, np.uint8)
+        return tables.view(f"V{size}")
 
     return make
 
@@ -105,13 +106,14 @@ def tables_of(
 ) -> Callable[[Mapping[str, int]], tuple[NDArray[Any]]]:
     """A function of the operands' addresses: the kernel's arguments beside Params."""
     order = order_on_device(plan, device_id)
-    make = table_maker(tensor_maps(plan, layout), plan.problem.dtype, order)
+    maps = tensor_maps(plan, layout)
+    make = table_maker(maps, plan.problem.dtype, tables_bytes(plan), order)
 
     @functools.lru_cache(maxsize=256)
     def remembered(*operands: int) -> tuple[NDArray[Any]]:
         return (make(operands),)
 
     def of_addresses(addresses: Mapping[str, int], _held: Any = order) -> tuple[NDArray[Any]]:
-        return remembered(*[addresses[name] for name in OPERANDS])
+        return remembered(*[addresses[name] for name in maps])
 
     return of_addresses

@@ -1,4 +1,4 @@
-"""Tensor maps: how the copy engine of Hopper's kernels finds its way in q, k and v."""
+"""Tensor maps: how the copy engine of Hopper's kernels finds its way in operands."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from ..operands.layout import Layout
 from ..planning.plan import Plan
 from ..planning.problem import MAP_AXES
 
-OPERANDS = ("q", "k", "v")
 MAP_BYTES = 128
-TABLES_BYTES = (len(OPERANDS) * MAP_BYTES // 64 + 1) * 64  # maps, a pointer, and up to alignment
+ORDER_BYTES = 64  # of the pointer to the order of work, which forward kernels have, as aligned
 
 
 class TensorMap(NamedTuple):
@@ -35,6 +34,7 @@ def tensor_maps(plan: Plan, layout: Layout) -> dict[str, TensorMap]:
         "q": (p.query_length, p.head_dim),
         "k": (p.key_length, p.head_dim),
         "v": (p.key_length, p.value_dim),
+        "dout": (p.query_length, p.value_dim),
     }
     for name, rows, width in plan.tile.map_boxes(p):
         length, columns = extents[name]
@@ -49,3 +49,9 @@ def tensor_maps(plan: Plan, layout: Layout) -> dict[str, TensorMap]:
             swizzle=panel * item,
         )
     return maps
+
+
+def tables_bytes(plan: Plan) -> int:
+    """Size of the kernel's argument that holds the maps."""
+    p = plan.problem
+    return len(plan.tile.map_boxes(p)) * MAP_BYTES + (0 if p.backward else ORDER_BYTES)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..planning.plan import Plan
-from ..planning.wgmma import WARPGROUP_ROWS
+from ..planning.hopper import WARPGROUP_ROWS
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -28,13 +28,13 @@ def work_order(plan: Plan) -> NDArray[np.int32] | None:
     items come first. Each item goes to the block that is the first to be free, as hardware hands
     out blocks. The last round holds the list's length everywhere: it stands for no item.
 
-    None where no order is needed, so that block b takes the items b, b + blocks and so on: if all
+    None in backward, whose blocks take tickets, and where no order is needed, so that block b takes the items b, b + blocks and so on: if all
     items are equally long, if only a mask on the device says how long they are, or if they are so
     many that their order does not matter.
     """
     p, blocks = plan.problem, plan.grid
     count = p.head_count * plan.query_tiles
-    if not plan.tile.persists or count > MOST_ITEMS or (p.mask and p.band.is_open):
+    if not plan.tile.persists or p.backward or count > MOST_ITEMS or (p.mask and p.band.is_open):
         return None
     lengths = [_length(plan, tile) for tile in reversed(range(plan.query_tiles))]
     if len(set(lengths)) == 1:

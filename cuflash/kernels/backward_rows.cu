@@ -3,40 +3,51 @@
 //     log2_sum = lse * log2 e, so that P = exp2(score * multiplier - log2_sum)
 //     delta    = rowsum(dO * O) - dlse
 //
-// and the zeros that dQ is added to. Grid: one block per (head, query tile). A row without weight,
-// because it sees no key or none with a score above -infinity, gets log2_sum = +infinity, which
-// makes its P zero, and delta = 0, whatever dO and O hold. Its tile is marked as WEIGHTLESS.
-#include "gradients.cuh"
+// and zeros: those that dQ is added to, turns and tickets. Grid: one block per (head, query tile). A
+// row without weight, because it sees no key or none with a score above -infinity, gets
+// log2_sum = +infinity, which makes its P zero, and delta = 0, whatever dO and O hold. Its tile is
+// marked as WEIGHTLESS.
+//
+// Where engines want it (MARKS_NONFINITE), a tile is marked as NONFINITE without a look at Q: an
+// infinity or NaN in a row of Q makes all its scores, and so its lse, one, unless scores are
+// modified. One in dO makes delta one.
+#include "row_stats.cuh"
+#include "seams/sequence.cuh"
+#include "tiles/copies.cuh"
+#include "tiles/softmax.cuh"
 
-constexpr int CHUNKS = round_up(HEAD_DIM_V, CHUNK<Element>) / CHUNK<Element>;
+template <int D>
+constexpr int CHUNKS = round_up(D, CHUNK<Element>) / CHUNK<Element>;
 constexpr int lanes_of_row(int lanes = 1) {
-    return lanes >= CHUNKS || lanes == 32 ? lanes : lanes_of_row(2 * lanes);
+    return lanes >= CHUNKS<HEAD_DIM_V> || lanes == 32 ? lanes : lanes_of_row(2 * lanes);
 }
+constexpr int DQ_SUMS = tile_bytes::dq_sum / int(sizeof(Accumulator));
 
 // This lane's part of the product of two rows.
+template <int D>
 __device__ __forceinline__ Accumulator multiply_rows(const Element* a, const Element* b,
                                                      int first_chunk) {
     using Elements = Vector<Element>;
     Accumulator sum = Accumulator(0);
-    for (int chunk = first_chunk; chunk < CHUNKS; chunk += lanes_of_row()) {
+    for (int chunk = first_chunk; chunk < CHUNKS<D>; chunk += lanes_of_row()) {
         const int column = chunk * CHUNK<Element>;
-        if (ALIGNED && column + CHUNK<Element> <= HEAD_DIM_V) {
+        if (ALIGNED && column + CHUNK<Element> <= D) {
             const Elements x = *reinterpret_cast<const Elements*>(a + column);
             const Elements y = *reinterpret_cast<const Elements*>(b + column);
 #pragma unroll
             for (int e = 0; e < CHUNK<Element>; ++e)
                 sum = multiply_add(Accumulator(widen(x.at[e])), Accumulator(widen(y.at[e])), sum);
         } else {
-            for (int c = column; c < min(column + CHUNK<Element>, HEAD_DIM_V); ++c)
+            for (int c = column; c < min(column + CHUNK<Element>, D); ++c)
                 sum = multiply_add(Accumulator(widen(a[c])), Accumulator(widen(b[c])), sum);
         }
     }
     return sum;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
     backward_rows(const __grid_constant__ Params p) {
-    constexpr int LANES = lanes_of_row(), AT_ONCE = THREADS / LANES;
+    constexpr int LANES = lanes_of_row(), AT_ONCE = SIDE_THREADS / LANES;
     const int tile = blockIdx.x % p.query_tiles;
     const Head head = locate_head(p, blockIdx.x / p.query_tiles);
     const Element* const out = p.out + locate(p, head.index, p.out_axis_stride);
@@ -45,18 +56,27 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     Accumulator* const log2_sums = p.row_stats + i64(blockIdx.x) * ROW_STATS;
     Accumulator* const deltas = log2_sums + BLOCK_Q;
 
-    bool weightless = false;
+    bool weightless = false, nonfinite = false;
     for (int row = threadIdx.x / LANES; row < round_up(BLOCK_Q, AT_ONCE); row += AT_ONCE) {
         const i64 q = tile * BLOCK_Q + row;
-        const bool valid = row < BLOCK_Q && q < head.query_length;
+        const bool in_memory = row < BLOCK_Q && q < p.query_length;
+        const bool valid = in_memory && q < head.query_length;
         const Accumulator log_sum = valid ? lse[q * p.lse_row_stride] : -infinity<Accumulator>();
         const bool empty = log_sum == -infinity<Accumulator>();
         weightless |= valid && empty;
         Accumulator delta = Accumulator(0);
         if (!empty)
-            delta = multiply_rows(out + q * p.out_row_stride, dout + q * p.dout_row_stride,
-                                  threadIdx.x % LANES);
+            delta =
+                multiply_rows<HEAD_DIM_V>(out + q * p.out_row_stride, dout + q * p.dout_row_stride,
+                                          threadIdx.x % LANES);
         delta = row_sum<LANES>(delta);
+        if constexpr (MARKS_NONFINITE) {
+            nonfinite |= in_memory && !(is_finite(log_sum) && is_finite(delta));
+            if (SCORE_IS_MODIFIED && valid) {
+                const Element* const Q = head.q + q * p.q_row_stride;
+                nonfinite |= !is_finite(multiply_rows<HEAD_DIM>(Q, Q, threadIdx.x % LANES));
+            }
+        }
         if (threadIdx.x % LANES != 0 || row >= BLOCK_Q) continue;
         if (!empty && p.dlse != nullptr)
             delta -= p.dlse[locate(p, head.index, p.dlse_axis_stride) + q * p.dlse_row_stride];
@@ -65,13 +85,15 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
 
     weightless = __syncthreads_or(weightless) != 0;
-    if (threadIdx.x < CHUNK<Accumulator>)
-        log2_sums[WEIGHTLESS + threadIdx.x] = Accumulator(weightless);
+    if (MARKS_NONFINITE) nonfinite = __syncthreads_or(nonfinite) != 0;
+    if (threadIdx.x < ROW_STATS - WEIGHTLESS)
+        log2_sums[WEIGHTLESS + threadIdx.x] =
+            Accumulator(threadIdx.x == 0 ? weightless : threadIdx.x == 1 && nonfinite);
 
-    const Accumulator zeros[QuerySums::ROWS][QuerySums::COLUMNS] = {};
-    store_units<THREADS>(p.dq_sum + i64(blockIdx.x) * QUERY_SUMS, zeros);
-    if (ORDERED && threadIdx.x == 0) {
-        p.turns[blockIdx.x] = 0;
-        if (blockIdx.x == 0) p.turns[i64(p.head_count) * p.query_tiles] = 0;
-    }
+    Accumulator* const dQ = p.dq_sum + i64(blockIdx.x) * DQ_SUMS;
+    for (int i = threadIdx.x * CHUNK<Accumulator>; i < DQ_SUMS;
+         i += SIDE_THREADS * CHUNK<Accumulator>)
+        *reinterpret_cast<Vector<Accumulator>*>(dQ + i) = {};
+    if (p.turns != nullptr && threadIdx.x == 0) p.turns[blockIdx.x] = 0;
+    if (blockIdx.x == 0 && int(threadIdx.x) < TICKETS) p.tickets[threadIdx.x] = 0;
 }

@@ -15,7 +15,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     if (ORDERED) {
         // Numbers in the order in which blocks start, which that of blockIdx need not be.
         u32* const number = reinterpret_cast<u32*>(smem);
-        if (threadIdx.x == 0) *number = atomicAdd(p.turns + i64(p.head_count) * p.query_tiles, 1u);
+        if (threadIdx.x == 0) *number = atomicAdd(p.tickets, 1u);
         __syncthreads();  // the number is there
         index = *number;
         __syncthreads();  // all have it; the keys overwrite it

@@ -23,14 +23,17 @@
 //
 // docs/kernels.md says what bounds its speed, and what was tried.
 #pragma once
+#include "dq_turns.cuh"
 #include "dual_number.cuh"
 #include "nonfinite.cuh"
+#include "row_stats.cuh"
 #include "seams/hooks.cuh"
 #include "seams/key_tiles.cuh"
 #include "seams/score.cuh"
 #include "seams/sequence.cuh"
 #include "tiles/engine.cuh"
 #include "tiles/query_sums.cuh"
+#include "tiles/units.cuh"
 
 // Rows of queries and keys are both scored and summed: tiles as wide as the wider of the two.
 template <int D>
@@ -47,31 +50,13 @@ static_assert(STEP_Q * WARP_SPLIT <= BLOCK_Q, "every warp scores some queries");
 static_assert(STEP_Q == BLOCK_Q || ENGINE_IS_MMA, "simt leaves dS where accumulate() has put it");
 constexpr int ROWS = KeyTile::ROWS, COLUMNS = KeyTile::COLUMNS;
 constexpr int STEPS = STEP_Q * WARP_SPLIT;  // queries that all warps score at a time
-// What backward_rows.cu tells of a tile of queries: log2_sum and delta of each, and from WEIGHTLESS
-// on a flag, whether some query has no weight anywhere (its lse is -infinity).
-constexpr int WEIGHTLESS = 2 * BLOCK_Q, ROW_STATS = WEIGHTLESS + CHUNK<Accumulator>;
 constexpr int QUERY_SUMS = THREADS * QuerySums::ROWS * QuerySums::COLUMNS;
 constexpr int KEY_SUMS = THREADS * ROWS * KeyTile::VALUE_COLUMNS;
 constexpr int VALUE_SUMS = THREADS * ROWS * ValueTile::VALUE_COLUMNS;
-static_assert(is_laid_out<Accumulator>(tile_bytes::row_stats, ROW_STATS) &&
-                  is_laid_out<Accumulator>(tile_bytes::dq_sum, QUERY_SUMS) &&
+static_assert(is_laid_out<Accumulator>(tile_bytes::dq_sum, QUERY_SUMS) &&
                   is_laid_out<Accumulator>(tile_bytes::dk_sum, KEY_SUMS) &&
-                  is_laid_out<Accumulator>(tile_bytes::dv_sum, VALUE_SUMS) &&
-                  is_laid_out<u32>(tile_bytes::turns, 1),
+                  is_laid_out<Accumulator>(tile_bytes::dv_sum, VALUE_SUMS),
               "the plan's tiles in the workspace are those of the kernels");
-
-// Whose turn it is to add to a tile of dQ: the key tile after the one that added last, 0 at first.
-// Blocks wait for blocks with a lower number only, which started earlier.
-__device__ __forceinline__ void wait_turn(const u32* turn, u32 wanted) {
-    u32 now;
-    do {
-        // ld.acquire: what the previous block added is added before this block adds
-        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
-    } while (now != wanted);
-}
-__device__ __forceinline__ void pass_turn(u32* turn, u32 next) {
-    asm volatile("st.release.gpu.global.u32 [%0], %1;" : : "l"(turn), "r"(next) : "memory");
-}
 
 // Warps that share keys stand side by side.
 __device__ __forceinline__ int first_row_of_warp() {
@@ -282,12 +267,7 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
         u32* const turn = p.turns + first_tile + visit.tile;
         if (ORDERED) {
             __threadfence();  // the previous tile is added: long ago, so that this takes no time
-            if (threadIdx.x == 0) {
-                // The tile of keys that added last, unless the band hides that from these queries.
-                const int previous = MASKED ? visit.previous : key_tile - 1;
-                const int first = KeyRange(p, head, q_begin, q_begin + BLOCK_Q).begin / BLOCK_K;
-                wait_turn(turn, previous < first ? 0 : previous + 1);
-            }
+            if (threadIdx.x == 0) wait_turn(turn, turn_of(p, head, key_tile, visit));
         }
         __syncthreads();  // dS of all keys is there; it is this block's turn
         if (ORDERED && i > 0 && threadIdx.x == 0)

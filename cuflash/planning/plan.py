@@ -22,8 +22,8 @@ ALGOS: tuple[Algo, ...] = ("fa1", "fa2", "fa3")
 DEFAULT_ALGOS: tuple[Algo, ...] = ("fa2", "fa3")
 WORKSPACE_ALIGNMENT = 256  # bytes
 
-# The modules of the engines, the fastest first.
-_ENGINE_MODULES = ("wgmma", "mma", "simt", "numpy")
+# The modules of the engines, the fastest first. Hopper's engine has two.
+_ENGINE_MODULES = ("wgmma", "wgmma_gradients", "mma", "simt", "numpy")
 # The first row that fits serves; so faster rows come first, and rows for smaller shared memories
 # and larger head dims follow. Sizes measured on an H200 with NVRTC 13.0: asv_bench/tile_sweep.py
 # ranks a row's neighbours. `fill` keeps large tiles for problems that give every multiprocessor a

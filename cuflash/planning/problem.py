@@ -125,7 +125,7 @@ class Problem:
         Whether every row of q, k, v and out (and of the gradients) starts on a multiple of 16
         bytes.
     unmappable : str
-        Why tensor maps cannot describe q, k and v, or an empty string.
+        Why tensor maps cannot describe q, k, v and, in backward, dout, or an empty string.
     backward : bool
         The gradients of q, k and v instead of out.
     deterministic : bool
@@ -208,11 +208,12 @@ class Problem:
 MAP_AXES = 3  # leading axes of a tensor map, beside rows and columns
 
 
-def _unmappable(layout: Layout, queries: int, keys: int) -> str:
-    """Why tensor maps cannot describe q, k and v, or an empty string."""
+def _unmappable(layout: Layout, queries: int, keys: int, backward: bool) -> str:
+    """Why tensor maps cannot describe q, k, v and, in backward, dout, or an empty string."""
     if len(layout.axes) > MAP_AXES:
         return f"tensor maps have {MAP_AXES} leading axes, these fold into {len(layout.axes)}"
-    for name, length in (("q", queries), ("k", keys), ("v", keys)):
+    lengths = {"q": queries, "k": keys, "v": keys} | ({"dout": queries} if backward else {})
+    for name, length in lengths.items():
         rows, steps = layout.rows[name], layout.axis_strides[name]
         if min((rows, *steps)) < 0:
             return f"tensor maps have no negative strides, {name} has"
@@ -242,7 +243,7 @@ def make_problem(
         kv_lengths=lengths.get("kv_lengths", ""),
         q_offset=lengths.get("q_offset", ""),
         aligned=aligned,
-        unmappable="" if backward else _unmappable(layout, q.shape[-2], k.shape[-2]),
+        unmappable=_unmappable(layout, q.shape[-2], k.shape[-2], backward),
         backward=backward,
         deterministic=deterministic,
         summed=layout.summed if backward else (1, 1, 1),

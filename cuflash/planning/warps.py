@@ -114,13 +114,15 @@ class WarpTile(KernelTile):
         k_tiles = problem.head_count * self.key_tiles(problem)
         (dk, dv), (_, *shared) = self.sum_widths(problem), problem.summed
         k_sums, v_sums = (k_tiles if heads > 1 else 0 for heads in shared)
+        ordered = int(self.adds_in_order(problem))
         return (
             *masks,
             Buffer("row_stats", self.row_stats_bytes(problem), q_tiles),
             Buffer("dq_sum", self.threads * self.dq_per_thread(problem) * item, q_tiles),
             Buffer("dk_sum", self.block_k * dk * item, k_sums),
             Buffer("dv_sum", self.block_k * dv * item, v_sums),
-            Buffer("turns", 4, q_tiles + 1 if self.adds_in_order(problem) else 0),
+            Buffer("turns", 4, q_tiles if ordered else 0),
+            Buffer("tickets", 4, ordered),
         )
 
     def around(self, problem: Problem, main: Launch) -> tuple[Launch, ...]:
@@ -149,5 +151,12 @@ class WarpTile(KernelTile):
             "LANE_ROWS": self.lane_rows,
         }
         if self.backward:
-            own |= {"STEP_Q": self.step_q, "ORDERED": self.adds_in_order(problem)}
+            ordered = self.adds_in_order(problem)
+            own |= {
+                "STEP_Q": self.step_q,
+                "ORDERED": ordered,
+                "TICKETS": int(ordered),
+                "SIDE_THREADS": self.threads,
+                "MARKS_NONFINITE": False,
+            }
         return super().constants(problem) | own

@@ -5,6 +5,7 @@
 #include "hopper/items.cuh"
 #include "hopper/producer.cuh"
 #include "hopper/roles.cuh"
+#include "hopper/tables.cuh"
 #include "hopper/work_list.cuh"
 #include "tiles/warpgroup.cuh"
 
@@ -32,6 +33,7 @@ struct SharedMemory {
     Barriers barriers;
     alignas(16) ItemSlots<Item> items;
 };
+static_assert(BLOCK_Q == CONSUMERS * SLAB, "a consumer has SLAB queries");
 static_assert(sizeof(SharedMemory::Q) == shared_at::K &&
                   sizeof(SharedMemory::K) == shared_at::V - shared_at::K &&
                   sizeof(SharedMemory::V) == shared_at::barriers - shared_at::V,

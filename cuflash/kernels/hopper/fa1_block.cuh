@@ -6,6 +6,7 @@
 #include "hopper/items.cuh"
 #include "hopper/producer.cuh"
 #include "hopper/roles.cuh"
+#include "hopper/tables.cuh"
 #include "seams/key_tiles.cuh"
 #include "tiles/warpgroup.cuh"
 
@@ -60,6 +61,7 @@ struct SharedMemory {
     alignas(16) ItemSlots<Pair> pairs;
     LocatedHead located;
 };
+static_assert(BLOCK_Q == CONSUMERS * SLAB, "a consumer has SLAB queries");
 static_assert(sizeof(SharedMemory::Q) == shared_at::K &&
                   sizeof(SharedMemory::K) == shared_at::V - shared_at::K &&
                   sizeof(SharedMemory::V) == shared_at::barriers - shared_at::V,

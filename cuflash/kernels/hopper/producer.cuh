@@ -1,27 +1,28 @@
 // What the producer's threads do to one tile: copy it, clear its values. Reads the prelude.
 #pragma once
 #include "hopper/barriers.cuh"
-#include "hopper/located_head.cuh"
+#include "hopper/head_position.cuh"
 #include "hopper/roles.cuh"
 #include "ptx/tma.cuh"
 
-// What a kernel is given beside Params: tensor maps and, where the host has worked it out, which
-// items are whose: `order` has a row per round and a column per block.
-struct Tables {
-    TensorMap q, k, v;
-    const int* order;
-};
-
-// Copies the rows of a head from `row` on into a buffer, panel by panel. `full` counts their bytes.
+// Copies the rows of a head from `row` on into a buffer, panel by panel. `full` counts their bytes,
+// which it has been told to expect.
+template <typename Layout>
+__device__ __forceinline__ void load_expected_panels(unsigned char* buffer, Barrier& full,
+                                                     const TensorMap* map, int row,
+                                                     const MapPosition& position) {
+    const int a = position.at[0], b = position.at[1], c = position.at[2];
+#pragma unroll
+    for (int i = 0; i < Layout::COUNT; ++i)
+        load_box(buffer + i * Layout::PANEL_BYTES, map, full, i * Layout::PANEL, row, a, b, c);
+}
+// The same, and tells `full` what to expect.
 template <typename Layout>
 __device__ __forceinline__ void load_panels(unsigned char* buffer, Barrier& full,
                                             const TensorMap* map, int row,
                                             const MapPosition& position) {
-    const int a = position.at[0], b = position.at[1], c = position.at[2];
     full.arrive_and_expect(Layout::BYTES);
-#pragma unroll
-    for (int i = 0; i < Layout::COUNT; ++i)
-        load_box(buffer + i * Layout::PANEL_BYTES, map, full, i * Layout::PANEL, row, a, b, c);
+    load_expected_panels<Layout>(buffer, full, map, row, position);
 }
 
 // Clears the infinities and NaN of a tile of values: a product would bring 0 * NaN into rows that

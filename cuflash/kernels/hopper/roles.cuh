@@ -1,12 +1,12 @@
 // Who does what in a block. The first warpgroup is the producer: one of its threads copies tiles,
 // one plans, and two of its warps clear values. The other warpgroups are the consumers: each
-// computes for SLAB queries. Reads the prelude.
+// computes for SLAB rows: queries, or keys in backward. Reads the prelude.
 #pragma once
 #include "ptx/wgmma.cuh"
 #include "tiles/warpgroup.cuh"
 
 constexpr int CONSUMERS = WARPS / 4;
-static_assert(BLOCK_Q == CONSUMERS * SLAB && THREADS == (CONSUMERS + 1) * WARPGROUP, "roles");
+static_assert(THREADS == (CONSUMERS + 1) * WARPGROUP, "roles");
 
 constexpr int COPYING_THREAD = 0, PLANNING_THREAD = 64;
 constexpr int CLEARERS = 2;  // warps 1 and 3
@@ -15,8 +15,7 @@ __device__ __forceinline__ bool is_clearer() { return threadIdx.x / 32 % 2 == 1;
 // Who reads an item: the consumers' warps, the copying thread and the warps that clear.
 constexpr int ITEM_READERS = WARPS + 1 + CLEARERS;
 
-// Registers per thread: what a block starts with, and how the warpgroups share it out.
+// Registers per thread: what a block starts with, and what PRODUCER_REGISTERS leave the consumers.
 constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
-constexpr int PRODUCER_REGISTERS = CONSUMERS == 2 ? 40 : 32;
 constexpr int CONSUMER_REGISTERS =
     (LAUNCH_REGISTERS * (CONSUMERS + 1) - PRODUCER_REGISTERS) / CONSUMERS / 8 * 8;

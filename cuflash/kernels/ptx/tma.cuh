@@ -21,6 +21,42 @@ __device__ __forceinline__ void load_box(void* box, const TensorMap* map, Barrie
         : "memory");
 }
 
+// cp.async.bulk: copies bytes to shared memory; `full` counts them. They and both addresses are
+// multiples of 16.
+__device__ __forceinline__ void load_bytes(void* shared, const void* global, u32 bytes,
+                                           Barrier& full) {
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+        :
+        : "l"(__cvta_generic_to_shared(shared)), "l"(global), "r"(bytes), "l"(full.address())
+        : "memory");
+}
+
+// cp.reduce.async.bulk: adds floats of shared memory to floats in global memory, each addition by
+// itself.
+__device__ __forceinline__ void add_bytes(float* global, const void* shared, u32 bytes) {
+    asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;"
+                 :
+                 : "l"(global), "l"(__cvta_generic_to_shared(shared)), "r"(bytes)
+                 : "memory");
+}
+
+// cp.async.bulk.commit_group: closes the group of what this thread has had written.
+__device__ __forceinline__ void commit_writes() {
+    asm volatile("cp.async.bulk.commit_group;" : : : "memory");
+}
+
+// cp.async.bulk.wait_group: returns when all but the last PENDING groups are written, or have at
+// least been read from shared memory.
+template <int PENDING>
+__device__ __forceinline__ void wait_written() {
+    asm volatile("cp.async.bulk.wait_group %0;" : : "n"(PENDING) : "memory");
+}
+template <int PENDING>
+__device__ __forceinline__ void wait_read() {
+    asm volatile("cp.async.bulk.wait_group.read %0;" : : "n"(PENDING) : "memory");
+}
+
 // cp.async.bulk.prefetch: brings global memory into the L2 cache. `bytes` and the address are
 // multiples of 16.
 __device__ __forceinline__ void prefetch_bytes(const void* global, u32 bytes) {
@@ -38,4 +74,9 @@ __device__ __forceinline__ void prefetch(const TensorMap* map) {
 // fence.proxy.async: TMA and wgmma will find what this thread has written to shared memory.
 __device__ __forceinline__ void publish_to_async_units() {
     asm volatile("fence.proxy.async.shared::cta;" : : : "memory");
+}
+
+// fence.proxy.async: what TMA has written to global memory comes before what this thread does next.
+__device__ __forceinline__ void follow_async_units() {
+    asm volatile("fence.proxy.async;" : : : "memory");
 }

@@ -1,5 +1,5 @@
-// Products of warpgroups (sm_90a), and the hand-over of registers between warpgroups. One
-// instruction per function.
+// Products of warpgroups (sm_90a), the store of what they leave in registers, and the hand-over of
+// registers between warpgroups. One instruction per function.
 //
 // Products run on while the threads go on. The prelude has them, one function per shape:
 // multiply_shared() and multiply_registers().
@@ -34,6 +34,14 @@ template <int PENDING, int ROWS, int COLUMNS>
 __device__ __forceinline__ void wait_products(float (&C)[ROWS][COLUMNS]) {
     asm volatile("wgmma.wait_group.sync.aligned %0;" : : "n"(PENDING) : "memory");
     settle(C);
+}
+
+// stmatrix.x4: four 8x8 matrices; lane i names the row i % 8 of matrix i / 8.
+__device__ __forceinline__ void store_matrices(const u32 (&r)[4], u32 row_address) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                 :
+                 : "r"(row_address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
+                 : "memory");
 }
 
 // setmaxnreg.dec: this warpgroup's threads give back all but REGISTERS registers.

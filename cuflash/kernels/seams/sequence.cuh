@@ -76,14 +76,16 @@ __device__ __forceinline__ i64 locate(const Params& p, int index, const long lon
 }
 
 // Which tile of which head a block works on. Heads come in sections whose operands share the L2
-// cache; within a section the first tiles of all heads start first.
+// cache; within a section the first tiles of all heads start first. With `group`, so many heads in a
+// row count as one.
 struct Work {
     int head, tile;
-    __device__ __forceinline__ Work(const Params& p, int index, int tiles) {
-        const int section = p.section < p.head_count ? index / (p.section * tiles) : 0;
-        const int heads = min(p.section, p.head_count - section * p.section);
-        const int rest = index - section * p.section * tiles;
-        head = section * p.section + rest % heads;
+    __device__ __forceinline__ Work(const Params& p, int index, int tiles, int group = 1) {
+        const int head_count = p.head_count / group, width = p.section / group;
+        const int section = width < head_count ? index / (width * tiles) : 0;
+        const int heads = min(width, head_count - section * width);
+        const int rest = index - section * width * tiles;
+        head = section * width + rest % heads;
         tile = rest / heads;
     }
 };

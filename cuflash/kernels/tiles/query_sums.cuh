@@ -1,10 +1,5 @@
 // The product of backward that crosses warps: dQ = dS K of one query tile, from dS^T in shared
-// memory, and the addition of such tiles in global memory.
-//
-// A tile of dQ in global memory belongs to these kernels alone. It is laid out as the threads hold
-// it, unit after unit of 16 bytes, each for all threads, so that every addition is coalesced:
-//
-//     unit 0: thread 0, thread 1, ...   unit 1: thread 0, thread 1, ...
+// memory.
 #pragma once
 #include "tiles/mma.cuh"
 #include "tiles/simt.cuh"
@@ -105,59 +100,3 @@ struct SimtQuerySums {
         }
     }
 };
-
-// How many adjacent numbers of a thread form a unit.
-template <typename A, int COLUMNS>
-constexpr int UNIT = COLUMNS % CHUNK<A> == 0 ? CHUNK<A> : 1;
-
-// Adds to four floats at once where the architecture can (red.global.add.v4.f32).
-template <typename A>
-__device__ __forceinline__ void add_unit(A* target, const Vector<A>& unit) {
-    if constexpr (SAME<A, float> && ARCH >= 90) {
-        using Float4 = typename Select<SAME<A, float>, float4, A>::type;
-        atomicAdd(reinterpret_cast<Float4*>(target),
-                  Float4{unit.at[0], unit.at[1], unit.at[2], unit.at[3]});
-    } else {
-#pragma unroll
-        for (int e = 0; e < CHUNK<A>; ++e) atomicAdd(target + e, unit.at[e]);
-    }
-}
-
-// sums += regs, a tile of THREADS * ROWS * COLUMNS numbers in global memory.
-template <int THREADS, typename A, int ROWS, int COLUMNS>
-__device__ __forceinline__ void add_units(A* sums, const A (&regs)[ROWS][COLUMNS]) {
-    static_assert(UNIT<A, COLUMNS> == CHUNK<A>, "whole chunks");
-#pragma unroll
-    for (int e = 0; e < ROWS * COLUMNS; e += CHUNK<A>) {
-        Vector<A> unit;
-#pragma unroll
-        for (int c = 0; c < CHUNK<A>; ++c) unit.at[c] = regs[e / COLUMNS][e % COLUMNS + c];
-        add_unit(sums + (e / CHUNK<A> * THREADS + threadIdx.x) * CHUNK<A>, unit);
-    }
-}
-
-// sums = regs, and regs += sums.
-template <int THREADS, typename A, int ROWS, int COLUMNS>
-__device__ __forceinline__ void store_units(A* sums, const A (&regs)[ROWS][COLUMNS]) {
-    constexpr int SIZE = UNIT<A, COLUMNS>;
-#pragma unroll
-    for (int e = 0; e < ROWS * COLUMNS; e += SIZE) {
-        Vector<A, SIZE> unit;
-#pragma unroll
-        for (int c = 0; c < SIZE; ++c) unit.at[c] = regs[e / COLUMNS][e % COLUMNS + c];
-        *reinterpret_cast<Vector<A, SIZE>*>(sums + (e / SIZE * THREADS + threadIdx.x) * SIZE) =
-            unit;
-    }
-}
-
-template <int THREADS, typename A, int ROWS, int COLUMNS>
-__device__ __forceinline__ void add_stored_units(A (&regs)[ROWS][COLUMNS], const A* sums) {
-    constexpr int SIZE = UNIT<A, COLUMNS>;
-#pragma unroll
-    for (int e = 0; e < ROWS * COLUMNS; e += SIZE) {
-        const Vector<A, SIZE> unit = *reinterpret_cast<const Vector<A, SIZE>*>(
-            sums + (e / SIZE * THREADS + threadIdx.x) * SIZE);
-#pragma unroll
-        for (int c = 0; c < SIZE; ++c) regs[e / COLUMNS][e % COLUMNS + c] += unit.at[c];
-    }
-}

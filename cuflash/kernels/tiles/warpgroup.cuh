@@ -74,6 +74,22 @@ __device__ __forceinline__ bool clear_nonfinite_units(T* units, int lane) {
     return __any_sync(FULL_WARP, found);
 }
 
+// Among four lanes that lie STRIDE apart: word i of lane j becomes word j of lane i.
+template <int STRIDE>
+__device__ __forceinline__ void exchange(Vector<u32, 4>& words, int lane) {
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2) {
+        const bool upper = lane & step * STRIDE;
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            if (j & step) continue;
+            u32 &low = words.at[j], &high = words.at[j + step];
+            const u32 got = __shfl_xor_sync(FULL_WARP, upper ? low : high, step * STRIDE);
+            (upper ? low : high) = got;
+        }
+    }
+}
+
 template <typename T, int BLOCK_K, int D, int DV>
 struct WarpgroupTile {
     static constexpr int ROWS = 2, COLUMNS = BLOCK_K / 4, ROW_THREADS = 4;
@@ -146,17 +162,7 @@ struct WarpgroupTile {
         for (int j = 0; j < 4; ++j)
             words.at[j] =
                 pack(O[8 * group + 2 * j] * factor, O[8 * group + 2 * j + 1] * factor, T());
-#pragma unroll
-        for (int step = 1; step < 4; step *= 2) {
-            const bool upper = lane & step;
-#pragma unroll
-            for (int j = 0; j < 4; ++j) {
-                if (j & step) continue;
-                u32 &low = words.at[j], &high = words.at[j + step];
-                const u32 got = __shfl_xor_sync(FULL_WARP, upper ? low : high, step);
-                (upper ? low : high) = got;
-            }
-        }
+        exchange<1>(words, lane);
         return words;
     }
 

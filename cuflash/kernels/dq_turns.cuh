@@ -1,0 +1,32 @@
+// Whose turn it is to add to a tile of dQ, where blocks add to it in the order of their keys. Reads
+// the prelude.
+#pragma once
+#include "numeric.cuh"
+#include "seams/key_tiles.cuh"
+
+static_assert(is_laid_out<u32>(tile_bytes::turns, 1), "a turn is a number");
+
+// Whose turn it is to add to a tile of dQ: the key tile after the one that added last, 0 at first.
+// Blocks wait for blocks with a lower number only, which started earlier.
+__device__ __forceinline__ bool is_turn(const u32* turn, u32 wanted) {
+    u32 now;
+    // ld.acquire: what the previous block added is added before this block adds
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+    return now == wanted;
+}
+__device__ __forceinline__ void wait_turn(const u32* turn, u32 wanted) {
+    while (!is_turn(turn, wanted));
+}
+__device__ __forceinline__ void pass_turn(u32* turn, u32 next) {
+    asm volatile("st.release.gpu.global.u32 [%0], %1;" : : "l"(turn), "r"(next) : "memory");
+}
+
+// The turn of the tile of keys `key_tile` at the tile of queries that `visit` is: behind that of the
+// tile of keys that adds before, unless the band hides all keys of that one from these queries.
+__device__ __forceinline__ u32 turn_of(const Params& p, const Head& head, int key_tile,
+                                       const Visit& visit) {
+    const int q_begin = visit.tile * BLOCK_Q;
+    const int previous = MASKED ? visit.previous : key_tile - 1;
+    const int first = KeyRange(p, head, q_begin, q_begin + BLOCK_Q).begin / BLOCK_K;
+    return previous < first ? 0 : previous + 1;
+}

@@ -1,0 +1,15 @@
+// What Hopper's kernels are given beside Params.
+#pragma once
+#include "ptx/tma.cuh"
+
+// What a kernel is given beside Params: tensor maps and, where the host has worked it out, which
+// items are whose: `order` has a row per round and a column per block.
+struct Tables {
+    TensorMap q, k, v;
+    const int* order;
+};
+
+// Of gradients: tensor maps. Blocks take items by tickets.
+struct GradientTables {
+    TensorMap q, k, v, dout;
+};

@@ -1,0 +1,8 @@
+// dV in the caller's type: the tiles that Hopper's kernels of backward have left, summed over the heads
+// that share these rows, in the order of the heads. Grid: one block per (row of heads, key tile).
+#include "hopper/sum_rows.cuh"
+
+extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
+    hopper_sum_dv(const __grid_constant__ Params p) {
+    sum_rows<HEAD_DIM_V, VALUE_WIDTH>(p.dv, p.dv_row_stride, p.dv_axis_stride, p.dv_sum, 1.0f / kept_share(p), p);
+}

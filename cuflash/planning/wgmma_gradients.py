@@ -1,0 +1,159 @@
+"""Gradients on Hopper's engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..operands.dtypes import CHUNK_BYTES, ITEM_BYTES
+from .hopper import BARRIER_BYTES, HopperTile
+from .problem import Problem
+from .products import product
+from .tile import Buffer, Launch, MapBox, round_up
+
+SIDE_THREADS = 128  # of the kernels before and after the one that does the work
+
+
+@dataclass(frozen=True, kw_only=True)
+class WgmmaGradientTile(HopperTile):
+    """A row of the kernel with five products, for head dims up to 128.
+
+    Two warpgroups have 64 keys each and let `block_q` queries at a time pass by. Each in turn
+    computes a tile of dQ.
+    """
+
+    backward: bool = True
+    warps: int = 8
+    stages: int = 2
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel, and of its file."""
+        return "hopper_backward"
+
+    def widths(self, problem: Problem) -> tuple[int, int]:
+        """Columns of a query or key row and of a value row.
+
+        A query row has 64 at least, since these are rows of a product for dQ.
+        """
+        head, value = super().widths(problem)
+        return max(head, 64), value
+
+    def turns_dq(self, problem: Problem) -> bool:
+        """Whether the product for dQ has columns of dQ as its rows."""
+        return self.widths(problem)[0] == 64 and self.block_q == 128
+
+    def group(self, problem: Problem) -> int:
+        """Heads that share keys and whose dK and dV one block sums."""
+        return 1
+
+    def row_stats_bytes(self, problem: Problem) -> int:
+        """What is kept of a tile of queries: two numbers each, and flags."""
+        return 2 * self.block_q * ITEM_BYTES[problem.accumulator] + CHUNK_BYTES
+
+    def shared(self, problem: Problem) -> tuple[Buffer, ...]:
+        """Tiles as the copy engine lays them out, dS, a tile of dQ, numbers of rows, barriers."""
+        head, value = (width * ITEM_BYTES[problem.dtype] for width in self.widths(problem))
+        return (
+            Buffer("K", self.block_k * head),
+            Buffer("V", self.block_k * value),
+            Buffer("Q", self.block_q * head, self.stages),
+            Buffer("dO", self.block_q * value, self.stages),
+            Buffer("dS", self.block_k * self.block_q * ITEM_BYTES[problem.dtype], self.stages),
+            Buffer("dQ", self.dq_sum_bytes(problem)),
+            Buffer("row_stats", self.row_stats_bytes(problem), self.stages),
+            Buffer("barriers", BARRIER_BYTES),
+        )
+
+    def dq_sum_bytes(self, problem: Problem) -> int:
+        """Of a tile of dQ in the type of sums."""
+        return self.block_q * self.widths(problem)[0] * ITEM_BYTES[problem.accumulator]
+
+    def workspace(self, problem: Problem) -> tuple[Buffer, ...]:
+        """Numbers of rows, sums, and whose turn it is to add to which tile of dQ."""
+        item = ITEM_BYTES[problem.accumulator]
+        head, value = (self.block_k * width * item for width in self.widths(problem))
+        q_tiles = problem.head_count * self.query_tiles(problem)
+        k_tiles = problem.head_count * self.key_tiles(problem)
+        return (
+            *super().workspace(problem),
+            Buffer("row_stats", self.row_stats_bytes(problem), q_tiles),
+            Buffer("dq_sum", self.dq_sum_bytes(problem), q_tiles),
+            Buffer("dk_sum", head, k_tiles if problem.summed[1] > self.group(problem) else 0),
+            Buffer("dv_sum", value, k_tiles if problem.summed[2] > self.group(problem) else 0),
+            Buffer("turns", 4, q_tiles if self.adds_in_order(problem) else 0),
+            Buffer("tickets", 4),
+        )
+
+    def around(self, problem: Problem, main: Launch) -> tuple[Launch, ...]:
+        """Sums of rows come first, those over blocks and heads last."""
+        q_tiles, k_tiles = self.query_tiles(problem), self.key_tiles(problem)
+        rows = Launch("backward_rows", problem.head_count * q_tiles, SIDE_THREADS)
+        least = 0, self.group(problem), self.group(problem)
+        sums = (
+            Launch(f"hopper_sum_d{name}", problem.head_count // heads * tiles, SIDE_THREADS)
+            for name, tiles, heads, fewest in zip(
+                "qkv", (q_tiles, k_tiles, k_tiles), problem.summed, least
+            )
+            if heads > fewest
+        )
+        return (rows, main, *sums)
+
+    def map_boxes(self, problem: Problem) -> tuple[MapBox, ...]:
+        """Tiles of queries and keys, as a whole."""
+        head, value = self.widths(problem)
+        return (
+            MapBox("q", self.block_q, head),
+            MapBox("k", self.block_k, head),
+            MapBox("v", self.block_k, value),
+            MapBox("dout", self.block_q, value),
+        )
+
+    def constants(self, problem: Problem) -> dict[str, int | bool]:
+        """Sizes that the kernels read."""
+        head, value = self.widths(problem)
+        turns = self.turns_dq(problem)
+        return super().constants(problem) | {
+            "HEAD_WIDTH": head,
+            "VALUE_WIDTH": value,
+            "TURNS_DQ": turns,
+            "DQ_COLUMNS": self.block_q if turns else head,
+            "ORDERED": self.adds_in_order(problem),
+            "PERSISTS": self.persists,
+            "GROUP": self.group(problem),
+            "ROTATION": 2,
+            "TICKETS": 1,
+            "PRODUCER_REGISTERS": 24,
+            "SIDE_THREADS": SIDE_THREADS,
+            "MARKS_NONFINITE": True,
+        }
+
+    def products(self, problem: Problem) -> str:
+        """S^T = K Q^T and dP^T = V dO^T; dK += dS^T Q and dV += P^T dO, the left in registers; and
+        dQ = dS K, from dS^T and K, both summed down their columns.
+        """
+        head, value = self.widths(problem)
+        columns = self.block_q if self.turns_dq(problem) else head
+        return "\n".join(
+            [
+                product("multiply_shared", problem, self.block_q, problem.head_dim),
+                product("multiply_shared_values", problem, self.block_q, problem.value_dim),
+                *(
+                    product("multiply_registers", problem, width, self.block_q, a="registers",
+                            b="down")
+                    for width in dict.fromkeys((head, value))
+                ),
+                product("multiply_columns", problem, columns, self.block_k, a="down", b="down"),
+            ]
+        )  # fmt: skip
+
+
+def _both(**sizes: Any) -> tuple[WgmmaGradientTile, WgmmaGradientTile]:
+    """The row as fa3 and as fa2."""
+    return WgmmaGradientTile(algo="fa3", **sizes), WgmmaGradientTile(algo="fa2", **sizes)
+
+
+ROWS = (
+    *_both(max_dim=64, block_q=128),
+    *_both(max_dim=128, block_q=64),
+)
