@@ -200,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             publish_to_async_units();
             if (my_turn) {
                 meet(SCORES_READY + slot, CONSUMERS * WARPGROUP);
-                wait_products<1>(dV);
+                wait_products<0>(dK);  // and dV: registers are short
                 multiply_for_queries(slot);
             } else {
                 pass(SCORES_READY + slot, CONSUMERS * WARPGROUP);

@@ -123,7 +123,7 @@ class WgmmaGradientTile(HopperTile):
             "GROUP": self.group(problem),
             "ROTATION": 2,
             "TICKETS": 1,
-            "PRODUCER_REGISTERS": 24,
+            "PRODUCER_REGISTERS": 40,
             "SIDE_THREADS": SIDE_THREADS,
             "MARKS_NONFINITE": True,
         }

@@ -1,23 +1,51 @@
 // Where one head's operands and results lie, in memory and in the tensor maps.
 #pragma once
-#include "hopper/head_position.cuh"
+#include "hopper/map_position.cuh"
 #include "seams/output.cuh"
 #include "seams/sequence.cuh"
 
-// Where a head's operands and results lie. One thread works it out for all, in shared memory, because
-// the producer has few registers.
+// Locating a head takes divisions, which are slow. So one thread does it for all. The result stays
+// in shared memory, because the producer has few registers.
 struct LocatedHead {
     Head head;
     HeadOutput output;
     MapPosition q_position, k_position, v_position;
 
     __device__ __forceinline__ void locate(const Params& p, int index) {
-        const HeadPosition position(p, index);
-        q_position = position.on_map(p.q_axis_stride);
-        k_position = position.on_map(p.k_axis_stride);
-        v_position = position.on_map(p.v_axis_stride);
-        output.out = p.out + position.offset(p.out_axis_stride);
-        output.lse = p.lse == nullptr ? nullptr : p.lse + position.offset(p.lse_axis_stride);
-        head = position.head(p, index);
+        // All loops are unrolled: an array takes longer when its indices are no constants.
+        int position[MAP_AXES];
+        u32 rest = index;
+#pragma unroll
+        for (int axis = MAP_AXES - 1; axis >= 0; --axis) {
+            position[axis] = 0;
+            if (axis < p.axes) {
+                const u32 size = p.axis_size[axis];
+                position[axis] = rest % size;
+                rest /= size;
+            }
+        }
+        const auto offset = [&](const auto* strides) {
+            i64 sum = 0;
+#pragma unroll
+            for (int axis = 0; axis < MAP_AXES; ++axis) sum += position[axis] * strides[axis];
+            return sum;
+        };
+        const auto map_position = [&](const long long* strides) {
+            MapPosition found;
+#pragma unroll
+            for (int axis = 0; axis < MAP_AXES; ++axis)
+                found.at[axis] = strides[axis] == 0 ? 0 : position[axis];
+            return found;
+        };
+        q_position = map_position(p.q_axis_stride);
+        k_position = map_position(p.k_axis_stride);
+        v_position = map_position(p.v_axis_stride);
+        output.out = p.out + offset(p.out_axis_stride);
+        output.lse = p.lse == nullptr ? nullptr : p.lse + offset(p.lse_axis_stride);
+        head = head_at(p, index, offset(p.q_axis_stride), offset(p.k_axis_stride),
+                       offset(p.v_axis_stride), offset(p.q_lengths_stride),
+                       offset(p.kv_lengths_stride), offset(p.q_offset_stride),
+                       offset(p.mask_axis_stride));
+        if (!SCORE_IS_MODIFIED) head.batch = head.head = 0;  // nobody asks: no division
     }
 };

@@ -1,7 +1,7 @@
 // What the producer's threads do to one tile: copy it, clear its values. Reads the prelude.
 #pragma once
 #include "hopper/barriers.cuh"
-#include "hopper/head_position.cuh"
+#include "hopper/map_position.cuh"
 #include "hopper/roles.cuh"
 #include "ptx/tma.cuh"
 
