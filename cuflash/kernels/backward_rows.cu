@@ -80,8 +80,9 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
         if (threadIdx.x % LANES != 0 || row >= BLOCK_Q) continue;
         if (!empty && p.dlse != nullptr)
             delta -= p.dlse[locate(p, head.index, p.dlse_axis_stride) + q * p.dlse_row_stride];
-        log2_sums[row] = empty ? infinity<Accumulator>() : log_sum * Accumulator(LOG2_E);
-        deltas[row] = delta;
+        log2_sums[row] = empty ? infinity<Accumulator>()
+                               : log_sum * Accumulator(LOG2_E) - Accumulator(WEIGHT_EXPONENT);
+        deltas[row] = delta * WEIGHT_UNIT;
     }
 
     weightless = __syncthreads_or(weightless) != 0;

@@ -132,6 +132,8 @@ class Problem:
         Whether gradients must be the same bits each time.
     summed : tuple of int
         How many heads share one row of q, k and v, whose gradient sums over them.
+    group : int
+        How many heads in a row share their keys, values and mask, where no others do; else 1.
     mask : str
         "blocks" (a BlockMask), "elements" (an array of bool), or empty for none.
     mask_lists : int
@@ -156,6 +158,7 @@ class Problem:
     backward: bool = False
     deterministic: bool = True
     summed: tuple[int, int, int] = (1, 1, 1)
+    group: int = 1
     mask: str = ""
     mask_lists: int = 1
 
@@ -222,6 +225,15 @@ def _unmappable(layout: Layout, queries: int, keys: int, backward: bool) -> str:
     return ""
 
 
+def _group(layout: Layout) -> int:
+    """How many heads in a row share keys, values and mask, if all that share them are in a row."""
+    if not layout.axes:
+        return 1
+    steps = (layout.axis_strides[name][-1] for name in ("dk", "dv", "mask") if name in layout.strides)
+    size = layout.axes[-1]
+    return size if not any(steps) and layout.summed[1:] == (size, size) else 1
+
+
 def make_problem(
     layout: Layout, q: Spec, k: Spec, v: Spec, *, band: Band, score: ScoreMod | None,
     lengths: dict[str, str], mask: str = "", aligned: bool, backward: bool = False,
@@ -247,6 +259,7 @@ def make_problem(
         backward=backward,
         deterministic=deterministic,
         summed=layout.summed if backward else (1, 1, 1),
+        group=_group(layout) if backward else 1,
         mask=mask,
         mask_lists=layout.mask.lists if layout.mask else 1,
     )

@@ -158,5 +158,6 @@ class WarpTile(KernelTile):
                 "TICKETS": int(ordered),
                 "SIDE_THREADS": self.threads,
                 "MARKS_NONFINITE": False,
+                "WEIGHT_EXPONENT": 0,
             }
         return super().constants(problem) | own

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from ..operands.dtypes import CHUNK_BYTES, ITEM_BYTES
 from .hopper import BARRIER_BYTES, HopperTile
-from .problem import Problem
+from .problem import Device, Problem
 from .products import product
 from .tile import Buffer, Launch, MapBox, round_up
 
@@ -20,11 +21,32 @@ class WgmmaGradientTile(HopperTile):
 
     Two warpgroups have 64 keys each and let `block_q` queries at a time pass by. Each in turn
     computes a tile of dQ.
+
+    Parameters
+    ----------
+    modified : bool
+        Whether there are registers for the derivative of a modified score.
+    grouped : bool
+        Whether a block has all heads that share keys, so that it sums their dK and dV.
     """
 
     backward: bool = True
     warps: int = 8
     stages: int = 2
+    modified: bool = True
+    grouped: bool = False
+
+    def reject(self, problem: Problem, device: Device) -> str:
+        """Why this row cannot or should not serve, or an empty string."""
+        if self.grouped and problem.group == 1:
+            return "sums over heads in a row that share keys, here none do"
+        if problem.score and not self.modified:
+            return "has no registers for modified scores"
+        return super().reject(problem, device)
+
+    def blocks(self, problem: Problem) -> int:
+        """Thread blocks: tiles of keys of all heads or groups."""
+        return problem.head_count // self.group(problem) * self.key_tiles(problem)
 
     @property
     def kernel(self) -> str:
@@ -45,7 +67,16 @@ class WgmmaGradientTile(HopperTile):
 
     def group(self, problem: Problem) -> int:
         """Heads that share keys and whose dK and dV one block sums."""
-        return 1
+        return problem.group if self.grouped else 1
+
+    def weight_exponent(self, problem: Problem) -> int:
+        """Weights are held times 2 to that, so that small ones keep their digits in float16.
+
+        Those times the derivative of a modified score must not pass 65504.
+        """
+        if problem.dtype != "float16":
+            return 0
+        return 7 if problem.score else 14
 
     def row_stats_bytes(self, problem: Problem) -> int:
         """What is kept of a tile of queries: two numbers each, and flags."""
@@ -126,6 +157,7 @@ class WgmmaGradientTile(HopperTile):
             "PRODUCER_REGISTERS": 40,
             "SIDE_THREADS": SIDE_THREADS,
             "MARKS_NONFINITE": True,
+            "WEIGHT_EXPONENT": self.weight_exponent(problem),
         }
 
     def products(self, problem: Problem) -> str:
@@ -148,12 +180,14 @@ class WgmmaGradientTile(HopperTile):
         )  # fmt: skip
 
 
-def _both(**sizes: Any) -> tuple[WgmmaGradientTile, WgmmaGradientTile]:
-    """The row as fa3 and as fa2."""
-    return WgmmaGradientTile(algo="fa3", **sizes), WgmmaGradientTile(algo="fa2", **sizes)
+def _rows(**sizes: Any) -> Iterator[WgmmaGradientTile]:
+    """The row as fa3 and as fa2, with heads in groups where these are enough for the device."""
+    for fill, grouped in ((2.0, True), (0.0, False)):
+        for algo in ("fa3", "fa2"):
+            yield WgmmaGradientTile(algo=algo, fill=fill, grouped=grouped, **sizes)
 
 
 ROWS = (
-    *_both(max_dim=64, block_q=128),
-    *_both(max_dim=128, block_q=64),
+    *_rows(max_dim=64, block_q=128, modified=False),
+    *_rows(max_dim=128, block_q=64),
 )

@@ -58,7 +58,7 @@ __device__ __forceinline__ void store_key_gradients(const float (&dK)[2][HEAD_WI
         store_sum_rows(sum_rows_of(p.dv_sum, p, item, VALUE_WIDTH) + first * VALUE_WIDTH, dV);
     else
         store_gradient_rows<HEAD_DIM_V>(item.dv, p.dv_row_stride, p.key_length, dV, k_begin,
-                                        1.0f / kept_share(p));
+                                        WEIGHT_UNIT / kept_share(p));
     if (p.dk_sum != nullptr)
         store_sum_rows(sum_rows_of(p.dk_sum, p, item, HEAD_WIDTH) + first * HEAD_WIDTH, dK);
     else

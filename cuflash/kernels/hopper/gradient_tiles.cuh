@@ -138,7 +138,7 @@ struct GradientStep {
     template <bool CUT>
     __device__ __forceinline__ void to_score_gradients(
         Packed& dS, Weights& weights, const Accumulator (&dP)[2][Scores::COLUMNS]) const {
-        const Accumulator of_kept = Accumulator(1) / kept_share(p);
+        const Accumulator of_kept = WEIGHT_UNIT / kept_share(p);
 #pragma unroll
         for (int m = 0; m < PAIRS; ++m) {
             const auto deltas = stats(BLOCK_Q, m);
@@ -155,8 +155,8 @@ struct GradientStep {
                     const int k = k_begin + tile.row(i);
                     const bool kept = !DROPS || keep(p, head, q, k);
                     const bool shown = !CUT || !is_negative_zero(P[e]);
-                    const Accumulator dP_kept = kept ? dP[i][j] * of_kept : Accumulator(0);
-                    const Accumulator rest = dP_kept - deltas.at[e];
+                    const Accumulator rest = kept ? multiply_add(dP[i][j], of_kept, -deltas.at[e])
+                                                  : -deltas.at[e];
                     if constexpr (STORES_DSCORE)  // by the modified score: without the slope
                         if (q < head.query_length && k < head.key_length)
                             store_dscore(p, head, q, k, shown ? P[e] * rest : Accumulator(0));

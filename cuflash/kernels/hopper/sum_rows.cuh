@@ -1,5 +1,6 @@
 // Tiles of dK or dV, rows of floats, summed over heads. Reads the prelude.
 #pragma once
+#include "row_stats.cuh"
 #include "seams/hooks.cuh"
 #include "shared_rows.cuh"
 #include "tiles/copies.cuh"
