@@ -194,12 +194,13 @@ class Plan:
         these meet a tile of dQ in another order than they started, and wait (on an H200, 0.76 to
         0.82 of the speed of any order, against 0.49 to 0.70 with sections).
         """
-        p = self.problem
+        p, group = self.problem, self.tile.group(self.problem)
         if p.mask and self.is_ordered:
             return max(1, p.head_count)
         head_bytes = p.key_length * (p.head_dim + p.value_dim) * ITEM_BYTES[p.dtype]
-        cached = max(1, self.device.cache_bytes // 2 // max(1, head_bytes))
-        return max(1, -(-p.head_count // max(1, round(p.head_count / cached))))
+        groups = p.head_count // group
+        cached = max(1, self.device.cache_bytes // 2 // max(1, head_bytes * group))
+        return group * max(1, -(-groups // max(1, round(groups / cached))))
 
     def source(self, kernel: str | None = None) -> str:
         """The CUDA C source, by default of the kernel that does the work.

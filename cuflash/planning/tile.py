@@ -165,6 +165,10 @@ class Tile:
         """Whether blocks add to dQ one after the other, in the order of their keys."""
         return self.backward and problem.deterministic and not self.keys_outside
 
+    def group(self, problem: Problem) -> int:
+        """How many heads in a row a block works on."""
+        return 1
+
     def reject(self, problem: Problem, device: Device) -> str:
         """Why this row cannot or should not serve, or an empty string."""
         raise NotImplementedError
