@@ -105,8 +105,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Packed dS_pairs;
     ItemReader<KeyItem> reader(smem.items);
     StepCount step;
-    u32 K_parity = 0, checked_parity = 0;
-    bool nonfinite_queries = false;  // whether a step of this key tile had such rows
+    u32 K_parity = 0;
+    bool nonfinite_keys = false, nonfinite_queries = false;  // of the tile of keys at hand
 
     // dQ of this step, to where the adding warp takes it.
     const auto multiply_for_queries = [&](int slot) {
@@ -124,6 +124,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         publish_to_async_units();
         pass(SUMS_STAGED + slot, STAGING_THREADS);
     };
+    const auto await_check = [&] {
+        barriers.K_checked.wait(K_parity);
+        K_parity ^= 1;
+        nonfinite_keys = smem.nonfinite_keys;
+    };
     const auto release_step = [&](int slot) {
         if (speaks) barriers.Q_empty[slot].arrive(), barriers.dO_empty[slot].arrive();
     };
@@ -136,17 +141,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             clear_rows(dK), clear_rows(dV);
             nonfinite_queries = false;
         }
-        bool nonfinite_keys = false;
 #pragma unroll 1
         for (int i = 0; i < count; ++i, step.advance()) {
             const int slot = step.slot();
             const bool my_turn = slot == consumer;
             const u32 row_stats = shared_address(smem.row_stats[slot]);
             barriers.Q_full[slot].wait(step.parity());
-            if (item.opens && i == 0) {
-                barriers.K_full.wait(K_parity);
-                K_parity ^= 1;
-            }
+            if (item.opens && i == 0) barriers.K_full.wait(K_parity);
             open_products();
             multiply_shared<KeyRows, QueryRows>(S, K_slab, Q + slot * (QueryRows::BYTES >> 4));
             commit_products();
@@ -162,11 +163,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             if (i > 0) release_step(slot ^ 1);
 
             now.to_probabilities(weights, S);
-            if (i == 0) {
-                barriers.K_checked.wait(checked_parity);
-                checked_parity ^= 1;
-                nonfinite_keys = item.nonfinite_keys;
-            }
+            if (item.opens && i == 0) await_check();
             const bool nonfinite = nonfinite_keys || smem.row_stats[slot][NONFINITE] != 0;
             const bool cut = facts.is_cut || nonfinite;
             if (cut) now.hide(weights, TileBits(p, facts.visit, consumer * SLAB));
@@ -218,9 +215,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         settle(dV);
         if (count > 0) {
             release_step(step.slot() ^ 1);
-        } else {
-            if (item.opens) barriers.K_full.wait(K_parity), K_parity ^= 1;
-            barriers.K_checked.wait(checked_parity), checked_parity ^= 1;
+        } else if (item.opens) {
+            barriers.K_full.wait(K_parity);
+            await_check();
         }
         __syncwarp();  // all lanes have done with the keys
         if (item.closes) {

@@ -68,6 +68,7 @@ struct SharedMemory {
     alignas(16) float row_stats[STAGES][ROW_STATS];
     Barriers barriers;
     StepFacts facts[STAGES];
+    int nonfinite_keys;  // whether the tile of keys holds infinities or NaN
     alignas(16) ItemSlots<KeyItem> items;
 };
 static_assert(sizeof(SharedMemory::K) == shared_at::V &&
@@ -133,15 +134,14 @@ __device__ __forceinline__ void check_keys(SharedMemory& smem) {
     Barriers& barriers = smem.barriers;
     const int lane = threadIdx.x % 32;
     u32 parity = 0;
-    bool found = false;
     ItemReader<KeyItem> reader(smem.items);
     for (;;) {
-        KeyItem& item = reader.next();
+        const KeyItem& item = reader.next();
         if (!item.exists) return;
+        bool found = false;
         if (item.opens) {
             barriers.K_full.wait(parity);
             parity ^= 1;
-            found = false;
 #pragma unroll 1
             for (const unsigned char* at = smem.K + lane * CHUNK_BYTES; at < smem.V; at += STEP)
 #pragma unroll
@@ -152,8 +152,10 @@ __device__ __forceinline__ void check_keys(SharedMemory& smem) {
         }
         __syncwarp();  // all lanes have read the keys and the item
         if (lane == 0) {
-            item.nonfinite_keys = found;
-            barriers.K_checked.arrive();
+            if (item.opens) {
+                smem.nonfinite_keys = found;
+                barriers.K_checked.arrive();
+            }
             reader.release(item);
         }
     }

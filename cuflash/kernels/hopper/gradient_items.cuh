@@ -15,7 +15,6 @@ struct KeyItem {
     MapPosition q_position, k_position, v_position, dout_position;
     Element *dk, *dv;  // the head's rows
     QueryTiles<BLOCK_Q> queries;
-    int nonfinite_keys;  // whether the tile of keys holds infinities or NaN
 
     // Works out the head `index` and its tile `tile`. The producer has few registers: so fields are
     // worked out one after the other, each with divisions of its own, and stay in memory.
@@ -26,7 +25,7 @@ struct KeyItem {
             forget();
             return locate(p, head.index, strides);
         };
-        exists = 1, nonfinite_keys = 0;
+        exists = 1;
         opens = number_in_group == 0, closes = number_in_group == GROUP - 1;
         head.index = index, key_tile = tile;
         head.q = p.q + offset(p.q_axis_stride);
