@@ -28,7 +28,8 @@ _MASK_WORKSPACE = {"": {}, "blocks": {}, "elements": {**_LISTS, "mask_states": "
 _WORKSPACE = {
     False: {"state": "Accumulator*"},
     True: {"row_stats": "Accumulator*", "dq_sum": "Accumulator*", "dk_sum": "Accumulator*",
-           "dv_sum": "Accumulator*", "turns": "unsigned int*", "tickets": "unsigned int*"},
+           "dv_sum": "Accumulator*", "turns": "unsigned int*", "tickets": "unsigned int*",
+           "located": "void*"},
 }  # fmt: skip
 
 # Fields behind the pointers, as (names, NumPy type, C type). "Accumulator" as the NumPy type

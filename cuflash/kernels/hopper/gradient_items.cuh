@@ -1,97 +1,69 @@
 // What the blocks of a backward kernel work on: tiles of keys, each with the tiles of queries that
 // visit it. Reads the prelude: Params and the sizes of tiles.
 #pragma once
+#include "hopper/gradient_head.cuh"
 #include "hopper/items.cuh"
-#include "hopper/map_position.cuh"
+#include "ptx/tma.cuh"
 #include "seams/key_tiles.cuh"
+
+static_assert(sizeof(GradientHead) == tile_bytes::located, "the plan's workspace holds heads");
 
 // A tile of keys of one head. Where heads share keys and a block has them all (GROUP of them), their
 // items come one after the other: the first opens the tile, the last closes it.
-struct KeyItem {
+struct alignas(16) KeyItem {
+    GradientHead located;
+    QueryTiles<BLOCK_Q> queries;
     int exists;  // 0 behind the last one
     int opens, closes;
+    int tile;  // the number by which row_at knows the tile of keys
     int key_tile;
-    Head head;
-    MapPosition q_position, k_position, v_position, dout_position;
-    Element *dk, *dv;  // the head's rows
-    QueryTiles<BLOCK_Q> queries;
 
-    // Works out the head `index` and its tile `tile`. The producer has few registers: so fields are
-    // worked out one after the other, each with divisions of its own, and stay in memory.
-    __device__ __forceinline__ void work_out(const Params& p, int index, int tile,
-                                             int number_in_group) {
-        const auto forget = [] { asm volatile("" : : : "memory"); };
-        const auto offset = [&](const long long* strides) {
-            forget();
-            return locate(p, head.index, strides);
-        };
-        exists = 1;
+    // The rest of what `located`, `tile` and the number in the group say.
+    __device__ __forceinline__ void work_out(const Params& p, int number_in_group) {
+        const Head& head = located.head;
         opens = number_in_group == 0, closes = number_in_group == GROUP - 1;
-        head.index = index, key_tile = tile;
-        head.q = p.q + offset(p.q_axis_stride);
-        head.k = p.k + offset(p.k_axis_stride);
-        head.v = p.v + offset(p.v_axis_stride);
-        dk = p.dk + offset(p.dk_axis_stride);
-        dv = p.dv + offset(p.dv_axis_stride);
-        head.query_length = valid_length(p.q_lengths, offset(p.q_lengths_stride), p.query_length);
-        head.key_length = valid_length(p.kv_lengths, offset(p.kv_lengths_stride), p.key_length);
-        head.shift = find_shift(p, head, offset(p.q_offset_stride));
-        head.batch = SCORE_IS_MODIFIED ? head.index / p.heads : 0;
-        head.head = SCORE_IS_MODIFIED ? head.index % p.heads : 0;
-        head.list = 0;
-        if (MASKED)
-            for (int axis = p.axes - 1, rest = index; axis >= 0; rest /= p.axis_size[axis--])
-                head.list += rest % p.axis_size[axis] * p.mask_axis_stride[axis];
-        find_position(p, q_position, p.q_axis_stride);
-        find_position(p, k_position, p.k_axis_stride);
-        find_position(p, v_position, p.v_axis_stride);
-        find_position(p, dout_position, p.dout_axis_stride);
-        forget();
-        key_tile = row_at(p, head, key_tile, key_tile);
+        key_tile = row_at(p, head, tile, tile);
         // Blocks that may add in any order begin at different tiles of dQ and seldom meet.
         const int rotation = ORDERED ? 0 : ROTATION * key_tile + head.index;
         queries = QueryTiles<BLOCK_Q>(p, head, key_tile, BLOCK_K, rotation);
     }
-    __device__ __forceinline__ void find_position(const Params& p, MapPosition& position,
-                                                  const long long* strides) {
-        u32 index = head.index;
-        position = {};
-#pragma unroll 1
-        for (int axis = p.axes - 1; axis >= 0; --axis) {
-            const u32 size = p.axis_size[axis];
-            if (axis < MAP_AXES && strides[axis] != 0) position.at[axis] = index % size;
-            index /= size;
-        }
-    }
 };
 
-// The planning thread works out the items of this block. Tiles are dealt out by tickets, in the order
-// in which they are to begin: first those with the lowest index, which a causal mask leaves the most
-// queries. `tickets` counts them. `wanted` tells that the copying thread has nothing left to copy: so
-// blocks take tickets nearly in the order in which they have done with a tile.
-__device__ __forceinline__ void plan_key_items(const Params& p, u32* tickets,
-                                               ItemSlots<KeyItem>& slots, Barrier& wanted) {
-    const int heads = p.head_count / GROUP, tiles = heads * p.key_tiles;
-    u32 count = 0;  // of items; the slot and its phase follow from it
-    const auto next = [&]() -> KeyItem& {
+// Takes the tickets of this block and works out its items. Tiles are dealt out in the order in which
+// they are to begin: first those with the lowest index, which a causal mask leaves the most queries.
+// A block takes a ticket when its last tile is nearly done, so that tickets go to blocks nearly in the
+// order in which these become free.
+struct KeyItemWriter {
+    ItemSlots<KeyItem>& slots;
+    Barrier& head_full;  // the head's facts have been copied
+    u32 count = 0;       // of items; the slot and its phase follow from it
+
+    __device__ __forceinline__ KeyItemWriter(ItemSlots<KeyItem>& slots, Barrier& head_full)
+        : slots(slots), head_full(head_full) {}
+    // The next item: the one that is to be copied.
+    __device__ __forceinline__ const KeyItem& next(const Params& p, u32* tickets) {
+        KeyItem& item = slots.items[count % 2];
+        const u32 number_in_group = count % GROUP;
         slots.empty[count % 2].wait(count / 2 % 2 ^ 1);
-        return slots.items[count % 2];
-    };
-    const auto hand_over = [&] {
+        int index;
+        if (number_in_group > 0) {  // of the same ticket as the item before
+            const KeyItem& before = slots.items[(count + 1) % 2];
+            item.exists = 1, item.tile = before.tile, index = before.located.head.index + 1;
+        } else {
+            const int tiles = p.head_count / GROUP * p.key_tiles;
+            const int ticket = PERSISTS || count == 0 ? int(atomicAdd(tickets, 1u)) : tiles;
+            const Work work(p, ticket, p.key_tiles, GROUP);
+            item.exists = ticket < tiles, item.tile = work.tile, index = work.head * GROUP;
+        }
+        if (item.exists) {
+            const GradientHead* const heads = reinterpret_cast<const GradientHead*>(p.located);
+            head_full.arrive_and_expect(sizeof(GradientHead));
+            load_bytes(&item.located, heads + index, sizeof(GradientHead), head_full);
+            head_full.wait(count % 2);
+            item.work_out(p, number_in_group);
+        }
         slots.full[count % 2].arrive();
         ++count;
-    };
-    for (;;) {
-        if (count > 0) wanted.wait((count / GROUP - 1) % 2);
-        const int ticket = PERSISTS || count == 0 ? int(atomicAdd(tickets, 1u)) : tiles;
-        if (ticket >= tiles) break;
-        const Work work(p, ticket, p.key_tiles, GROUP);
-#pragma unroll 1
-        for (int i = 0; i < GROUP; ++i) {
-            next().work_out(p, work.head * GROUP + i, work.tile, i);
-            hand_over();
-        }
+        return item;
     }
-    next().exists = 0;
-    hand_over();
-}
+};

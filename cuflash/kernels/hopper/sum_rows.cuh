@@ -1,9 +1,9 @@
 // Tiles of dK or dV, rows of floats, summed over heads. Reads the prelude.
 #pragma once
-#include "row_stats.cuh"
 #include "seams/hooks.cuh"
 #include "shared_rows.cuh"
 #include "tiles/copies.cuh"
+#include "tiles/warpgroup.cuh"
 
 // One tile of keys. A thread sums a chunk of a row at a time.
 template <int D, int WIDTH>

@@ -1,0 +1,33 @@
+// Where one head's operands and gradients lie, for Hopper's kernels of backward. backward_rows.cu
+// works it out for all heads: that takes divisions, and more registers than their producers have.
+// Reads the prelude.
+#pragma once
+#include "hopper/map_position.cuh"
+#include "seams/sequence.cuh"
+
+struct alignas(16) GradientHead {
+    Head head;
+    MapPosition q_position, k_position, v_position, dout_position;
+    Element *dk, *dv;  // the head's rows
+    u64 unused = 0;    // up to whole units of 16 bytes
+
+    __device__ __forceinline__ GradientHead(const Params& p, int index)
+        : head(locate_head(p, index)),
+          q_position(find_position(p, index, p.q_axis_stride)),
+          k_position(find_position(p, index, p.k_axis_stride)),
+          v_position(find_position(p, index, p.v_axis_stride)),
+          dout_position(find_position(p, index, p.dout_axis_stride)),
+          dk(p.dk + locate(p, index, p.dk_axis_stride)),
+          dv(p.dv + locate(p, index, p.dv_axis_stride)) {}
+
+    static __device__ __forceinline__ MapPosition find_position(const Params& p, int index,
+                                                                const long long* strides) {
+        MapPosition position = {};
+        for (int axis = p.axes - 1; axis >= 0; --axis) {
+            if (axis < MAP_AXES && strides[axis] != 0)
+                position.at[axis] = index % p.axis_size[axis];
+            index /= p.axis_size[axis];
+        }
+        return position;
+    }
+};
