@@ -22,9 +22,11 @@
 //
 // Where the result must be deterministic, blocks add to a part of dQ in the order of their keys.
 //
-// A product brings 0 * NaN into rows that do not see a NaN. So in the rare step in which Q, dO or K
-// may hold infinities or NaN, both consumers clear them when they have computed the scores, and what
-// keys see of infinite dO is added at the end (add_nonfinite_gradients).
+// A product brings 0 * NaN into rows that do not see a NaN. So tiles that may hold infinities or NaN
+// are cleared of them, which is rare: Q and dO when their scores are computed, before dK and dV, and K
+// before the first score. What keys see of infinite dO is added at the end (add_nonfinite_gradients).
+// Scores of a cleared key were -infinity (hide_keys), unless lse is not finite or scores are modified
+// (score_again).
 //
 // Floor of a step of 80 queries at D = 128: the tensor cores take 3200 clocks, the port of shared
 // memory 3650, exponentials 640. docs/hopper.md has what was measured.
@@ -32,37 +34,27 @@
 #include "hopper/gradient_rows.cuh"
 #include "tiles/units.cuh"
 
-// Sets infinities and NaN of a tile to zero. All threads of both consumers take part. It goes by words,
-// since registers are short.
-__device__ __forceinline__ void clear_tile(unsigned char* tile, int bytes) {
+// Sets infinities and NaN of a tile to zero, and calls `note` with the byte where there was one. All
+// threads of both consumers take part. It goes by words, since registers are short.
+template <typename Note>
+__device__ __forceinline__ void clear_tile(unsigned char* tile, int bytes, const Note& note) {
     constexpr u32 LOW = Exponent<Element>::MASK & 0xffff, HIGH = Exponent<Element>::MASK ^ LOW;
 #pragma unroll 1
     for (int at = (threadIdx.x - WARPGROUP) * 4; at < bytes; at += BOTH * 4) {
         u32& pair = *reinterpret_cast<u32*>(tile + at);
-        if ((pair & LOW) == LOW) pair &= 0xffff0000;
-        if ((pair & HIGH) == HIGH) pair &= 0xffff;
+        const u32 found = pair, cleared = ((found & LOW) == LOW ? 0 : found & 0xffff) |
+                                          ((found & HIGH) == HIGH ? 0 : found & 0xffff0000);
+        if (found == cleared) continue;
+        pair = cleared;
+        note(at);
     }
 }
 
-// Gives the tile of keys back what clear_tile() has taken from it.
-__device__ __forceinline__ void restore_keys(unsigned char* tile, const Params& p,
-                                             const KeyItem& item) {
-    const int k_begin = item.key_tile * BLOCK_K;
-#pragma unroll 1
-    for (int i = threadIdx.x - WARPGROUP; i < min(BLOCK_K, p.key_length - k_begin) * HEAD_DIM;
-         i += CONSUMERS * WARPGROUP) {
-        const int row = i / HEAD_DIM, column = i % HEAD_DIM;
-        const Element x = item.located.head.k[(k_begin + row) * p.k_row_stride + column];
-        if (!is_finite(widen(x)))
-            *reinterpret_cast<Element*>(tile + KeyRows::offset(row, column)) = x;
-    }
-}
-
-// A number in memory, read each time: no register holds it in between.
-template <typename T>
-__device__ __forceinline__ T anew(const T& x) {
-    return *const_cast<const volatile T*>(&x);
-}
+template <int VALUE>
+struct Constant {
+    static constexpr int value = VALUE;
+    __device__ constexpr operator int() const { return VALUE; }
+};
 
 // What a consumer does.
 __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int consumer) {
@@ -70,20 +62,21 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
     const bool speaks = threadIdx.x % 32 == 0;  // for its warp
     const bool second = consumer == 1;
     const Scores tile(threadIdx.x % WARPGROUP);
-    const u64 K = KeyRows::descriptor(shared_address(smem.K)) + consumer * KeyRows::rows(SLAB / 16);
+    const u64 K =
+        KeyRows::descriptor(SHARED_BASE + shared_at::K) + consumer * KeyRows::rows(SLAB / 16);
     const u64 V =
-        ValueRows::descriptor(shared_address(smem.V)) + consumer * ValueRows::rows(SLAB / 16);
-    const u64 Q = QueryRows::descriptor(shared_address(smem.Q));
-    const u64 dO = GradientRows::descriptor(shared_address(smem.dO));
+        ValueRows::descriptor(SHARED_BASE + shared_at::V) + consumer * ValueRows::rows(SLAB / 16);
+    const u64 Q = QueryRows::descriptor(SHARED_BASE + shared_at::Q);
+    const u64 dO = GradientRows::descriptor(SHARED_BASE + shared_at::dO);
     // Of this consumer's part of dQ^T: its columns of K, and its queries of dS.
     constexpr bool SPLITS_QUERIES = DQ_QUERIES < BLOCK_Q;
-    const u64 K_columns = KeyRows::descriptor(shared_address(smem.K)) +
+    const u64 K_columns = KeyRows::descriptor(SHARED_BASE + shared_at::K) +
                           (SPLITS_QUERIES ? 0 : KeyRows::columns(consumer * SLAB / 16));
-    const u64 dS = ScoreRows::descriptor(shared_address(smem.dS)) +
+    const u64 dS = ScoreRows::descriptor(SHARED_BASE + shared_at::dS) +
                    (SPLITS_QUERIES ? ScoreRows::rows(consumer * DQ_QUERIES / 16) : 0);
     // Where a lane stores a row of 8 keys of dS: those of its warp.
     const u32 dS_row =
-        shared_address(smem.dS) + ScoreRows::offset(tile.lane / 16 * 8 + tile.lane % 8,
+        SHARED_BASE + shared_at::dS + ScoreRows::offset(tile.lane / 16 * 8 + tile.lane % 8,
                                                     consumer * SLAB + 16 * tile.warp +
                                                         tile.lane / 8 % 2 * 8);
 
@@ -112,22 +105,99 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
         publish_to_async_units();
         pass(SUMS_STAGED + consumer, STAGING_THREADS);
     };
-    const auto await_check = [&] {
-        barriers.K_checked.wait(items / GROUP % 2);
-    };
-    // Whether the keys at hand, or they or the queries of a step, may hold infinities or NaN. Asked again
-    // and again: registers are short.
-    const auto has_nonfinite_keys = [&] { return anew(smem.nonfinite_keys) != 0; };
-    const auto is_nonfinite = [&](int slot) {
-        return anew(smem.row_stats[slot][NONFINITE]) != 0 || has_nonfinite_keys();
-    };
-    int& found_nonfinite = smem.found_nonfinite[CONSUMERS * tile.warp + consumer];
-    // Changes tiles that both consumers have read.
+    bool found_nonfinite = false;  // whether a step of this tile of keys had such
+    // Changes tiles while nobody reads them.
     const auto change_tiles = [&](const auto& change) {
-        meet(TILES_READ, BOTH);
+        meet(TILES_CHANGE, BOTH);
         change();
         publish_to_async_units();
-        meet(TILES_READ, BOTH);
+        meet(TILES_CHANGE, BOTH);
+    };
+    const auto clear_keys = [&] {
+        if (threadIdx.x < WARPGROUP + BLOCK_K / 32) smem.cleared_keys[threadIdx.x - WARPGROUP] = 0;
+        meet(TILES_CHANGE, BOTH);
+        clear_tile(smem.K, KeyRows::BYTES, [&](int at) {
+            const int row = at % KeyRows::PANEL_BYTES / KeyRows::ROW_BYTES;
+            atomicOr(&smem.cleared_keys[row / 32], 1u << row % 32);
+        });
+    };
+    const auto clear_queries = [&](int slot) {
+        found_nonfinite = true;
+        change_tiles([&] {
+            clear_tile(smem.Q[slot], QueryRows::BYTES, [](int) {});
+            clear_tile(smem.dO[slot], GradientRows::BYTES, [](int) {});
+        });
+    };
+
+    // One step of an item, the `i`-th, whose tiles have been copied to `slot`.
+    const auto take_step = [&](const KeyItem& item, int i, auto slot) {
+        barriers.Q_full[slot].wait(phases.parity(slot));
+        const StepFacts& facts = smem.facts[slot];
+        const GradientStep now{p, tile, item.located.head, facts.visit.tile * BLOCK_Q,
+                               item.key_tile * BLOCK_K + consumer * SLAB};
+        const u32 row_stats =
+            SHARED_BASE + shared_at::row_stats + slot * (ROW_STATS * sizeof(float));
+        const GradientStep::Stats log2_sums(tile, row_stats);
+        const GradientStep::Stats deltas(tile, row_stats + BLOCK_Q * sizeof(float));
+        open_products();
+        multiply_shared<KeyRows, QueryRows>(S, K, Q + slot * (QueryRows::BYTES >> 4));
+        commit_products();
+        if (!SCORE_IS_MODIFIED) score_gradients(slot);
+        wait_products<SCORE_IS_MODIFIED ? 0 : 1>(S);
+        if (SCORE_IS_MODIFIED && smem.nonfinite_keys) now.score_again(S);
+        now.to_probabilities(S, slope, log2_sums);
+        if (!SCORE_IS_MODIFIED && smem.nonfinite_keys)
+            now.hide_keys(S, smem.cleared_keys, consumer * SLAB);
+        if (facts.is_cut) now.hide(S, TileBits(p, facts.visit, consumer * SLAB));
+        if (SCORE_IS_MODIFIED) {  // the slope leaves no registers for dP
+            now.pack_kept(P_pairs, S);
+            if (!STORES_DSCORE) now.apply_slope(S, slope);
+            score_gradients(slot);
+        }
+        wait_products<0>(dP);
+        now.to_score_gradients(dP, S, deltas);
+        if (!SCORE_IS_MODIFIED) now.pack_kept(P_pairs, S);
+        if (STORES_DSCORE) {
+            now.tell(dP, S);
+            if (SCORE_IS_MODIFIED) now.apply_slope(dP, slope);
+        }
+        tile.pack_probabilities(dS_pairs, dP);
+        if (smem.row_stats[slot][NONFINITE] != 0 || smem.nonfinite_keys) {
+            now.hide_weightless(P_pairs, log2_sums);
+            now.hide_gradients(dS_pairs, P_pairs);
+            clear_queries(slot);
+        }
+
+        if (second) meet(FIRST_SCORED + slot, BOTH);
+#pragma unroll
+        for (int j = 0; j < BLOCK_Q / 16; ++j)
+            store_matrices_transposed(
+                dS_pairs[j], dS_row + slot * ScoreRows::BYTES + j * 16 * ScoreRows::ROW_BYTES);
+        open_products();
+        multiply_registers<GradientRows>(dV, P_pairs, dO + slot * (GradientRows::BYTES >> 4));
+        commit_products();
+        publish_to_async_units();
+        if (second) {
+            meet(SECOND_STORED, WARPGROUP);
+        } else {
+            pass(FIRST_SCORED + slot, BOTH);
+            if (i > 0) meet(SECOND_SCORED + (slot ^ 1), BOTH);
+        }
+        multiply_dQ(second ? slot : slot ^ 1);  // of no use in the first consumer's first step
+        wait_products<1>(dV);
+        if (speaks) barriers.dO_empty[slot].arrive();
+        open_products();
+        multiply_registers<QueryRows>(dK, dS_pairs, Q + slot * (QueryRows::BYTES >> 4));
+        commit_products();
+        wait_products<1>(dQ);
+        if (second) pass(SECOND_SCORED + slot, BOTH);
+        if (second || i > 0)
+            stage_dQ();
+        else
+            meet(FIRST_READ, WARPGROUP);
+        wait_products<0>(dK);
+        if (speaks) barriers.Q_empty[slot].arrive();
+        phases.advance(slot);
     };
 
     for (;; ++items) {
@@ -135,89 +205,16 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
         smem.items.full[items % 2].wait(items / 2 % 2);
         if (!item.exists) break;
         const int count = item.queries.count;
-        const auto k_begin = [&] { return anew(item.key_tile) * BLOCK_K + consumer * SLAB; };
         if (item.opens) {
             clear_rows(dK), clear_rows(dV);
-            if (speaks) found_nonfinite = 0;
-            barriers.K_full.wait(items / GROUP % 2);
-            if (count == 0) await_check();
+            found_nonfinite = false;
+            barriers.K_checked.wait(items / GROUP % 2);
+            if (smem.nonfinite_keys) change_tiles(clear_keys);
         }
-
 #pragma unroll 1
-        for (int i = 0; i < count; ++i) {
-            const int slot = i % STAGES;
-            const u32 row_stats = shared_address(smem.row_stats[slot]);
-            barriers.Q_full[slot].wait(phases.parity(slot));
-            const StepFacts& facts = smem.facts[slot];
-            const GradientStep now{p, tile, item.located.head, facts.visit.tile * BLOCK_Q, k_begin()};
-            const GradientStep::Stats log2_sums(tile, row_stats);
-            const GradientStep::Stats deltas(tile, row_stats + BLOCK_Q * sizeof(float));
-            open_products();
-            multiply_shared<KeyRows, QueryRows>(S, K, Q + slot * (QueryRows::BYTES >> 4));
-            commit_products();
-            if (!SCORE_IS_MODIFIED) score_gradients(slot);
-            wait_products<SCORE_IS_MODIFIED ? 0 : 1>(S);
-            now.to_probabilities(S, slope, log2_sums);
-            if (item.opens && i == 0) await_check();
-            if (facts.is_cut || is_nonfinite(slot)) {
-                now.hide(S, TileBits(p, facts.visit, consumer * SLAB));
-                if (is_nonfinite(slot)) now.hide_weightless(S, log2_sums);
-            }
-            if (SCORE_IS_MODIFIED) {  // the slope leaves no registers for dP
-                now.pack_kept(P_pairs, S);
-                if (!STORES_DSCORE) now.apply_slope(S, slope);
-                score_gradients(slot);
-            }
-            wait_products<0>(dP);
-            now.to_score_gradients(dP, S, deltas);
-            if (is_nonfinite(slot)) now.hide_gradients(dP, S);
-            if (!SCORE_IS_MODIFIED) now.pack_kept(P_pairs, S);
-            if (is_nonfinite(slot)) {
-                if (speaks) found_nonfinite = 1;
-                change_tiles([&] {
-                    clear_tile(smem.Q[slot], QueryRows::BYTES);
-                    clear_tile(smem.dO[slot], GradientRows::BYTES);
-                    if (has_nonfinite_keys()) clear_tile(smem.K, KeyRows::BYTES);
-                });
-            }
-            if (STORES_DSCORE) {
-                now.tell(dP);
-                if (SCORE_IS_MODIFIED) now.apply_slope(dP, slope);
-            }
-            tile.pack_probabilities(dS_pairs, dP);
-
-            if (second) meet(FIRST_SCORED + slot, BOTH);
-#pragma unroll
-            for (int j = 0; j < BLOCK_Q / 16; ++j)
-                store_matrices_transposed(
-                    dS_pairs[j], dS_row + slot * ScoreRows::BYTES + j * 16 * ScoreRows::ROW_BYTES);
-            open_products();
-            multiply_registers<GradientRows>(dV, P_pairs, dO + slot * (GradientRows::BYTES >> 4));
-            commit_products();
-            publish_to_async_units();
-            if (second) {
-                meet(SECOND_STORED, WARPGROUP);
-            } else {
-                pass(FIRST_SCORED + slot, BOTH);
-                if (i > 0) meet(SECOND_SCORED + (slot ^ 1), BOTH);
-            }
-            multiply_dQ(second ? slot : slot ^ 1);  // of no use in the first consumer's first step
-            wait_products<1>(dV);
-            if (speaks) barriers.dO_empty[slot].arrive();
-            open_products();
-            multiply_registers<QueryRows>(dK, dS_pairs, Q + slot * (QueryRows::BYTES >> 4));
-            commit_products();
-            wait_products<1>(dQ);
-            if (second) pass(SECOND_SCORED + slot, BOTH);
-            if (second || i > 0)
-                stage_dQ();
-            else
-                meet(FIRST_READ, WARPGROUP);
-            wait_products<0>(dK);
-            if (speaks) barriers.Q_empty[slot].arrive();
-            phases.advance(slot);
-            if (has_nonfinite_keys() && i + 1 < count)
-                change_tiles([&] { restore_keys(smem.K, p, item); });
+        for (int i = 0; i < count; i += STAGES) {  // by twos: addresses are constants then
+            take_step(item, i, Constant<0>());
+            if (i + 1 < count) take_step(item, i + 1, Constant<1>());
         }
         if (!second && count > 0) {
             meet(SECOND_SCORED + (count - 1) % 2, BOTH);
@@ -228,13 +225,10 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
         if (item.closes) {
             __syncwarp();  // all lanes have done with the keys
             if (speaks) barriers.K_empty.arrive();
-            store_key_gradients(dK, dV, p, item, k_begin());
+            store_key_gradients(dK, dV, p, item, item.key_tile * BLOCK_K + consumer * SLAB);
             __syncwarp();  // all rows of the warp are written
-            if (anew(found_nonfinite)) {
+            if (found_nonfinite)
                 add_nonfinite_gradients(p, item, consumer * SLAB + 16 * tile.warp);
-            }
-        } else if (has_nonfinite_keys() && count > 0) {
-            change_tiles([&] { restore_keys(smem.K, p, item); });
         }
         __syncwarp();  // all lanes have read the item
         if (speaks) smem.items.empty[items % 2].arrive();

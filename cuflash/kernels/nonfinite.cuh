@@ -80,16 +80,22 @@ __device__ __forceinline__ void restore_nonfinite(S* tile, const T* rows, i64 ro
 }
 
 // ---------------------------------------------------------------- to add
-// The score of one query and one key, of which a product has been part of a tile.
-__device__ __forceinline__ Accumulator score_alone(const Params& p, const Head& head, int q,
-                                                   int k) {
+// The product of one query and one key, of which a product of tiles was part of.
+__device__ __forceinline__ Accumulator raw_score(const Params& p, const Head& head, int q, int k) {
     const Element* const Q = head.q + q * p.q_row_stride;
     const Element* const K = head.k + k * p.k_row_stride;
     Accumulator score = Accumulator(0);
 #pragma unroll 1
     for (int d = 0; d < HEAD_DIM; ++d)
         score = multiply_add(Accumulator(widen(Q[d])), Accumulator(widen(K[d])), score);
-    if constexpr (SCORE_IS_MODIFIED) score = modify(score * p.scale, head, q, k, p);
+    return score;
+}
+
+// Its score.
+__device__ __forceinline__ Accumulator score_alone(const Params& p, const Head& head, int q,
+                                                   int k) {
+    const Accumulator score = raw_score(p, head, q, k);
+    if constexpr (SCORE_IS_MODIFIED) return modify(score * p.scale, head, q, k, p);
     return score;
 }
 

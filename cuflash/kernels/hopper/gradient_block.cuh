@@ -28,7 +28,7 @@ enum {
     SUMS_STAGED = 6,    // this consumer's part of dQ is staged: 2
     STAGING_FREE = 8,   // and has been added: 2
     TURN_CAME = 10,     // it is this part's turn to be added: 2
-    TILES_READ = 12,    // both consumers have read the tiles that are to change
+    TILES_CHANGE = 12,  // both consumers are about to change tiles, or have done so
     FIRST_READ = 13,    // all warps of the first consumer have read what its first dQ makes no use of
 };
 constexpr int BOTH = CONSUMERS * WARPGROUP;
@@ -74,8 +74,8 @@ struct SharedMemory {
     alignas(16) float row_stats[STAGES][ROW_STATS];
     Barriers barriers;
     StepFacts facts[STAGES];
-    int nonfinite_keys;  // whether the tile's keys or values hold infinities or NaN
-    int found_nonfinite[WARPS];  // whether a consumer's warp has met a step with such
+    int nonfinite_keys;  // whether the tile's keys or values held infinities or NaN
+    u32 cleared_keys[BLOCK_K / 32];  // which of its keys did: a bit for each
     alignas(16) ItemSlots<KeyItem> items;
 };
 static_assert(sizeof(SharedMemory::K) == shared_at::V &&

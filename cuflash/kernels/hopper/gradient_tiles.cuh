@@ -2,6 +2,7 @@
 // tile of scores. It stands on its side: rows are keys, columns queries. Reads the prelude.
 #pragma once
 #include "dual_number.cuh"
+#include "nonfinite.cuh"
 #include "row_stats.cuh"
 #include "seams/hooks.cuh"
 #include "seams/key_tiles.cuh"
@@ -75,17 +76,30 @@ struct GradientStep {
         }
         bits.hide(P, Accumulator(-0.0), tile, 0);
     }
-    // The same for queries without weight.
-    __device__ __forceinline__ void hide_weightless(Accumulator (&P)[ROWS][Scores::COLUMNS],
-                                                    const Stats& log2_sums) const {
+    // Sets the weights of keys to 0 that held infinities or NaN and were cleared of them, a bit for each
+    // row of the tile. Their scores were -infinity; or else the query's lse is not finite, and P is NaN.
+    __device__ __forceinline__ void hide_keys(Accumulator (&P)[ROWS][Scores::COLUMNS],
+                                              const u32* rows, int first_row) const {
 #pragma unroll
-        for (int m = 0; m < PAIRS; ++m) {
-            const Pair log2_sum = log2_sums[m];
+        for (int i = 0; i < ROWS; ++i) {
+            const int row = first_row + tile.row(i);
+            if (!(rows[row / 32] >> row % 32 & 1)) continue;
 #pragma unroll
-            for (int e = 0; e < 2 * ROWS; ++e)
-                if (log2_sum.at[e % 2] == infinity<Accumulator>())
-                    P[e / 2][2 * m + e % 2] = Accumulator(-0.0);
+            for (int j = 0; j < Scores::COLUMNS; ++j)
+                if (P[i][j] == P[i][j]) P[i][j] = Accumulator(0);
         }
+    }
+
+    // The scores again, from global memory: with the infinities and NaN that the products do not see.
+    __device__ __forceinline__ void score_again(Accumulator (&S)[ROWS][Scores::COLUMNS]) const {
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+            for (int j = 0; j < Scores::COLUMNS; ++j) {
+                const int q = q_begin + tile.column(j), k = k_begin + tile.row(i);
+                if (q < head.query_length && k < head.key_length)
+                    S[i][j] = raw_score(p, head, q, k);
+            }
     }
 
     // Multiplies P^T or dS^T by the slope.
@@ -135,26 +149,42 @@ struct GradientStep {
         }
     }
 
-    // Where P is hidden dS is 0, whatever dP and delta hold.
-    __device__ __forceinline__ void hide_gradients(
-        Accumulator (&dS)[ROWS][Scores::COLUMNS],
-        const Accumulator (&P)[ROWS][Scores::COLUMNS]) const {
+    // Hides queries without weight. Of packed numbers.
+    static __device__ __forceinline__ void hide_weightless(Packed& P, const Stats& log2_sums) {
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i)
+        for (int m = 0; m < PAIRS; ++m) {
+            const Pair log2_sum = log2_sums[m];
 #pragma unroll
-            for (int j = 0; j < Scores::COLUMNS; ++j)
-                if (is_negative_zero(P[i][j])) dS[i][j] = Accumulator(0);
+            for (int i = 0; i < ROWS; ++i) {
+                u32& pair = P[m / 2][m % 2 * 2 + i];
+                if (log2_sum.at[0] == infinity<Accumulator>()) pair = pair & 0xffff0000 | 0x8000;
+                if (log2_sum.at[1] == infinity<Accumulator>()) pair = pair & 0xffff | 0x80000000;
+            }
+        }
+    }
+
+    // Where P is hidden dS is 0, whatever dP and delta are. Of packed numbers.
+    static __device__ __forceinline__ void hide_gradients(Packed& dS, const Packed& P) {
+#pragma unroll
+        for (int i = 0; i < BLOCK_Q / 16; ++i)
+#pragma unroll
+            for (int r = 0; r < 4; ++r) {
+                if ((P[i][r] & 0xffff) == 0x8000) dS[i][r] &= 0xffff0000;
+                if (P[i][r] >> 16 == 0x8000) dS[i][r] &= 0xffff;
+            }
     }
 
     // Tells of dS^T, by the modified score.
-    __device__ __forceinline__ void tell(const Accumulator (&dS)[ROWS][Scores::COLUMNS]) const {
+    __device__ __forceinline__ void tell(const Accumulator (&dS)[ROWS][Scores::COLUMNS],
+                                         const Accumulator (&P)[ROWS][Scores::COLUMNS]) const {
 #pragma unroll
         for (int i = 0; i < ROWS; ++i)
 #pragma unroll
             for (int j = 0; j < Scores::COLUMNS; ++j) {
                 const int q = q_begin + tile.column(j), k = k_begin + tile.row(i);
                 if (q < head.query_length && k < head.key_length)
-                    store_dscore(p, head, q, k, dS[i][j]);
+                    store_dscore(p, head, q, k,
+                                 is_negative_zero(P[i][j]) ? Accumulator(0) : dS[i][j]);
             }
     }
 };
