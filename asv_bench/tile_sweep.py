@@ -413,7 +413,7 @@ class Shape:
         if backend and torch is not None:
             if self.case.backward:
                 operands = self.q, self.k, self.v, self.dout
-                call, _ = bench.torch_gradients(*operands, self.causal, backend)
+                call = bench.torch_gradients(*operands, self.causal, backend)
             else:
                 kernel = torch.nn.functional.scaled_dot_product_attention
                 tensors = self.q.torch, self.k.torch, self.v.torch

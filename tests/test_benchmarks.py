@@ -3,6 +3,7 @@
 `asv_bench/benchmarks` is imported under its own name, as asv does.
 """
 
+import contextlib
 import importlib
 import json
 import math
@@ -166,6 +167,58 @@ def test_flash_attention_takes_part_where_it_is_installed(suite, monkeypatch, na
     assert (out == 2).all()
 
 
+def test_gradients_of_a_peer_run_its_forward_pass_once(suite, monkeypatch):
+    gpu, seen = suite("gpu"), []
+
+    class Tensor(np.ndarray):
+        def detach(self):
+            return self
+
+        requires_grad_ = detach
+
+    def grad(out, inputs, dout, retain_graph):
+        seen.append("backward")
+        return tuple(out * x * dout for x in inputs)
+
+    def forward(q, k, v):
+        seen.append("forward")
+        return q + k + v
+
+    torch = types.SimpleNamespace(
+        enable_grad=contextlib.nullcontext, autograd=types.SimpleNamespace(grad=grad),
+        use_deterministic_algorithms=seen.append,
+    )  # fmt: skip
+    for name in ("find_torch", "need_torch"):
+        monkeypatch.setattr(gpu, name, lambda: torch)
+    operands = [types.SimpleNamespace(torch=np.full(1, i).view(Tensor)) for i in range(1, 5)]
+    in_order = gpu._in_order, [True, "backward", False]
+    for around, words in ((contextlib.nullcontext, ["backward"]), in_order):
+        call = gpu.gradients(forward, *operands, around)
+        assert seen == []
+        assert [int(x[0]) for x in call()] == [24, 48, 72]
+        call()
+        assert seen == ["forward", *words, *words]
+        seen.clear()
+
+
+def test_gradients_of_grouped_heads_wider_values_and_softcap(suite, monkeypatch):
+    gpu = suite("gpu")
+    monkeypatch.setattr(gpu, "need_gpu", lambda: np)
+    options = {"key_heads": 2, "value_width": 24, "softcap": 30.0}
+    problem = gpu.Backward((1, 4, 8, 16), "fp32", True, "bnhd", **options)
+    assert problem.label == "backward fp32 (1,4/2,8,16/24) causal softcap 30"
+    assert problem.flops == 2 * (3 * 16 + 2 * 24) * 4 * 36
+    assert problem.chosen(deterministic=False) == "fa2 numpy"
+    assert [x.cupy.shape for x in problem.results] == [(1, 4, 8, 16), (1, 2, 8, 16), (1, 2, 8, 24)]
+    found = tuple(x.copy() for x in problem.ours(None)())
+    assert problem.error(problem.served("fa1")(), found) < 1e-6
+    with pytest.raises(NotImplementedError, match="no kernel serves"):
+        problem.served("fa3")
+    plain = gpu.Backward((1, 2, 8, 16), "fp32")
+    assert plain.label == "backward fp32 (1,2,8,16)"
+    assert plain.flops == 10 * 16 * 2 * 64
+
+
 def test_what_flash_attention_itself_lacks_is_named(suite, monkeypatch, tmp_path):
     (tmp_path / "fa3_fwd_interface.py").write_text("import fa3_fwd._C")
     monkeypatch.syspath_prepend(tmp_path)
@@ -185,42 +238,65 @@ def peers(suite):
 class FakeProblem:
     """Stands for operands on a GPU: what is called, by name."""
 
-    def __init__(self, shape, dtype, causal=False, layout="bhnd"):
-        self.shape, self.label = shape, f"{dtype} ({','.join(map(str, shape))})"
+    others, results, dtype, tolerance, flops, widths = (), (), "bf16", 0.1, 1e9, (64, 64)
 
-    def chosen(self):
-        return "fa2 mma"
+    def __init__(self, shape, dtype, causal=False, layout="bhnd", **options):
+        self.shape, self.dtype, self.options = shape, dtype, options
+        words = [f"{dtype} ({','.join(map(str, shape))})", *("causal" for _ in range(causal))]
+        self.label = " ".join([*words, *options])
 
-    def name(self, *kind):
-        return " ".join(kind)
+    def chosen(self, deterministic=True):
+        return "fa3 wgmma" if deterministic else "fa2 mma"
+
+    def name(self, *kind, **options):
+        return " ".join(map(str, (*kind, *options.values())))
 
     ours = torch_fused = flash_attention = flex_attention = name
+    torch_gradients = flash_gradients = name
+
+    def error(self, theirs, mine):
+        return abs(theirs - mine)
 
 
-class FakeSession:
-    """Finds a ratio of 2 or, of FlashAttention-3, 8 or none."""
+@pytest.fixture
+def session(peers, monkeypatch):
+    """A session that finds a ratio of 2 or, of FlashAttention-3, 8 or none."""
 
-    def __init__(self, quick=False):
-        self.quick, self.rows = quick, []
+    class Fake(peers.Session):
+        def compare_pairs(self, group, problem, contenders, pairs):
+            found = []
+            for name, peer, target in pairs:
+                several = isinstance(peer, tuple)
+                for x in (name, *(peer if several else (peer,))):
+                    assert x in contenders
+                row = {"group": group, "problem": problem.label, "shape": problem.shape}
+                row.update(name=name, peer="the fastest" if several else peer)
+                row.update(target=target, mark="pass", note="")
+                if peer != "FA3" or problem.shape[3] != 256:
+                    row["ratio"] = 8.0 if peer == "FA3" else 2.0
+                found.append(row)
+            self.keep(found)
 
-    def compare_pairs(self, group, problem, contenders, pairs):
-        found = []
-        for name, peer, target in pairs:
-            row = {"group": group, "problem": problem.label, "name": name, "peer": peer}
-            row.update(target=target, mark="pass", shape=problem.shape, note="")
-            if peer != "FA3" or problem.shape[3] != 256:
-                row["ratio"] = 8.0 if peer == "FA3" else 2.0
-            assert contenders[name]
-            assert peer in contenders
-            found.append(row)
-        self.rows += found
-        return found
-
-
-def test_hopper_has_targets_and_a_mean_for_every_peer(peers, monkeypatch):
-    monkeypatch.setattr(peers, "Problem", FakeProblem)
+    for module in ("against_peers", "peer_gradients"):
+        for kind in ("Problem", "Backward"):
+            monkeypatch.setattr(sys.modules[module], kind, FakeProblem, raising=False)
     monkeypatch.setattr(peers.bench, "release", lambda: None)
-    session = FakeSession()
+    return lambda **asked: Fake(None, 1.0, **asked)
+
+
+def targets(session, mode):
+    """What rows of a mode are held to, by shape and peer; without those held to nothing."""
+    found = {}
+    for row in session.rows:
+        if "shape" in row and row["name"].endswith("any order") == (mode == "any order"):
+            peer = "any order" if row["peer"].endswith("any order") else row["peer"]
+            if row["target"]:
+                found.setdefault(row["shape"], {})[peer] = row["target"]
+    return found
+
+
+def test_hopper_has_targets_and_a_mean_for_every_peer(peers, session):
+    session = session()
     peers.hopper(session)
     by_peer = {}
     for row in session.rows:
@@ -231,9 +307,9 @@ def test_hopper_has_targets_and_a_mean_for_every_peer(peers, monkeypatch):
         **every, "cuDNN": 1.2, "torch FA2": 1.2, "FlexAttention": 0.95
     }  # fmt: skip
     assert by_peer.pop((65536, 64)) == {**every, "cuDNN": 1.1}
-    for (length, width), targets in by_peer.items():
+    for (length, width), found in by_peer.items():
         assert width in (64, 128, 256)
-        assert targets == (dict.fromkeys(every) if length == 1024 else every)
+        assert found == (dict.fromkeys(every) if length == 1024 else every)
     means = {row["peer"]: row for row in session.rows if row["problem"] == "geometric mean"}
     assert session.rows[-4:] == list(means.values())
     assert {peer: row["ratio"] for peer, row in means.items()} == pytest.approx(
@@ -244,14 +320,183 @@ def test_hopper_has_targets_and_a_mean_for_every_peer(peers, monkeypatch):
     }  # fmt: skip
 
 
+def test_gradients_on_the_grid_have_targets_and_means(peers, session):
+    session = session()
+    peers.backward(session)
+    any_order, in_order = targets(session, "any order"), targets(session, "deterministic")
+    assert len(any_order) == 6
+    assert len(in_order) == 9
+    for shape, found in in_order.items():
+        if shape[2] == 1024:
+            assert found == {"the fastest": 0.95}
+        else:
+            assert found == {"any order": 0.95}
+            assert any_order[shape] == {"the fastest": 0.95}
+    peers_of = {(row["name"], row["peer"]) for row in session.rows if "shape" in row}
+    rows = [("fa2 mma any order", x) for x in ("torch FA2", "cuDNN", "FA4", "the fastest")]
+    rows += [("fa3 wgmma", f"{x} deterministic") for x in ("torch FA2", "FA4")]
+    rows += [("fa3 wgmma", "the fastest"), ("fa3 wgmma", "fa2 mma any order")]
+    assert peers_of == set(rows)
+    means = [row for row in session.rows if row["problem"].startswith("geometric mean")]
+    held = {(x["problem"], x["name"], x["peer"]): x["target"] for x in means if x["target"]}
+    assert held == {
+        ("geometric mean", "any order", "the fastest"): 1.0,
+        ("geometric mean, D 256", "any order", "the fastest"): 1.2,
+    }
+    assert {row["note"] for row in means} == {"12 of 12", "4 of 4"}
+    assert all(row["ratio"] == pytest.approx(2) for row in means)
+
+
+def test_a_grid_measured_in_parts_has_the_same_means(peers, session):
+    whole, part = session(), session(widths=[64])
+    peers.backward(whole)
+    peers.backward(part)
+    assert {row["shape"][3] for row in part.rows if "shape" in row} == {64}
+    assert {row["note"] for row in part.rows if "shape" not in row} == {"4 of 12"}
+    assert not any(row["target"] for row in part.rows if "shape" not in row)
+    for asked in (
+        {"widths": [128]},
+        {"lengths": [4096]},
+        {"widths": [256], "lengths": [1024, 16384]},
+    ):
+        later = session(**asked)
+        later.rows = json.loads(json.dumps(part.rows))
+        peers.backward(later)
+        part = later
+    both = [sorted(map(peers.peer_rows.identity, x.rows), key=str) for x in (whole, part)]
+    assert both[0] == both[1]
+    means = [[r for r in x.rows if "shape" not in r] for x in (whole, part)]
+    assert sorted(means[0], key=str) == sorted(means[1], key=str)
+
+
+def test_gradients_beside_the_grid(peers, session):
+    session = session()
+    peers.backward_more(session)
+    any_order, in_order = targets(session, "any order"), targets(session, "deterministic")
+    assert any_order == {
+        (4, 32, 4096, 128): {"FA4": 1.0},
+        (4, 16, 4096, 96): {"the fastest": 1.0},
+        (4, 16, 4096, 192): {"the fastest": 1.0},
+        (4, 16, 4096, 32): {"torch efficient": 0.85},
+        (4, 16, 4096, 64): {"torch efficient": 0.85},
+        (4, 16, 4096, 128): {"torch efficient": 0.85, "fa2 mma any order, no softcap": 1 / 1.6},
+    }
+    assert in_order == {
+        (32, 12, 512, 64): {"the fastest": 0.95},
+        (1, 8, 512, 64): {"the fastest": 0.95},
+        (4, 48, 4096, 32): {"torch FA2": 1.3},
+        (4, 16, 4096, 32): {"any order": 0.75},
+        (4, 16, 4096, 64): {"any order": 0.75},
+        (4, 16, 4096, 128): {"any order": 0.75, "fa3 wgmma, no softcap": 1 / 1.6},
+    }
+    labels = {row["problem"] for row in session.rows}
+    assert {
+        "bf16 (4,32,4096,128) causal key_heads", "bf16 (4,16,4096,192) value_width",
+        "fp16 (4,48,4096,32) causal", "bf16 (4,16,4096,128) causal softcap",
+    } < labels  # fmt: skip
+
+
+def test_gradients_with_masks_are_held_to_their_share(peers, session, monkeypatch):
+    blocks, seen = sys.modules["peer_blocks"], []
+    session = session(widths=[64])
+    session.compare_pairs = lambda group, problem, contenders, pairs: seen.append(pairs)
+    mask = types.SimpleNamespace(density=0.25)
+    problem = FakeProblem((1, 32, 16384, 64), "bf16", mask=mask)
+    found = [(problem, density, None) for density in (0.25, 0.5)]
+    monkeypatch.setattr(blocks, "problems", lambda s, kind: found)
+    monkeypatch.setattr(FakeProblem, "operands", (), raising=False)
+    monkeypatch.setattr(peers.bench, "flex_gradients", lambda shown: "flex")
+    peers.backward_blocks(session)
+    share = pytest.approx(1 / (1.2 * 0.25 + 0.03))
+    assert seen[0] == [
+        ("fa3 wgmma", "fa3 wgmma, no mask", share), ("fa3 wgmma", "FlexAttention", 1.5),
+        ("fa2 mma any order", "fa2 mma any order, no mask", share),
+        ("fa2 mma any order", "FlexAttention", 1.5),
+    ]  # fmt: skip
+    assert {target for *_, target in seen[1]} == {None}
+
+
+@pytest.fixture
+def rows_of(peers, monkeypatch):
+    """Rows of pairs, where contenders give a result and take so many microseconds."""
+    device = types.SimpleNamespace(synchronize=lambda: None)
+    cuda = types.SimpleNamespace(Device=lambda: device)
+    monkeypatch.setattr(peers.bench, "need_gpu", lambda: types.SimpleNamespace(cuda=cuda))
+    monkeypatch.setattr(peers.bench, "all_values", lambda results: results[0])
+
+    def measure(pairs, **contenders):
+        def timer(calls, milliseconds):
+            return [[call()[1]] * 5 for call in calls]
+
+        def call(found):
+            if found is None:
+                raise ModuleNotFoundError("flash-attn-4 is not installed")
+            return found
+
+        calls = {name: lambda found=found: call(found) for name, found in contenders.items()}
+        session = peers.Session(types.SimpleNamespace(measure=timer), 1.0)
+        problem = FakeProblem((1, 2, 3, 4), "bf16")
+        return session.compare_pairs("backward", problem, calls, pairs)
+
+    return measure
+
+
+def test_the_fastest_of_several_peers_is_named_and_who_is_absent(rows_of):
+    pairs = [("mine", ("a", "b", "c"), 1.0), ("mine", "c", 1.0)]
+    fastest, absent = rows_of(pairs, mine=(0, 100), a=(0, 90), b=(0, 80), c=None)
+    assert (fastest["peer"], fastest["note"]) == ("the fastest", "b, without c")
+    assert (fastest["ratio"], fastest["mark"]) == (0.8, "SHORT")
+    assert absent["mark"] == "n/a"
+    assert "flash-attn-4 is not installed" in absent["reason"]
+    (none,) = rows_of([("mine", ("c",), 1.0)], mine=(0, 100), c=None)
+    assert (none["mark"], none["note"]) == ("n/a", "without c")
+
+
+def test_a_result_that_differs_is_no_ratio_and_a_failure_is_said(rows_of):
+    wrong, *_ = rows_of([("mine", ("a",), 1.0)], mine=(0, 100), a=(0.2, 200))
+    assert (wrong["mark"], wrong["reason"]) == ("WRONG", "they differ by 0.2")
+    (failed,) = rows_of([("mine", "a", 1.0)], mine=None, a=(0, 200))
+    assert failed["mark"] == "FAILED"
+
+
+def test_rows_of_the_same_figure_take_the_place_of_earlier_ones(peers):
+    session = peers.Session(None, 1.0)
+    session.add("memory", "x", "fa2", 3, 2, "bytes")
+    session.add("memory", "x", "fa3", 1, 2, "bytes")
+    session.add("memory", "x", "fa2", 2, 2, "bytes")
+    assert [(row["name"], row["value"], row["mark"]) for row in session.rows] == [
+        ("fa3", 1, "pass"), ("fa2", 2, "pass")
+    ]  # fmt: skip
+
+
 def test_a_mean_of_nothing_is_no_figure(peers):
     rows = [
         {"group": "hopper", "name": "fa3 wgmma", "peer": "FA4", "mark": "n/a", "reason": "absent"},
         {"group": "hopper", "name": "fa3 wgmma", "peer": "FA4", "mark": "WRONG", "ratio": 3.0},
     ]
-    (mean,) = peers.mean_rows(rows)
-    assert (mean["mark"], mean["note"]) == ("n/a", "0 of 2")
+    (mean,) = peers.mean_rows(rows, "fa3 wgmma", 2, targets={"FA4": 1.0})
+    assert (mean["mark"], mean["note"], mean["target"]) == ("n/a", "0 of 2", None)
     assert "ratio" not in mean
+
+
+@pytest.mark.parametrize(("target", "mark"), [(2.8, "pass"), (2.9, "SHORT"), (None, "info")])
+def test_a_mean_is_geometric_and_has_a_target(peers, target, mark):
+    rows = [{"group": "g", "peer": "FA4", "mark": "pass", "ratio": ratio} for ratio in (2.0, 4.0)]
+    (mean,) = peers.mean_rows(rows, "any order", 2, targets={"FA4": target})
+    assert mean["ratio"] == pytest.approx(8**0.5)
+    assert (mean["name"], mean["mark"], mean["target"]) == ("any order", mark, target)
+    rows[0]["absent"] = ["cuDNN"]
+    (lacking,) = peers.mean_rows(rows, "any order", 2)
+    assert lacking["note"] == "2 of 2, 1 without a peer"
+    del rows[0]["absent"]
+    (part,) = peers.mean_rows(rows, "any order", 3, targets={"FA4": target})
+    assert (part["mark"], part["note"], part["target"]) == ("info", "2 of 3", None)
+
+
+def test_to_append_needs_a_file(peers, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        peers.main(["small", "--append"])
+    assert "--append: to which file?" in capsys.readouterr().err
 
 
 ROWS = [
@@ -270,18 +515,24 @@ ROWS = [
     {"group": "blocks", "problem": "bf16 (1,32,16384,64) density 0.050", "name": "fa3 wgmma",
      "us": 440.0, "tflops": 250.0, "peer": "FlexAttention", "ratio": 0.77, "mark": "SHORT",
      "target": 1.1, "note": ""},
+    {"group": "backward", "problem": "backward bf16 (4,8,4096,64)", "name": "fa2 mma", "us": 9.0,
+     "tflops": 250.0, "peer": "FA4", "ratio": 0.5, "mark": "SHORT", "target": 0.95, "note": ""},
+    {"group": "backward", "problem": "backward bf16 (4,8,4096,64)", "name": "fa2 mma", "us": 9.0,
+     "tflops": 250.0, "peer": "the fastest", "ratio": 0.5, "mark": "SHORT", "target": 0.95,
+     "note": "FA4", "absent": []},
     {"group": "hopper", "problem": "geometric mean", "name": "fa3 wgmma", "peer": "cuDNN",
      "ratio": 1.114, "mark": "info", "target": None, "note": "1 of 1"},
 ]  # fmt: skip
 
 
 def test_the_table_of_the_readme(peers):
-    assert peers.markdown(ROWS).splitlines() == [
+    assert peers.peer_rows.markdown(ROWS).splitlines() == [
         "| problem (B, H, N, D) | cuflash | peer | ratio |",
         "|---|---|---|---|",
         "| bf16 (1, 8, 512, 64) causal | fa2 mma, 14.6 us | torch FlashAttention-2 | 1.06 |",
         "| bf16 (4, 8, 4096, 64) | fa3 wgmma, 506 TFLOP/s | cuDNN; FlashAttention-3 | 1.11; 1.00 |",
         "| bf16 (1, 32, 16384, 64), visible 0.050 | fa3 wgmma, 0.44 ms | FlexAttention | 0.77 |",
+        "| backward bf16 (4, 8, 4096, 64) | fa2 mma, 250 TFLOP/s | FlashAttention-4 | 0.50 |",
         "| geometric mean | fa3 wgmma | cuDNN | 1.11 |",
     ]
 

@@ -1,5 +1,7 @@
 """Times and memory: turns, how many calls, data, and the unfused expression."""
 
+import types
+
 import numpy as np
 import pytest
 
@@ -15,6 +17,41 @@ def test_contenders_take_turns():
     assert "".join(order) == "ababab"
     assert [len(column) for column in columns] == [3, 3]
     assert all(0 <= time < 1e5 for column in columns for time in column)
+
+
+@pytest.mark.parametrize("host", [1, 30])
+def test_the_gpu_never_waits_for_the_host(host):
+    """A GPU where a flush takes 10 and a call nothing, and a host that takes `host` for a call."""
+    clock, end, flushes = 0, 0, 0
+
+    class Event:
+        def record(self):
+            nonlocal end
+            self.time = end = max(end, clock)
+
+        @property
+        def done(self):
+            return self.time <= clock
+
+    class Buffer:
+        def memset_async(self, value, size):
+            nonlocal end, flushes
+            end, flushes = max(end, clock) + 10, flushes + 1
+
+    def call():
+        nonlocal clock
+        clock += host
+
+    cuda = types.SimpleNamespace(
+        Event=Event, Device=lambda: types.SimpleNamespace(synchronize=lambda: None),
+        get_elapsed_time=lambda start, stop: (stop.time - start.time) / 1e3,
+    )  # fmt: skip
+    buffer = types.SimpleNamespace(data=Buffer())
+    cupy = types.SimpleNamespace(cuda=cuda, empty=lambda *_: buffer, uint8=None)
+    columns = meters.GpuMeter(cupy).rounds([call, call], 50)
+    assert columns == [[0.0] * 50] * 2
+    more = flushes - meters.LEAD - 100
+    assert more == 0 if host < 10 else more > 100
 
 
 @pytest.mark.parametrize(("milliseconds", "most", "count"), [(0.01, 200, 5), (1000, 7, 7)])

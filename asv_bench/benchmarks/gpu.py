@@ -29,7 +29,7 @@ import cuflash
 # What results of two kernels may differ by, as `difference` and `relative_difference` say.
 TOLERANCE = {"bf16": 2e-2, "fp16": 5e-3, "fp32": 1e-3}
 GRADIENT_TOLERANCE = {"bf16": 5e-2, "fp16": 1e-2, "fp32": 1e-3}
-FLASH = {  # module and package of their forward pass
+FLASH = {  # module and package; that of FA3 has no gradients
     "FA3": ("fa3_fwd_interface", "fa3-fwd"),
     "FA4": ("flash_attn.cute", "flash-attn-4"),
 }
@@ -206,38 +206,51 @@ def only(backend: str):
     return torch.nn.attention.sdpa_kernel(getattr(torch.nn.attention.SDPBackend, backend))
 
 
+def _either(mine, other):
+    """One size, or two in words where they differ."""
+    return mine if mine == other else f"{mine}/{other}"
+
+
 class Problem:
     """Operands of self-attention of (B, H, N, D), and calls on them.
 
-    `key_heads` and `queries` are given where they are fewer: steps of decoding with grouped heads.
+    `key_heads` and `queries` are given where they are fewer, `value_width` where values are of
+    another width; `options` are `mask` and `softcap` of cuflash.
     """
 
     others: tuple[str, ...] = ()  # peers that compute something else
 
     def __init__(
-        self, shape, dtype, causal=False, layout="bhnd", mask=None, key_heads=None, queries=None
-    ):
+        self, shape, dtype, causal=False, layout="bhnd", *,
+        key_heads=None, queries=None, value_width=None, **options,
+    ):  # fmt: skip
         batch, heads, length, width = shape
-        self.shape, self.dtype, self.causal = shape, dtype, causal
-        many = batch, heads, queries or length, width
-        kept = batch, key_heads or heads, length, width
-        self.q, self.k, self.v, self.out = (
-            draw(x, dtype, layout) for x in (many, kept, kept, many)
-        )
+        self.shape, self.dtype, self.causal, self.layout = shape, dtype, causal, layout
+        queries, key_heads = queries or length, key_heads or heads
+        value_width = value_width or width
+        self.q = self.draw(batch, heads, queries, width)
+        self.k = self.draw(batch, key_heads, length, width)
+        self.v = self.draw(batch, key_heads, length, value_width)
+        self.out = self.draw(batch, heads, queries, value_width)
         self.results, self.direction = (self.out,), {}
-        self.mask = {"causal": "top_left" if causal else False}
-        if key_heads:
-            self.mask["enable_gqa"] = True
-        if mask is not None:  # early versions of cuflash know no masks
-            self.mask["mask"] = mask
+        self.options = {"causal": "top_left" if causal else False, **options}
+        if key_heads != heads:
+            self.options["enable_gqa"] = True
         self.tolerance = TOLERANCE[dtype]
-        pairs = length * (length + 1) // 2 if causal else many[2] * length
-        if mask is not None:
-            pairs *= mask.density
-        self.flops = 4 * width * pairs * batch * heads
+        pairs = length * (length + 1) // 2 if causal else queries * length
+        if "mask" in options:
+            pairs *= options["mask"].density
+        self.pairs, self.widths = pairs * batch * heads, (width, value_width)
+        self.flops = 2 * (width + value_width) * self.pairs
         self.bytes = sum(x.cupy.nbytes for x in (self.q, self.k, self.v, self.out))
-        sizes = ",".join(map(str, shape))
-        self.label = f"{dtype} ({sizes})" + (" causal" if causal else "")
+        sizes = batch, _either(heads, key_heads), length, _either(width, value_width)
+        self.label = f"{dtype} ({','.join(map(str, sizes))})" + (" causal" if causal else "")
+        if "softcap" in options:
+            self.label += f" softcap {options['softcap']:g}"
+
+    def draw(self, *shape) -> Operand:
+        """Values of this problem's type and layout."""
+        return draw(shape, self.dtype, self.layout)
 
     @property
     def inputs(self) -> list:
@@ -250,18 +263,18 @@ class Problem:
 
     def ours(self, algo, engine=None, **more):
         """A call of cuflash that writes `out`; `more` options."""
-        options = {"algo": algo, "engine": engine, **self.mask, **more}
+        options = {"algo": algo, "engine": engine, **self.options, **more}
         return functools.partial(cuflash.attention, *self.inputs, out=self.out.cupy, **options)
 
-    def chosen(self) -> str:
-        """Algorithm and engine that a call takes by default."""
-        plan = cuflash.plan(*self.inputs, **self.mask, **self.direction)
+    def chosen(self, **more) -> str:
+        """Algorithm and engine that a call takes by default; `more` options."""
+        plan = cuflash.plan(*self.inputs, **self.options, **self.direction, **more)
         return f"{plan.algo} {plan.engine}"
 
-    def served(self, algo, engine=None):
+    def served(self, algo, engine=None, **more):
         """A call as of `ours`; the benchmark is skipped where no kernel serves."""
-        need_kernel(*self.inputs, algo=algo, engine=engine, **self.mask, **self.direction)
-        return self.ours(algo, engine)
+        need_kernel(*self.inputs, algo=algo, engine=engine, **self.options, **self.direction)
+        return self.ours(algo, engine, **more)
 
     def torch_fused(self, backend=None):
         """A call of torch's attention with one kernel, or what is selected; None without torch."""
@@ -269,7 +282,7 @@ class Problem:
         if torch is None:
             return None
         q, k, v = self.q.torch, self.k.torch, self.v.torch
-        options = {"is_causal": self.causal, "enable_gqa": "enable_gqa" in self.mask}
+        options = {"is_causal": self.causal, "enable_gqa": "enable_gqa" in self.options}
         function = torch.nn.functional.scaled_dot_product_attention
         call = functools.partial(function, q, k, v, **options)
         if backend is None:
@@ -283,22 +296,14 @@ class Problem:
 
     def flash_attention(self, name):
         """A call of the forward pass of one of `FLASH`, which is imported at the first."""
-        module, package = FLASH[name]
 
         @functools.cache
         def prepared():
-            try:
-                function = importlib.import_module(module).flash_attn_func
-            except ModuleNotFoundError as error:
-                if error.name not in (module, module.partition(".")[0]):
-                    raise  # something that it needs itself
-                raise ModuleNotFoundError(f"{package} is not installed") from error
-            return function, [x.torch.transpose(1, 2) for x in (self.q, self.k, self.v)]
+            return flash_function(name), [x.torch for x in (self.q, self.k, self.v)]
 
         def call():
             function, tensors = prepared()
-            found = function(*tensors, causal=self.causal)
-            return (found[0] if isinstance(found, tuple) else found).transpose(1, 2)
+            return function(*tensors, causal=self.causal)
 
         return call
 
@@ -363,68 +368,115 @@ class Problem:
 class Backward(Problem):
     """Operands of the gradients of self-attention of (B, H, N, D), and calls on them."""
 
-    def __init__(self, shape, dtype, causal=False, layout="bhnd", mask=None):
-        super().__init__(shape, dtype, causal, layout, mask)
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
         if not hasattr(cuflash, "attention_backward"):
             raise NotImplementedError("this version of cuflash has no gradients")
-        self.flops = self.flops / 4 * 10
-        self.tolerance = GRADIENT_TOLERANCE[dtype]
-        self.dout, *gradients = (draw(shape, dtype, layout) for _ in range(4))
+        width, value_width = self.widths
+        self.flops = 2 * (3 * width + 2 * value_width) * self.pairs
+        self.tolerance = GRADIENT_TOLERANCE[self.dtype]
+        self.dout, *gradients = (
+            self.draw(*x.cupy.shape) for x in (self.out, self.q, self.k, self.v)
+        )
         self.results, self.direction = tuple(gradients), {"backward": True}
         self.label = f"backward {self.label}"
         self.bytes *= 2
-        out = self.out.cupy, need_gpu().empty(shape[:3], np.float32)
-        cuflash.attention(*self.inputs, return_lse=True, out=out, **self.mask)
+        out = self.out.cupy, need_gpu().empty(self.q.cupy.shape[:3], np.float32)
+        cuflash.attention(*self.inputs, return_lse=True, out=out, **self.options)
         self.arrays = (self.dout.cupy, *self.inputs, *out)
 
     def ours(self, algo, engine=None, **more):
         """A call of cuflash that writes the gradients; `more` options."""
-        options = {"algo": algo, "engine": engine, **self.mask, **more}
+        options = {"algo": algo, "engine": engine, **self.options, **more}
         into = tuple(x.cupy for x in self.results)
         return functools.partial(
             cuflash.attention_backward, *self.arrays, grads_out=into, **options
         )
 
-    def torch_gradients(self, backend):
-        """Calls of torch's gradients: in any order, and deterministic."""
-        return torch_gradients(self.q, self.k, self.v, self.dout, self.causal, backend)
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """q, k, v and dout."""
+        return self.q, self.k, self.v, self.dout
+
+    def torch_gradients(self, backend, deterministic=False):
+        """A call of torch's gradients of one kernel."""
+        grouped = {"enable_gqa": True} if "enable_gqa" in self.options else {}
+        return torch_gradients(*self.operands, self.causal, backend, deterministic, **grouped)
+
+    def flash_gradients(self, name, deterministic=False):
+        """A call of the gradients of one of `FLASH`, which is imported at the first."""
+
+        def forward(*tensors):
+            return flash_function(name)(*tensors, causal=self.causal, deterministic=deterministic)
+
+        return gradients(forward, *self.operands)
 
     def _peer_calls(self):
-        return [self.torch_gradients(backend)[0] for backend in PEERS.values()]
+        return [self.torch_gradients(backend) for backend in PEERS.values()]
 
     def error(self, theirs, mine) -> float:
         """What gradients differ by, each relative to its largest value."""
         return float(np.max([*map(relative_difference, mine, theirs)]))
 
 
-def torch_gradients(q, k, v, dout, causal: bool, backend: str):
-    """Calls of torch's gradients of one kernel: in its default mode, and in its deterministic one.
+def flash_function(name):
+    """The function of one of `FLASH`, for tensors of (B, H, N, D)."""
+    module, package = FLASH[name]
+    try:
+        function = importlib.import_module(module).flash_attn_func
+    except ModuleNotFoundError as error:
+        if error.name not in (module, module.partition(".")[0]):
+            raise  # something that it needs itself
+        raise ModuleNotFoundError(f"{package} is not installed") from error
 
-    The forward pass runs once, at the first call. None and None without torch.
+    def call(*tensors, **options):
+        found = function(*(x.transpose(1, 2) for x in tensors), **options)
+        return (found[0] if isinstance(found, tuple) else found).transpose(1, 2)
+
+    return call
+
+
+def gradients(forward, q, k, v, dout, around=contextlib.nullcontext):
+    """A call of the gradients that torch has of `forward`, which runs once, at the first call.
+
+    `around` makes the context in which they are computed.
     """
-    torch = find_torch()
-    if torch is None:
-        return None, None
 
     @functools.cache
-    def forward():
+    def prepared():
         inputs = tuple(x.torch.detach().requires_grad_() for x in (q, k, v))
-        function = torch.nn.functional.scaled_dot_product_attention
-        with torch.enable_grad(), only(backend):
-            return function(*inputs, is_causal=causal), inputs, dout.torch
+        with need_torch().enable_grad():
+            return forward(*inputs), inputs, dout.torch
 
-    def default():
-        out, inputs, grad = forward()
-        return torch.autograd.grad(out, inputs, grad, retain_graph=True)
+    def call():
+        out, inputs, grad = prepared()
+        with around():
+            return find_torch().autograd.grad(out, inputs, grad, retain_graph=True)
 
-    def deterministic():
-        torch.use_deterministic_algorithms(True)  # with warn_only the kernels only warn
-        try:
-            return default()
-        finally:
-            torch.use_deterministic_algorithms(False)
+    return call
 
-    return default, deterministic
+
+@contextlib.contextmanager
+def _in_order():
+    """The context in which torch's kernels are deterministic."""
+    torch = need_torch()
+    torch.use_deterministic_algorithms(True)  # with warn_only the kernels only warn
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def torch_gradients(q, k, v, dout, causal: bool, backend: str, deterministic=False, **options):
+    """A call of torch's gradients of one kernel, in its default or its deterministic mode."""
+
+    def forward(*tensors):
+        function = need_torch().nn.functional.scaled_dot_product_attention
+        with only(backend):
+            return function(*tensors, is_causal=causal, **options)
+
+    around = _in_order if deterministic else contextlib.nullcontext
+    return gradients(forward, q, k, v, dout, around)
 
 
 def _flex(mask):
@@ -461,21 +513,7 @@ def flex(q, k, v, shown):
 
 def flex_gradients(q, k, v, dout, shown):
     """A call of FlexAttention's gradients; the forward pass runs once, at the first call."""
-    torch = find_torch()
-    if torch is None:
-        return None
-
-    @functools.cache
-    def forward():
-        inputs = tuple(x.torch.detach().requires_grad_() for x in (q, k, v))
-        with torch.enable_grad():
-            return _flex(_flex_blocks(shown))(*inputs), inputs, dout.torch
-
-    def call():
-        out, inputs, grad = forward()
-        return torch.autograd.grad(out, inputs, grad, retain_graph=True)
-
-    return call
+    return gradients(lambda *tensors: _flex(_flex_blocks(shown))(*tensors), q, k, v, dout)
 
 
 BARE = """
@@ -512,22 +550,33 @@ FIRST_CALL = """
 import functools, sys, time
 import cupy, ml_dtypes, numpy as np
 import cuflash
-dtype, shape, *choice = sys.argv[1:]
+dtype, shape, *choice, backward = sys.argv[1:]
 algo, engine = (name or None for name in choice)
+options = {"algo": algo, "engine": engine, "causal": True}
 draw = functools.partial(np.random.default_rng(0).standard_normal, [*map(int, shape.split(","))])
 q, k, v = (cupy.asarray(draw().astype(dtype)) for _ in "qkv")
 cupy.zeros(1)
 cupy.cuda.Device().synchronize()
 start = time.perf_counter()
-cuflash.attention(q, k, v, algo=algo, engine=engine, causal=True)
+if backward:
+    out, vjp = cuflash.attention_vjp(q, k, v, **options)
+    vjp(out)
+else:
+    cuflash.attention(q, k, v, **options)
 cupy.cuda.Device().synchronize()
 print(time.perf_counter() - start)
 """
 
 
-def first_call_seconds(dtype: str, shape, algo=None, engine=None, compiled=False) -> float:
-    """Seconds of a process's first call, with nothing compiled before, or from the disk cache."""
-    arguments = DTYPES[dtype].name, ",".join(map(str, shape)), algo or "", engine or ""
+def first_call_seconds(
+    dtype: str, shape, algo=None, engine=None, compiled=False, backward=False
+) -> float:
+    """Seconds of a process's first call, with nothing compiled before, or from the disk cache.
+
+    With `backward` its gradients are counted, too.
+    """
+    sizes, choice = ",".join(map(str, shape)), (algo or "", engine or "")
+    arguments = DTYPES[dtype].name, sizes, *choice, "backward" * backward
     root = str(Path(cuflash.__file__).resolve().parents[1])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}

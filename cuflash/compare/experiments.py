@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ..planning.plan import ALGOS
+from ..planning.plan import ALGOS, ENGINES, TILES
 
 
 class Work(NamedTuple):
@@ -65,11 +65,18 @@ def _field(
     )
 
 
+def on_tensor_cores(backward: bool) -> tuple[str, ...]:
+    """Algorithms on the engines that are faster than FMA units, by the tables' rows."""
+    kinds = {(row.algo, row.engine) for row in TILES if row.backward == backward}
+    engines = ENGINES[: ENGINES.index("simt") : -1]
+    return tuple(f"{a} {e}" for e in engines for a in ALGOS[::-1] if (a, e) in kinds)
+
+
 def gpu_experiments(quick: bool) -> dict[str, Experiment]:
     """What is compared on a GPU."""
     lengths = (4096,) if quick else (1024, 4096, 16384)
-    mma = *(f"{algo} mma" for algo in ALGOS[::-1]), "torch FA2", "torch cuDNN"
-    flash = *(f"{algo} wgmma" for algo in ALGOS[::-1]), *mma
+    peers = "torch FA2", "torch cuDNN"
+    forward, gradients = ((*on_tensor_cores(backward), *peers) for backward in MASKS)
     early = tuple(
         Work(8, 8, n, d, "float32")
         for d in (8, 16, 32, 64)
@@ -83,9 +90,13 @@ def gpu_experiments(quick: bool) -> dict[str, Experiment]:
     heads = (1, 8, 132) if quick else (1, 2, 4, 8, 16, 33, 66, 132, 264)
     long = (1024, 4096, 16384) if quick else (1024, 2048, 4096, 8192, 16384, 32768, 65536)
     return {
-        "field": Experiment("16k tokens of 2048 features", _field((64, 128, 256), lengths), flash),
+        "field": Experiment(
+            "16k tokens of 2048 features", _field((64, 128, 256), lengths), forward
+        ),
         "backward": Experiment(
-            "gradients, 16k tokens of 2048 features", _field((64, 128), lengths, True), mma
+            "gradients, 16k tokens of 2048 features",
+            _field((64, 128, 256), lengths, True),
+            gradients,
         ),
         "early": Experiment("8 x 8 heads in single precision", early),
         "halves": Experiment("4 x 48 heads of width 32", halves),
