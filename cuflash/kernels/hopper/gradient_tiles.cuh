@@ -37,9 +37,7 @@ struct Weights {
     Packed kept_pairs, all_pairs, sloped_pairs;
     __device__ __forceinline__ Packed& kept() { return kept_pairs; }
     __device__ __forceinline__ Packed& all() { return DROPS ? all_pairs : kept_pairs; }
-    __device__ __forceinline__ Packed& sloped() {
-        return SCORE_IS_MODIFIED ? sloped_pairs : all();
-    }
+    __device__ __forceinline__ Packed& sloped() { return SCORE_IS_MODIFIED ? sloped_pairs : all(); }
 };
 
 // One step of a warpgroup: its keys, from k_begin on, against a tile of queries.
@@ -65,14 +63,38 @@ struct GradientStep {
         const auto pair = load_pair(row_stats + (first + column) * int(sizeof(float)));
         return {__uint_as_float(pair.at[0]), __uint_as_float(pair.at[1])};
     }
+    // The same for all pairs: ahead of their use, or as each is used.
+    struct LoadedStats {
+        Vector<float, 2> pairs[PAIRS];
+        __device__ __forceinline__ Vector<float, 2> operator[](int m) const { return pairs[m]; }
+    };
+    struct LazyStats {
+        const GradientStep& step;
+        const int first;
+        __device__ __forceinline__ Vector<float, 2> operator[](int m) const {
+            return step.stats(first, m);
+        }
+    };
+    __device__ __forceinline__ LoadedStats load_stats(int first) const {
+        LoadedStats loaded;
+#pragma unroll
+        for (int m = 0; m < PAIRS; ++m) loaded.pairs[m] = stats(first, m);
+        return loaded;
+    }
 
     // P^T from S^T, packed.
     __device__ __forceinline__ void to_probabilities(Weights& weights,
                                                      Accumulator (&S)[2][Scores::COLUMNS]) const {
+        to_probabilities(weights, S, LazyStats{*this, 0});
+    }
+    template <typename Stats>
+    __device__ __forceinline__ void to_probabilities(Weights& weights,
+                                                     Accumulator (&S)[2][Scores::COLUMNS],
+                                                     const Stats& all_log2_sums) const {
         const Accumulator multiplier = score_multiplier(p);
 #pragma unroll
         for (int m = 0; m < PAIRS; ++m) {
-            const auto log2_sums = stats(0, m);
+            const auto log2_sums = all_log2_sums[m];
 #pragma unroll
             for (int i = 0; i < ROWS; ++i) {
                 Accumulator P[2], kept[2], sloped[2];
@@ -138,10 +160,16 @@ struct GradientStep {
     template <bool CUT>
     __device__ __forceinline__ void to_score_gradients(
         Packed& dS, Weights& weights, const Accumulator (&dP)[2][Scores::COLUMNS]) const {
+        to_score_gradients<CUT>(dS, weights, dP, LazyStats{*this, BLOCK_Q});
+    }
+    template <bool CUT, typename Stats>
+    __device__ __forceinline__ void to_score_gradients(Packed& dS, Weights& weights,
+                                                       const Accumulator (&dP)[2][Scores::COLUMNS],
+                                                       const Stats& all_deltas) const {
         const Accumulator of_kept = WEIGHT_UNIT / kept_share(p);
 #pragma unroll
         for (int m = 0; m < PAIRS; ++m) {
-            const auto deltas = stats(BLOCK_Q, m);
+            const auto deltas = all_deltas[m];
 #pragma unroll
             for (int i = 0; i < ROWS; ++i) {
                 const u32 sloped = pair_of(weights.sloped(), i, m);
@@ -155,8 +183,8 @@ struct GradientStep {
                     const int k = k_begin + tile.row(i);
                     const bool kept = !DROPS || keep(p, head, q, k);
                     const bool shown = !CUT || !is_negative_zero(P[e]);
-                    const Accumulator rest = kept ? multiply_add(dP[i][j], of_kept, -deltas.at[e])
-                                                  : -deltas.at[e];
+                    const Accumulator rest =
+                        kept ? multiply_add(dP[i][j], of_kept, -deltas.at[e]) : -deltas.at[e];
                     if constexpr (STORES_DSCORE)  // by the modified score: without the slope
                         if (q < head.query_length && k < head.key_length)
                             store_dscore(p, head, q, k, shown ? P[e] * rest : Accumulator(0));
