@@ -3,7 +3,7 @@
 //     log2_sum = lse * log2 e, so that P = exp2(score * multiplier - log2_sum)
 //     delta    = rowsum(dO * O) - dlse
 //
-// and zeros: those that dQ is added to, turns and tickets. Grid: one block per (head, query tile). A
+// and zeros: those that dQ is added to, turns and tickets; for some engines where heads lie as well. Grid: one block per (head, query tile). A
 // row without weight, because it sees no key or none with a score above -infinity, gets
 // log2_sum = +infinity, which makes its P zero, and delta = 0, whatever dO and O hold. Its tile is
 // marked as WEIGHTLESS.
@@ -11,6 +11,7 @@
 // Where engines want it (MARKS_NONFINITE), a tile is marked as NONFINITE without a look at Q: an
 // infinity or NaN in a row of Q makes all its scores, and so its lse, one, unless scores are
 // modified. One in dO makes delta one.
+#include "hopper/gradient_head.cuh"
 #include "row_stats.cuh"
 #include "seams/sequence.cuh"
 #include "tiles/copies.cuh"
@@ -80,9 +81,8 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
         if (threadIdx.x % LANES != 0 || row >= BLOCK_Q) continue;
         if (!empty && p.dlse != nullptr)
             delta -= p.dlse[locate(p, head.index, p.dlse_axis_stride) + q * p.dlse_row_stride];
-        log2_sums[row] = empty ? infinity<Accumulator>()
-                               : log_sum * Accumulator(LOG2_E) - Accumulator(WEIGHT_EXPONENT);
-        deltas[row] = delta * WEIGHT_UNIT;
+        log2_sums[row] = empty ? infinity<Accumulator>() : log_sum * Accumulator(LOG2_E);
+        deltas[row] = delta;
     }
 
     weightless = __syncthreads_or(weightless) != 0;
@@ -95,6 +95,8 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
     for (int i = threadIdx.x * CHUNK<Accumulator>; i < DQ_SUMS;
          i += SIDE_THREADS * CHUNK<Accumulator>)
         *reinterpret_cast<Vector<Accumulator>*>(dQ + i) = {};
-    if (p.turns != nullptr && threadIdx.x == 0) p.turns[blockIdx.x] = 0;
+    if (p.turns != nullptr && threadIdx.x < TURNS) p.turns[blockIdx.x * TURNS + threadIdx.x] = 0;
+    if (LOCATES_HEADS && tile == 0 && threadIdx.x == 0)
+        reinterpret_cast<GradientHead*>(p.located)[head.index] = GradientHead(p, head.index);
     if (blockIdx.x == 0 && int(threadIdx.x) < TICKETS) p.tickets[threadIdx.x] = 0;
 }

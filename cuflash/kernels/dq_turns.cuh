@@ -4,7 +4,7 @@
 #include "numeric.cuh"
 #include "seams/key_tiles.cuh"
 
-static_assert(is_laid_out<u32>(tile_bytes::turns, 1), "a turn is a number");
+static_assert(is_laid_out<u32>(tile_bytes::turns, TURNS), "turns are numbers");
 
 // Whose turn it is to add to a tile of dQ: the key tile after the one that added last, 0 at first.
 // Blocks wait for blocks with a lower number only, which started earlier.

@@ -6,10 +6,10 @@
 // takes one key tile after the other. A block has a producer warpgroup and two consumers, which have
 // the same 64 keys and a gradient each, since a multiprocessor's registers hold no more:
 //
-//     thread 0      copies tiles by TMA      K, V   [BLOCK_K][D], [BLOCK_K][DV]
+//     thread 0      works out the items and copies tiles by TMA
+//                                            K, V   [BLOCK_K][D], [BLOCK_K][DV]
 //                                            Q, dO  [2][BLOCK_Q][D], [2][BLOCK_Q][DV]   rings
 //                   and what backward_rows has worked out of the queries
-//     thread 64     works out the items
 //     warp 3        looks for infinities and NaN among the keys
 //     consumer 1    S^T = K Q^T     P^T     dV += P^T dO
 //     consumer 2    dP^T = V dO^T   dS^T    dK += dS^T Q
@@ -27,6 +27,7 @@
 // is 29 bytes a clock. With 96 queries, at D = 192, it is 2304, 2448 and 384.
 #include "hopper/gradient_rows.cuh"
 #include "hopper/keys_block.cuh"
+#include "hopper/packed_weights.cuh"
 #include "tiles/units.cuh"
 
 // Clears Q and dO of a step, when both consumers have read them.
@@ -38,6 +39,14 @@ __device__ __forceinline__ void clear_step(SharedMemory& smem, int slot) {
     clear_tile(smem.dO[slot], GradientRows::BYTES, thread, READERS);
     publish_to_async_units();
     meet(ROWS_SCORED, READERS);
+}
+
+template <int COLUMNS>
+__device__ __forceinline__ void scale_all(Accumulator (&sums)[2][COLUMNS], Accumulator factor) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j) sums[i][j] *= factor;
 }
 
 // The first consumer: P^T, which it passes on, and dV.
@@ -80,12 +89,12 @@ __device__ __forceinline__ void sum_values(const Params& p, SharedMemory& smem) 
             multiply_shared<KeyRows, QueryRows>(S, K, Q + slot * (QueryRows::BYTES >> 4));
             commit_products();
             const StepFacts& facts = smem.facts[slot];
-            const GradientStep now{p,
-                                   tile,
-                                   item.head,
-                                   shared_address(smem.row_stats[slot]),
-                                   facts.visit.tile * BLOCK_Q,
-                                   k_begin};
+            const PackedStep now{p,
+                                 tile,
+                                 item.located.head,
+                                 shared_address(smem.row_stats[slot]),
+                                 facts.visit.tile * BLOCK_Q,
+                                 k_begin};
             const auto log2_sums = now.load_stats(0);
             wait_products<0>(S);
             if (i > 0 && speaks) barriers.dO_empty[slot ^ 1].arrive();
@@ -121,6 +130,7 @@ __device__ __forceinline__ void sum_values(const Params& p, SharedMemory& smem) 
         __syncwarp();  // all lanes have done with the keys
         if (item.closes) {
             if (speaks) barriers.K_empty.arrive();
+            if (WEIGHT_EXPONENT > 0) scale_all(dV, WEIGHT_UNIT);
             store_value_gradients(dV, p, item, k_begin);
             if (nonfinite_queries) {
                 __syncwarp();  // all rows of the warp are written
@@ -171,12 +181,12 @@ __device__ __forceinline__ void sum_keys(const Params& p, SharedMemory& smem) {
             commit_products();
             barriers.Q_full[slot].wait(step.parity());
             const StepFacts& facts = smem.facts[slot];
-            const GradientStep now{p,
-                                   tile,
-                                   item.head,
-                                   shared_address(smem.row_stats[slot]),
-                                   facts.visit.tile * BLOCK_Q,
-                                   k_begin};
+            const PackedStep now{p,
+                                 tile,
+                                 item.located.head,
+                                 shared_address(smem.row_stats[slot]),
+                                 facts.visit.tile * BLOCK_Q,
+                                 k_begin};
             const auto deltas = now.load_stats(BLOCK_Q);
             wait_products<0>(dP);
             if (i > 0 && speaks) barriers.Q_empty[slot ^ 1].arrive();
@@ -232,9 +242,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
     if (warpgroup == 0) {
         release_registers<PRODUCER_REGISTERS>();
-        if (threadIdx.x == PLANNING_THREAD)
-            plan_key_items(p, p.tickets + 1, smem.items, smem.barriers.wanted);
-        else if (threadIdx.x == COPYING_THREAD)
+        if (threadIdx.x == COPYING_THREAD)
             copy_steps(p, tables, smem);
         else if (threadIdx.x / 32 == CHECKING_WARP)
             check_keys(p, smem);

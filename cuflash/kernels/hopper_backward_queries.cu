@@ -4,10 +4,10 @@
 // multiprocessor, which takes one query tile after the other. A block has a producer warpgroup and
 // two consumers, which own 64 queries each:
 //
-//     thread 0      copies tiles by TMA      Q, dO  [BLOCK_Q][D], [BLOCK_Q][DV]
+//     thread 0      works out the items and copies tiles by TMA
+//                                            Q, dO  [BLOCK_Q][D], [BLOCK_Q][DV]
 //                                            K      [2][BLOCK_K][D]            a ring
 //                                            V      [V_STAGES][BLOCK_K][DV]    one where two do not fit
-//     thread 64     works out the items
 //     consumers     S = Q K^T    dP = dO V^T    dS    dQ += dS K
 //
 // dS goes from one product to the next in registers, and what backward_rows has worked out of a query
@@ -49,10 +49,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
     if (warpgroup == 0) {
         release_registers<PRODUCER_REGISTERS>();
-        if (threadIdx.x == PLANNING_THREAD)
-            plan_by_tickets<BLOCK_Q, 1>(p, p.tickets, smem.items, barriers.wanted, p.query_length);
-        else if (threadIdx.x == COPYING_THREAD)
-            copy_tiles(p, tables, smem);
+        if (threadIdx.x == COPYING_THREAD) copy_tiles(p, tables, smem);
         return;
     }
     claim_registers<CONSUMER_REGISTERS>();
@@ -77,8 +74,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const QueryItem& item = reader.next();
         if (!item.exists) break;
         const int count = item.count(), q_begin = item.q_begin + consumer * SLAB;
-        const u32* const nonfinite = p.nonfinite_keys + i64(item.head.index) * p.key_tiles;
-        const QueryStats stats(p, item.head, tile, q_begin);
+        const u32* const nonfinite = p.nonfinite_keys + i64(item.located.head.index) * p.key_tiles;
+        const QueryStats stats(p, item.located.head, tile, q_begin);
         clear_rows(dQ);
         if (count > 0) {
             barriers.Q_full.wait(Q_parity);
@@ -113,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             multiply_shared_values<GradientRows, ValueRows>(
                 dP, dO, V + step.V_slot() * (ValueRows::BYTES >> 4));
             commit_products();
-            const QueryStep now{p, tile, item.head, stats, q_begin, key_tile * BLOCK_K};
+            const QueryStep now{p, tile, item.located.head, stats, q_begin, key_tile * BLOCK_K};
             const bool nonfinite_keys = nonfinite[key_tile] != 0;
             const bool cut = sight.seen == Sight::SOME || nonfinite_keys || stats.nonfinite;
             wait_products<1>(S);
@@ -141,11 +138,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         release_keys(step.slot() ^ 1);
         if (p.dq_sum != nullptr)
             store_sum_rows(
-                p.dq_sum + (i64(item.head.index) * p.query_tiles * STATS_Q + q_begin) * HEAD_WIDTH,
+                p.dq_sum +
+                    (i64(item.located.head.index) * p.query_tiles * STATS_Q + q_begin) * HEAD_WIDTH,
                 dQ, p.query_length - q_begin);
         else
-            store_gradient_rows<HEAD_DIM>(item.dq, p.dq_row_stride, p.query_length, dQ, q_begin,
-                                          p.scale);
+            store_gradient_rows<HEAD_DIM>(item.located.dq, p.dq_row_stride, p.query_length, dQ,
+                                          q_begin, p.scale);
         __syncwarp();  // all lanes have read the item
         if (speaks) reader.release(item);
     }

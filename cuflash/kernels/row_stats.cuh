@@ -1,8 +1,5 @@
 // What backward_rows.cu tells of a tile of queries: log2_sum of each, delta of each, and flags. Reads
 // the prelude.
-//
-// An engine that holds weights in float16 holds them times 2^WEIGHT_EXPONENT, since most are small:
-// log2_sum and delta are such that P comes out so and dS as it is.
 #pragma once
 #include "numeric.cuh"
 #include "ptx/memory.cuh"
@@ -13,6 +10,4 @@
 constexpr int ROW_STATS = tile_bytes::row_stats / int(sizeof(Accumulator));
 constexpr int WEIGHTLESS = ROW_STATS - CHUNK_BYTES / int(sizeof(Accumulator));
 constexpr int NONFINITE = WEIGHTLESS + 1;
-constexpr int STATS_Q =
-    WEIGHTLESS / 2;  // queries of such a tile, which most kernels have as BLOCK_Q
-constexpr Accumulator WEIGHT_UNIT = Accumulator(1) / (1 << WEIGHT_EXPONENT);
+constexpr int STATS_Q = WEIGHTLESS / 2;  // queries of such a tile, in most kernels BLOCK_Q

@@ -31,7 +31,7 @@ _WORKSPACE = {
     False: {"state": "Accumulator*"},
     True: {"row_stats": "Accumulator*", "dq_sum": "Accumulator*", "dk_sum": "Accumulator*",
            "dv_sum": "Accumulator*", "turns": "unsigned int*", "tickets": "unsigned int*",
-           "nonfinite_keys": "unsigned int*"},
+           "located": "void*", "nonfinite_keys": "unsigned int*"},
 }  # fmt: skip
 
 # Fields behind the pointers, as (names, NumPy type, C type). "Accumulator" as the NumPy type

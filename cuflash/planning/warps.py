@@ -156,8 +156,9 @@ class WarpTile(KernelTile):
                 "STEP_Q": self.step_q,
                 "ORDERED": ordered,
                 "TICKETS": int(ordered),
+                "TURNS": 1,
                 "SIDE_THREADS": self.threads,
                 "MARKS_NONFINITE": False,
-                "WEIGHT_EXPONENT": 0,
+                "LOCATES_HEADS": False,
             }
         return super().constants(problem) | own

@@ -7,20 +7,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..operands.dtypes import CHUNK_BYTES, ITEM_BYTES
-from .hopper import BARRIER_BYTES, HopperTile
+from .hopper import BARRIER_BYTES, WARPGROUP_ROWS, HopperTile
 from .problem import Device, Problem
 from .products import product
 from .tile import Buffer, Launch, MapBox, round_up
 
-SIDE_THREADS = 128  # of the kernels before and after the one that does the work
+HEAD_BYTES = 128  # of where a head lies
+TURNS = 2  # of a tile of dQ: each warpgroup adds a part
+SIDE_THREADS = 256  # of the kernels before and after the one that does the work
 
 
 @dataclass(frozen=True, kw_only=True)
 class WgmmaGradientTile(HopperTile):
     """A row of the kernel with five products, for head dims up to 128.
 
-    Two warpgroups have 64 keys each and let `block_q` queries at a time pass by. Each in turn
-    computes a tile of dQ.
+    Two warpgroups have 64 keys each and let `block_q` queries at a time pass by. Each computes a
+    half of dQ.
 
     Parameters
     ----------
@@ -56,27 +58,18 @@ class WgmmaGradientTile(HopperTile):
     def widths(self, problem: Problem) -> tuple[int, int]:
         """Columns of a query or key row and of a value row.
 
-        A query row has 64 at least, since these are rows of a product for dQ.
+        A query row has 64 or 128, since its columns are the rows of products for dQ.
         """
-        head, value = super().widths(problem)
-        return max(head, 64), value
+        _, value = super().widths(problem)
+        return round_up(problem.head_dim, WARPGROUP_ROWS), value
 
-    def turns_dq(self, problem: Problem) -> bool:
-        """Whether the product for dQ has columns of dQ as its rows."""
-        return self.widths(problem)[0] == 64 and self.block_q == 128
+    def dq_part(self, problem: Problem) -> int:
+        """Queries of a warpgroup's part of dQ, which has 64 columns: all of them, or half."""
+        return self.block_q * self.widths(problem)[0] // 128
 
     def group(self, problem: Problem) -> int:
         """Heads that share keys and whose dK and dV one block sums."""
         return problem.group if self.grouped else 1
-
-    def weight_exponent(self, problem: Problem) -> int:
-        """Weights are held times 2 to that, so that small ones keep their digits in float16.
-
-        Those times the derivative of a modified score must not pass 65504.
-        """
-        if problem.dtype != "float16":
-            return 0
-        return 7 if problem.score else 14
 
     def row_stats_bytes(self, problem: Problem) -> int:
         """What is kept of a tile of queries: two numbers each, and flags."""
@@ -103,17 +96,20 @@ class WgmmaGradientTile(HopperTile):
     def workspace(self, problem: Problem) -> tuple[Buffer, ...]:
         """Numbers of rows, sums, and whose turn it is to add to which tile of dQ."""
         item = ITEM_BYTES[problem.accumulator]
-        head, value = (self.block_k * width * item for width in self.widths(problem))
+        keys, values = (
+            self.block_k * round_up(dim, 32) * item for dim in (problem.head_dim, problem.value_dim)
+        )
         q_tiles = problem.head_count * self.query_tiles(problem)
         k_tiles = problem.head_count * self.key_tiles(problem)
         return (
             *super().workspace(problem),
             Buffer("row_stats", self.row_stats_bytes(problem), q_tiles),
             Buffer("dq_sum", self.dq_sum_bytes(problem), q_tiles),
-            Buffer("dk_sum", head, k_tiles if problem.summed[1] > self.group(problem) else 0),
-            Buffer("dv_sum", value, k_tiles if problem.summed[2] > self.group(problem) else 0),
-            Buffer("turns", 4, q_tiles if self.adds_in_order(problem) else 0),
+            Buffer("dk_sum", keys, k_tiles if problem.summed[1] > self.group(problem) else 0),
+            Buffer("dv_sum", values, k_tiles if problem.summed[2] > self.group(problem) else 0),
+            Buffer("turns", 4 * TURNS, q_tiles if self.adds_in_order(problem) else 0),
             Buffer("tickets", 4),
+            Buffer("located", HEAD_BYTES, problem.head_count),
         )
 
     def around(self, problem: Problem, main: Launch) -> tuple[Launch, ...]:
@@ -143,29 +139,27 @@ class WgmmaGradientTile(HopperTile):
     def constants(self, problem: Problem) -> dict[str, int | bool]:
         """Sizes that the kernels read."""
         head, value = self.widths(problem)
-        turns = self.turns_dq(problem)
         return super().constants(problem) | {
             "HEAD_WIDTH": head,
             "VALUE_WIDTH": value,
-            "TURNS_DQ": turns,
-            "DQ_COLUMNS": self.block_q if turns else head,
+            "DQ_QUERIES": self.dq_part(problem),
             "ORDERED": self.adds_in_order(problem),
             "PERSISTS": self.persists,
             "GROUP": self.group(problem),
             "ROTATION": 2,
             "TICKETS": 1,
-            "PRODUCER_REGISTERS": 40,
+            "TURNS": TURNS,
+            "PRODUCER_REGISTERS": 24,
             "SIDE_THREADS": SIDE_THREADS,
             "MARKS_NONFINITE": True,
-            "WEIGHT_EXPONENT": self.weight_exponent(problem),
+            "LOCATES_HEADS": True,
         }
 
     def products(self, problem: Problem) -> str:
         """S^T = K Q^T and dP^T = V dO^T; dK += dS^T Q and dV += P^T dO, the left in registers; and
-        dQ = dS K, from dS^T and K, both summed down their columns.
+        dQ^T = K^T dS^T, of dS as [queries][keys].
         """
-        head, value = self.widths(problem)
-        columns = self.block_q if self.turns_dq(problem) else head
+        widths = (round_up(problem.head_dim, 32), round_up(problem.value_dim, 32))
         return "\n".join(
             [
                 product("multiply_shared", problem, self.block_q, problem.head_dim),
@@ -173,9 +167,10 @@ class WgmmaGradientTile(HopperTile):
                 *(
                     product("multiply_registers", problem, width, self.block_q, a="registers",
                             b="down")
-                    for width in dict.fromkeys((head, value))
+                    for width in dict.fromkeys(widths)
                 ),
-                product("multiply_columns", problem, columns, self.block_k, a="down", b="down"),
+                product("multiply_for_queries", problem, self.dq_part(problem), self.block_k,
+                        a="down"),
             ]
         )  # fmt: skip
 
@@ -189,5 +184,6 @@ def _rows(**sizes: Any) -> Iterator[WgmmaGradientTile]:
 
 ROWS = (
     *_rows(max_dim=64, block_q=128, modified=False),
+    *_rows(max_dim=128, block_q=80, modified=False),
     *_rows(max_dim=128, block_q=64),
 )

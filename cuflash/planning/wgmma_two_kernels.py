@@ -214,7 +214,6 @@ class WgmmaQueriesTile(HopperTile):
             "V_STAGES": self.value_stages(problem),
             "PERSISTS": self.persists,
             "PRODUCER_REGISTERS": 24,
-            "WEIGHT_EXPONENT": self.first.weight_exponent(problem),
         }
 
     def products(self, problem: Problem) -> str:

@@ -13,27 +13,33 @@
 static_assert(BLOCK_K == CONSUMERS * SLAB, "a consumer has SLAB keys");
 static_assert(STAGES == 2, "slots follow from the parity of steps");
 
-constexpr int ADDING_WARP = 1, CHECKING_WARP = 3;
-// Who reads an item: the consumers' warps, the copying thread, the warp that adds to dQ and the one
-// that checks keys.
-constexpr int KEY_ITEM_READERS = WARPS + 3;
+// The producer's warps. The first one's first thread copies and plans.
+constexpr int ADDING_WARPS = 1, WATCHING_WARP = 3;  // a warp adds for each consumer
 
-// Named barriers. Those of a pair take turns with the steps.
+// Who reads an item: the consumers' warps, those that add and the one that watches. The copying
+// thread has written it.
+constexpr int KEY_ITEM_READERS = WARPS + CONSUMERS + 1;
+
+// Named barriers. Those of a pair belong to the two slots, or to the two consumers.
 enum {
-    SCORES_READY = 1,     // dS^T of both consumers is in shared memory: 2
-    SUMS_STAGED = 3,      // a tile of dQ is staged: 2
-    STAGING_FREE = 5,     // and has been added: 2
-    ROWS_SCORED = 7,      // both consumers have read the tiles that are to be cleared
+    FIRST_SCORED = 1,   // the first consumer's dS is in this slot, and it has read what was there: 2
+    SECOND_SCORED = 3,  // the second consumer's dS is in this slot, and it has read it: 2
+    SECOND_STORED = 5,  // all warps of the second consumer have stored their dS
+    SUMS_STAGED = 6,    // this consumer's part of dQ is staged: 2
+    STAGING_FREE = 8,   // and has been added: 2
+    TURN_CAME = 10,     // it is this part's turn to be added: 2
+    TILES_READ = 12,    // both consumers have read the tiles that are to change
+    FIRST_READ = 13,    // all warps of the first consumer have read what its first dQ makes no use of
 };
+constexpr int BOTH = CONSUMERS * WARPGROUP;
 constexpr int STAGING_THREADS = WARPGROUP + 32;  // a consumer and the adding warp
+constexpr int DQ_PART = SLAB * DQ_QUERIES;       // numbers in a consumer's part of a tile of dQ
 
-// A step's slot, and the parity of its phase, follow from its number: so does whose turn it is to
-// multiply for dQ.
-struct StepCount {
-    u32 count = 0;
-    __device__ __forceinline__ int slot() const { return count & 1; }
-    __device__ __forceinline__ u32 parity() const { return count >> 1 & 1; }
-    __device__ __forceinline__ void advance() { ++count; }
+// The slots of an item's steps take turns, from slot 0 on. Bit i is the parity of slot i's phase.
+struct SlotPhases {
+    u32 bits = 0;
+    __device__ __forceinline__ u32 parity(int slot) const { return bits >> slot & 1; }
+    __device__ __forceinline__ void advance(int slot) { bits ^= 1u << slot; }
 };
 
 // "Full" counts bytes, "empty" the consumers' warps.
@@ -42,13 +48,13 @@ struct Barriers {
     Barrier dO_full[STAGES], dO_empty[STAGES];
     Barrier K_full, K_empty;  // V as well
     Barrier K_checked;        // for infinities and NaN
-    Barrier wanted;           // the next item
+    Barrier head_full;        // where its operands lie
 
     __device__ __forceinline__ void init() {
         init_all(Q_full, 1), init_all(Q_empty, WARPS);
         init_all(dO_full, 1), init_all(dO_empty, WARPS);
         K_full.init(1), K_empty.init(WARPS);
-        K_checked.init(1), wanted.init(1);
+        K_checked.init(1), head_full.init(1);
     }
 };
 
@@ -64,11 +70,12 @@ struct SharedMemory {
     unsigned char Q[STAGES][QueryRows::BYTES];
     unsigned char dO[STAGES][GradientRows::BYTES];
     unsigned char dS[STAGES][ScoreRows::BYTES];
-    float dQ[BLOCK_Q * HEAD_WIDTH];  // as registers hold it: unit after unit of 16 bytes a thread
+    float dQ[CONSUMERS][DQ_PART];  // as registers hold it: unit after unit of 16 bytes a thread
     alignas(16) float row_stats[STAGES][ROW_STATS];
     Barriers barriers;
     StepFacts facts[STAGES];
-    int nonfinite_keys;  // whether the tile of keys holds infinities or NaN
+    int nonfinite_keys;  // whether the tile's keys or values hold infinities or NaN
+    int found_nonfinite[WARPS];  // whether a consumer's warp has met a step with such
     alignas(16) ItemSlots<KeyItem> items;
 };
 static_assert(sizeof(SharedMemory::K) == shared_at::V &&
@@ -80,18 +87,18 @@ static_assert(sizeof(SharedMemory::K) == shared_at::V &&
                   sizeof(SharedMemory::row_stats) == shared_at::barriers - shared_at::row_stats,
               "the plan lays out shared memory alike");
 static_assert(sizeof(SharedMemory) <= SHARED_BYTES, "barriers and items");
-static_assert(is_laid_out<float>(tile_bytes::dq_sum, BLOCK_Q* HEAD_WIDTH),
+static_assert(is_laid_out<float>(tile_bytes::dq_sum, CONSUMERS* DQ_PART),
               "the plan's tiles in the workspace are those of the kernel");
 
-// The copying thread fills the buffers as they become empty.
+// The copying thread works out the items and fills the buffers as they become empty.
 __device__ __forceinline__ void copy_tiles(const Params& p, const GradientTables& tables,
                                            SharedMemory& smem) {
     Barriers& barriers = smem.barriers;
-    StepCount step;
+    SlotPhases phases;
     u32 K_parity = 0;
-    ItemReader<KeyItem> reader(smem.items);
+    KeyItemWriter items(smem.items, barriers.head_full);
     for (;;) {
-        const KeyItem& item = reader.next();
+        const KeyItem& item = items.next(p, p.tickets);
         if (!item.exists) return;
         const int count = item.queries.count;
         const auto load_keys = [&] {
@@ -100,116 +107,110 @@ __device__ __forceinline__ void copy_tiles(const Params& p, const GradientTables
             barriers.K_full.arrive_and_expect(KeyRows::BYTES + ValueRows::BYTES);
             const int row = item.key_tile * BLOCK_K;
             load_expected_panels<KeyRows>(smem.K, barriers.K_full, &tables.k, row,
-                                          item.k_position);
+                                          item.located.k_position);
             load_expected_panels<ValueRows>(smem.V, barriers.K_full, &tables.v, row,
-                                            item.v_position);
+                                            item.located.v_position);
         };
         if (item.opens && count == 0) load_keys();
 #pragma unroll 1
-        for (int i = 0; i < count; ++i, step.advance()) {
+        for (int i = 0; i < count; ++i) {
             const Visit visit = item.queries[i];
-            const int row = visit.tile * BLOCK_Q, slot = step.slot();
-            barriers.Q_empty[slot].wait(step.parity() ^ 1);
+            const int row = visit.tile * BLOCK_Q, slot = i % STAGES;
+            const u32 parity = phases.parity(slot);
+            phases.advance(slot);
+            barriers.Q_empty[slot].wait(parity ^ 1);
             smem.facts[slot] = {visit, item.queries.is_cut(visit)};
             Barrier& Q_full = barriers.Q_full[slot];
             Q_full.arrive_and_expect(QueryRows::BYTES + ROW_STATS * sizeof(float));
-            load_expected_panels<QueryRows>(smem.Q[slot], Q_full, &tables.q, row, item.q_position);
-            const i64 tile = i64(item.head.index) * p.query_tiles + visit.tile;
+            load_expected_panels<QueryRows>(smem.Q[slot], Q_full, &tables.q, row, item.located.q_position);
+            const i64 tile = i64(item.located.head.index) * p.query_tiles + visit.tile;
             load_bytes(smem.row_stats[slot], p.row_stats + tile * ROW_STATS,
                        ROW_STATS * sizeof(float), Q_full);
             if (item.opens && i == 0) load_keys();  // later than queries: it waits for the last item
-            barriers.dO_empty[slot].wait(step.parity() ^ 1);
+            barriers.dO_empty[slot].wait(parity ^ 1);
             load_panels<GradientRows>(smem.dO[slot], barriers.dO_full[slot], &tables.dout, row,
-                                      item.dout_position);
+                                      item.located.dout_position);
         }
-        if (item.closes) barriers.wanted.arrive();
-        reader.release(item);
     }
 }
 
-// The checking warp looks for infinities and NaN among the keys of a tile.
-__device__ __forceinline__ void check_keys(SharedMemory& smem) {
-    constexpr int AT_A_TIME = 4, STEP = 32 * AT_A_TIME * CHUNK_BYTES;
-    static_assert(KeyRows::BYTES % STEP == 0, "whole warps");
+// Whether the warp finds infinities and NaN among the keys and values.
+__device__ __forceinline__ bool finds_nonfinite(const SharedMemory& smem) {
+    constexpr int AT_A_TIME = 2, STEP = 32 * AT_A_TIME * CHUNK_BYTES;
+    static_assert((KeyRows::BYTES + ValueRows::BYTES) % STEP == 0, "whole warps");
+    bool found = false;
+#pragma unroll 1
+    for (const unsigned char* at = smem.K + threadIdx.x % 32 * CHUNK_BYTES; at < smem.Q[0];
+         at += STEP)
+#pragma unroll
+        for (int i = 0; i < AT_A_TIME; ++i)
+            found |= has_nonfinite(reinterpret_cast<const Element*>(at + i * 32 * CHUNK_BYTES));
+    return __any_sync(FULL_WARP, found);
+}
+
+// The watching warp looks for infinities and NaN among a tile's keys and values. Where order counts, it
+// then waits for the turns of this block at the tiles of dQ, so that the warps that add need not ask.
+__device__ __forceinline__ void watch(const Params& p, SharedMemory& smem) {
     Barriers& barriers = smem.barriers;
-    const int lane = threadIdx.x % 32;
+    const bool speaks = threadIdx.x % 32 == 0;
     u32 parity = 0;
     ItemReader<KeyItem> reader(smem.items);
     for (;;) {
         const KeyItem& item = reader.next();
         if (!item.exists) return;
-        bool found = false;
         if (item.opens) {
             barriers.K_full.wait(parity);
             parity ^= 1;
+            const bool found = finds_nonfinite(smem);
+            __syncwarp();  // all lanes have read the keys
+            if (speaks) smem.nonfinite_keys = found, barriers.K_checked.arrive();
+        }
+        if (ORDERED)
 #pragma unroll 1
-            for (const unsigned char* at = smem.K + lane * CHUNK_BYTES; at < smem.V; at += STEP)
-#pragma unroll
-                for (int i = 0; i < AT_A_TIME; ++i)
-                    found |= has_nonfinite(
-                        reinterpret_cast<const Element*>(at + i * 32 * CHUNK_BYTES));
-            found = __any_sync(FULL_WARP, found);
-        }
-        __syncwarp();  // all lanes have read the keys and the item
-        if (lane == 0) {
-            if (item.opens) {
-                smem.nonfinite_keys = found;
-                barriers.K_checked.arrive();
+            for (int i = 0; i < item.queries.count; ++i) {
+                const Visit visit = item.queries[i];
+                const u32 wanted = turn_of(p, item.located.head, item.key_tile, visit);
+                const i64 tile = i64(item.located.head.index) * p.query_tiles + visit.tile;
+#pragma unroll 1
+                for (int consumer = CONSUMERS - 1; consumer >= 0; --consumer) {
+                    if (speaks) wait_turn(p.turns + tile * CONSUMERS + consumer, wanted);
+                    meet(TURN_CAME + consumer, 64);
+                }
             }
-            reader.release(item);
-        }
+        __syncwarp();  // all lanes have read the item
+        if (speaks) reader.release(item);
     }
 }
 
-// The adding warp adds tiles of dQ in global memory. Where order counts it waits for the tile's turn,
-// and hands the turn on when the tile after it is under way, since an addition takes long to be
-// written. It hands on earlier if it has to wait itself.
-__device__ __forceinline__ void add_sums(const Params& p, SharedMemory& smem) {
+// An adding warp adds a consumer's parts of dQ in global memory. Where order counts it does so when the
+// part's turn has come, and hands on the turn when the sum is written.
+__device__ __forceinline__ void add_sums(const Params& p, SharedMemory& smem, int consumer) {
     const bool speaks = threadIdx.x % 32 == 0;
-    StepCount step;
     ItemReader<KeyItem> reader(smem.items);
-    pass(STAGING_FREE, STAGING_THREADS);
+    pass(STAGING_FREE + consumer, STAGING_THREADS);
     for (;;) {
         const KeyItem& item = reader.next();
         if (!item.exists) break;
-        const int count = item.queries.count, key_tile = item.key_tile;
-        const i64 first_tile = i64(item.head.index) * p.query_tiles;
-        u32* held = nullptr;  // the turn at the tile before
-        const auto hand_on = [&] {
-            if (held == nullptr) return;
-            follow_async_units();
-            pass_turn(held, key_tile + 1);
-            held = nullptr;
-        };
+        const int count = item.queries.count;
+        const i64 first_tile = i64(item.located.head.index) * p.query_tiles;
 #pragma unroll 1
-        for (int i = 0; i < count; ++i, step.advance()) {
-            const Visit visit = item.queries[i];
-            const i64 tile = first_tile + visit.tile;
-            if (ORDERED && speaks) {
-                const u32 wanted = turn_of(p, item.head, key_tile, visit);
-                if (!is_turn(p.turns + tile, wanted)) {
-                    wait_written<0>();
-                    hand_on();
-                    wait_turn(p.turns + tile, wanted);
-                }
-            }
-            meet(SUMS_STAGED + step.slot(), STAGING_THREADS);
+        for (int i = 0; i < count; ++i) {
+            const i64 part = (first_tile + item.queries[i].tile) * CONSUMERS + consumer;
+            if (ORDERED) meet(TURN_CAME + consumer, 64);
+            meet(SUMS_STAGED + consumer, STAGING_THREADS);
             if (speaks) {
-                add_bytes(p.dq_sum + tile * (BLOCK_Q * HEAD_WIDTH), smem.dQ, sizeof(smem.dQ));
+                add_bytes(p.dq_sum + part * DQ_PART, smem.dQ[consumer],
+                          sizeof(smem.dQ[consumer]));
                 commit_writes();
                 wait_read<0>();
             }
-            __syncwarp();  // the staged tile is read
-            pass(STAGING_FREE + (step.slot() ^ 1), STAGING_THREADS);
+            __syncwarp();  // the staged part is read
+            pass(STAGING_FREE + consumer, STAGING_THREADS);
             if (ORDERED && speaks) {
-                wait_written<1>();
-                hand_on();
-                held = p.turns + tile;
+                wait_written<0>();
+                follow_async_units();
+                pass_turn(p.turns + part, item.key_tile + 1);
             }
-        }
-        if (ORDERED && speaks) {
-            wait_written<0>();
-            hand_on();
         }
         __syncwarp();  // all lanes have read the item
         if (speaks) reader.release(item);

@@ -7,32 +7,30 @@
 
 // A tile of keys of one head. Where heads share keys and a block has them all (GROUP of them), their
 // items come one after the other: the first opens the tile, the last closes it.
-struct KeyItem : GradientHead {
+struct alignas(16) KeyItem {
+    GradientHead located;
+    QueryTiles<BLOCK_Q> queries;
     int exists;  // 0 behind the last one
     int opens, closes;
+    int tile;  // the number by which row_at knows the tile of keys
     int key_tile;
-    Element *dk, *dv;  // the head's rows
-    QueryTiles<BLOCK_Q> queries;
 
-    // Works out the head `index` and its tile `tile`.
-    __device__ __forceinline__ void work_out(const Params& p, int index, int tile,
-                                             int number_in_group) {
-        exists = 1;
+    // The rest of what `located`, `tile` and the number in the group say.
+    __device__ __forceinline__ void work_out(const Params& p, int number_in_group) {
+        const Head& head = located.head;
         opens = number_in_group == 0, closes = number_in_group == GROUP - 1;
-        key_tile = tile;
-        find_head(p, index);
-        dk = p.dk + offset(p, p.dk_axis_stride);
-        dv = p.dv + offset(p, p.dv_axis_stride);
-        key_tile = row_at(p, head, key_tile, key_tile);
+        key_tile = row_at(p, head, tile, tile);
         // Blocks that may add in any order begin at different tiles of dQ and seldom meet.
         const int rotation = ORDERED ? 0 : ROTATION * key_tile + head.index;
         queries = QueryTiles<BLOCK_Q>(p, head, key_tile, BLOCK_K, rotation);
     }
 };
 
-// The planning thread works out the items of this block. A causal mask leaves the first tiles of keys
-// the most queries, so they begin first.
-__device__ __forceinline__ void plan_key_items(const Params& p, u32* tickets,
-                                               ItemSlots<KeyItem>& slots, Barrier& wanted) {
-    plan_by_tickets<BLOCK_K, GROUP>(p, tickets, slots, wanted, p.key_length);
-}
+// Takes the tickets of this block and works out its items. A causal mask leaves the first tiles of
+// keys the most queries, so they begin first.
+struct KeyItemWriter : TicketWriter<KeyItem, GROUP> {
+    using TicketWriter::TicketWriter;
+    __device__ __forceinline__ const KeyItem& next(const Params& p, u32* tickets) {
+        return TicketWriter::next(p, tickets, p.key_tiles);
+    }
+};

@@ -8,38 +8,41 @@
 #include "row_stats.cuh"
 #include "tiles/warpgroup.cuh"
 
-static_assert(is_laid_out<float>(tile_bytes::dk_sum, BLOCK_K* HEAD_WIDTH) &&
-                  is_laid_out<float>(tile_bytes::dv_sum, BLOCK_K* VALUE_WIDTH),
+static_assert(is_laid_out<float>(tile_bytes::dk_sum, BLOCK_K* padded(HEAD_DIM)) &&
+                  is_laid_out<float>(tile_bytes::dv_sum, BLOCK_K* padded(HEAD_DIM_V)),
               "the plan's tiles in the workspace are those of the kernels");
 
 // Where a tile of keys is summed over heads: its first row of dK and of dV.
 __device__ __forceinline__ float* sum_rows_of(float* sums, const Params& p, const KeyItem& item,
                                               int width) {
-    return sums + (i64(item.head.index) * p.key_tiles + item.key_tile) * (BLOCK_K * width);
+    return sums + (i64(item.located.head.index) * p.key_tiles + item.key_tile) * (BLOCK_K * width);
 }
 
 // dV of a consumer's keys, from k_begin on; dK; and both.
-__device__ __forceinline__ void store_value_gradients(const float (&dV)[2][VALUE_WIDTH / 4],
+__device__ __forceinline__ void store_value_gradients(const float (&dV)[2][padded(HEAD_DIM_V) / 4],
                                                       const Params& p, const KeyItem& item,
                                                       int k_begin) {
+    constexpr int WIDTH = padded(HEAD_DIM_V);
     const int first = k_begin - item.key_tile * BLOCK_K;
     if (p.dv_sum != nullptr)
-        store_sum_rows(sum_rows_of(p.dv_sum, p, item, VALUE_WIDTH) + first * VALUE_WIDTH, dV);
+        store_sum_rows(sum_rows_of(p.dv_sum, p, item, WIDTH) + first * WIDTH, dV);
     else
-        store_gradient_rows<HEAD_DIM_V>(item.dv, p.dv_row_stride, p.key_length, dV, k_begin,
-                                        WEIGHT_UNIT / kept_share(p));
+        store_gradient_rows<HEAD_DIM_V>(item.located.dv, p.dv_row_stride, p.key_length, dV, k_begin,
+                                        1.0f / kept_share(p));
 }
-__device__ __forceinline__ void store_score_gradients(const float (&dK)[2][HEAD_WIDTH / 4],
+__device__ __forceinline__ void store_score_gradients(const float (&dK)[2][padded(HEAD_DIM) / 4],
                                                       const Params& p, const KeyItem& item,
                                                       int k_begin) {
+    constexpr int WIDTH = padded(HEAD_DIM);
     const int first = k_begin - item.key_tile * BLOCK_K;
     if (p.dk_sum != nullptr)
-        store_sum_rows(sum_rows_of(p.dk_sum, p, item, HEAD_WIDTH) + first * HEAD_WIDTH, dK);
+        store_sum_rows(sum_rows_of(p.dk_sum, p, item, WIDTH) + first * WIDTH, dK);
     else
-        store_gradient_rows<HEAD_DIM>(item.dk, p.dk_row_stride, p.key_length, dK, k_begin, p.scale);
+        store_gradient_rows<HEAD_DIM>(item.located.dk, p.dk_row_stride, p.key_length, dK, k_begin,
+                                      p.scale);
 }
-__device__ __forceinline__ void store_key_gradients(const float (&dK)[2][HEAD_WIDTH / 4],
-                                                    const float (&dV)[2][VALUE_WIDTH / 4],
+__device__ __forceinline__ void store_key_gradients(const float (&dK)[2][padded(HEAD_DIM) / 4],
+                                                    const float (&dV)[2][padded(HEAD_DIM_V) / 4],
                                                     const Params& p, const KeyItem& item,
                                                     int k_begin) {
     store_value_gradients(dV, p, item, k_begin);
@@ -53,11 +56,12 @@ __device__ __forceinline__ void add_nonfinite_gradients(const Params& p, const K
                                                         int first) {
     const int lane = threadIdx.x % 32, k_begin = item.key_tile * BLOCK_K + first;
     const Accumulator multiplier = score_multiplier(p);
-    float* const sums = p.dv_sum == nullptr
-                            ? nullptr
-                            : sum_rows_of(p.dv_sum, p, item, VALUE_WIDTH) + first * VALUE_WIDTH;
+    float* const sums = p.dv_sum == nullptr ? nullptr
+                                            : sum_rows_of(p.dv_sum, p, item, padded(HEAD_DIM_V)) +
+                                                  first * padded(HEAD_DIM_V);
 #pragma unroll 1
-    for (int index = item.head.index - GROUP + 1; index <= item.head.index; ++index) {
+    for (int index = item.located.head.index - GROUP + 1; index <= item.located.head.index;
+         ++index) {
         const Head head = locate_head(p, index);
         const Element* const dout = p.dout + locate(p, index, p.dout_axis_stride);
         const QueryTiles<BLOCK_Q> queries(p, head, item.key_tile, BLOCK_K, 0);
@@ -87,9 +91,9 @@ __device__ __forceinline__ void add_nonfinite_gradients(const Params& p, const K
                     const float value = widen(dO[column]);
                     if (is_finite(value)) continue;
                     if (sums != nullptr) {
-                        sums[row * VALUE_WIDTH + column] += weight * value;
+                        sums[row * padded(HEAD_DIM_V) + column] += weight * value;
                     } else {
-                        Element& x = item.dv[k * p.dv_row_stride + column];
+                        Element& x = item.located.dv[k * p.dv_row_stride + column];
                         x = narrow<Element>(widen(x) + weight * value);
                     }
                 }

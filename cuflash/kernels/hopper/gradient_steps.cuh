@@ -24,16 +24,16 @@ struct StepFacts {
     int is_cut;
 };
 
-// The copying thread fills the buffers as they become empty.
+// The copying thread works out the items and fills the buffers as they become empty.
 template <typename SharedMemory>
 __device__ __forceinline__ void copy_steps(const Params& p, const GradientTables& tables,
                                            SharedMemory& smem) {
     auto& barriers = smem.barriers;
     StepCount step;
     u32 K_parity = 0;
-    ItemReader<KeyItem> reader(smem.items);
+    KeyItemWriter items(smem.items, barriers.head_full);
     for (;;) {
-        const KeyItem& item = reader.next();
+        const KeyItem& item = items.next(p, p.tickets + 1);
         if (!item.exists) return;
         const int count = item.queries.count;
         const auto load_keys = [&] {
@@ -41,9 +41,10 @@ __device__ __forceinline__ void copy_steps(const Params& p, const GradientTables
             K_parity ^= 1;
             barriers.K_full.arrive_and_expect(KeyRows::BYTES + ValueRows::BYTES);
             const int row = item.key_tile * BLOCK_K;
-            load_expected_panels<KeyRows>(smem.K, barriers.K_full, &tables.k, row, item.k_position);
+            load_expected_panels<KeyRows>(smem.K, barriers.K_full, &tables.k, row,
+                                          item.located.k_position);
             load_expected_panels<ValueRows>(smem.V, barriers.K_full, &tables.v, row,
-                                            item.v_position);
+                                            item.located.v_position);
         };
         if (item.opens && count == 0) load_keys();
 #pragma unroll 1
@@ -54,18 +55,17 @@ __device__ __forceinline__ void copy_steps(const Params& p, const GradientTables
             smem.facts[slot] = {visit, item.queries.is_cut(visit)};
             Barrier& Q_full = barriers.Q_full[slot];
             Q_full.arrive_and_expect(QueryRows::BYTES + ROW_STATS * sizeof(float));
-            load_expected_panels<QueryRows>(smem.Q[slot], Q_full, &tables.q, row, item.q_position);
-            const i64 tile = i64(item.head.index) * p.query_tiles + visit.tile;
+            load_expected_panels<QueryRows>(smem.Q[slot], Q_full, &tables.q, row,
+                                            item.located.q_position);
+            const i64 tile = i64(item.located.head.index) * p.query_tiles + visit.tile;
             load_bytes(smem.row_stats[slot], p.row_stats + tile * ROW_STATS,
                        ROW_STATS * sizeof(float), Q_full);
             if (item.opens && i == 0)
                 load_keys();  // later than queries: it waits for the last item
             barriers.dO_empty[slot].wait(step.parity() ^ 1);
             load_panels<GradientRows>(smem.dO[slot], barriers.dO_full[slot], &tables.dout, row,
-                                      item.dout_position);
+                                      item.located.dout_position);
         }
-        if (item.closes) barriers.wanted.arrive();
-        reader.release(item);
     }
 }
 
@@ -88,7 +88,7 @@ __device__ __forceinline__ void check_keys(const Params& p, SharedMemory& smem) 
         }
         __syncwarp();  // all lanes have read the keys and the item
         if (lane == 0) {
-            p.nonfinite_keys[i64(item.head.index) * p.key_tiles + item.key_tile] = found;
+            p.nonfinite_keys[i64(item.located.head.index) * p.key_tiles + item.key_tile] = found;
             if (item.opens) {
                 smem.nonfinite_keys = found;
                 barriers.K_checked.arrive();

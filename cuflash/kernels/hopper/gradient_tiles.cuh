@@ -12,186 +12,149 @@ using KeyRows = Panels<BLOCK_K, HEAD_WIDTH>;
 using ValueRows = Panels<BLOCK_K, VALUE_WIDTH>;
 using QueryRows = Panels<BLOCK_Q, HEAD_WIDTH>;
 using GradientRows = Panels<BLOCK_Q, VALUE_WIDTH>;  // of dO
-using ScoreRows = Panels<BLOCK_K, BLOCK_Q>;         // of dS^T
+using ScoreRows = Panels<BLOCK_Q, BLOCK_K>;         // of dS
 using Scores = WarpgroupTile<Element, BLOCK_Q, HEAD_DIM, HEAD_DIM_V>;
-using Packed = u32[BLOCK_Q / 16][4];  // S^T, P^T or dS^T as the A operands of products
+using Packed = u32[BLOCK_Q / 16][4];  // P^T or dS^T as the A operands of products
 
-// The two numbers of a packed pair, widened.
-__device__ __forceinline__ float lower(u32 pair, __nv_bfloat16) {
-    return __uint_as_float(pair << 16);
-}
-__device__ __forceinline__ float upper(u32 pair, __nv_bfloat16) {
-    return __uint_as_float(pair & 0xffff0000u);
-}
-__device__ __forceinline__ float lower(u32 pair, __half) {
-    return widen(__ushort_as_half(static_cast<unsigned short>(pair)));
-}
-__device__ __forceinline__ float upper(u32 pair, __half) {
-    return widen(__ushort_as_half(static_cast<unsigned short>(pair >> 16)));
-}
-
-// The weights of one step, P^T in three forms: what dropout leaves of it, for dV; all of it; and all of
-// it times the derivative of the modified score by the score, for dS. They are one array, unless
-// something stands between them.
-struct Weights {
-    Packed kept_pairs, all_pairs, sloped_pairs;
-    __device__ __forceinline__ Packed& kept() { return kept_pairs; }
-    __device__ __forceinline__ Packed& all() { return DROPS ? all_pairs : kept_pairs; }
-    __device__ __forceinline__ Packed& sloped() { return SCORE_IS_MODIFIED ? sloped_pairs : all(); }
-};
-
-// One step of a warpgroup: its keys, from k_begin on, against a tile of queries.
-//
-// Numbers come in pairs: pair (i, m) of the scores is S[i][2 * m] and S[i][2 * m + 1], neighbours in
-// row i.
+// One step of a warpgroup: its keys, from k_begin on, against a tile of queries. Numbers come in
+// pairs: S[i][2 * m] and S[i][2 * m + 1] are neighbours in row i.
 struct GradientStep {
     static constexpr int ROWS = Scores::ROWS, PAIRS = Scores::COLUMNS / 2;
-    static constexpr u32 HIDDEN = 0x80008000;  // a pair of -0
+    using Pair = Vector<float, 2>;
 
     const Params& p;
     const Scores& tile;
     const Head& head;
-    u32 row_stats;  // of the queries, in shared memory
     int q_begin, k_begin;
 
-    static __device__ __forceinline__ u32& pair_of(Packed& packed, int i, int m) {
-        return packed[m / 2][m % 2 * 2 + i];
-    }
-    // Two numbers of the row statistics, from number `first` on, for the m-th pair.
-    __device__ __forceinline__ Vector<float, 2> stats(int first, int m) const {
-        const int column = m * 8 + tile.lane % 4 * 2;
-        const auto pair = load_pair(row_stats + (first + column) * int(sizeof(float)));
-        return {__uint_as_float(pair.at[0]), __uint_as_float(pair.at[1])};
-    }
-    // The same for all pairs: ahead of their use, or as each is used.
-    struct LoadedStats {
-        Vector<float, 2> pairs[PAIRS];
-        __device__ __forceinline__ Vector<float, 2> operator[](int m) const { return pairs[m]; }
-    };
-    struct LazyStats {
-        const GradientStep& step;
-        const int first;
-        __device__ __forceinline__ Vector<float, 2> operator[](int m) const {
-            return step.stats(first, m);
+    // Numbers of the queries for the lane's columns, as shared memory holds them.
+    struct Stats {
+        u32 address;
+        __device__ __forceinline__ Stats(const Scores& tile, u32 numbers)
+            : address(numbers + tile.lane % 4 * 2 * int(sizeof(float))) {}
+        __device__ __forceinline__ Pair operator[](int m) const {
+            const auto pair = load_pair(address + m * 8 * int(sizeof(float)));
+            return {__uint_as_float(pair.at[0]), __uint_as_float(pair.at[1])};
         }
     };
-    __device__ __forceinline__ LoadedStats load_stats(int first) const {
-        LoadedStats loaded;
-#pragma unroll
-        for (int m = 0; m < PAIRS; ++m) loaded.pairs[m] = stats(first, m);
-        return loaded;
-    }
 
-    // P^T from S^T, packed.
-    __device__ __forceinline__ void to_probabilities(Weights& weights,
-                                                     Accumulator (&S)[2][Scores::COLUMNS]) const {
-        to_probabilities(weights, S, LazyStats{*this, 0});
-    }
-    template <typename Stats>
-    __device__ __forceinline__ void to_probabilities(Weights& weights,
-                                                     Accumulator (&S)[2][Scores::COLUMNS],
-                                                     const Stats& all_log2_sums) const {
+    // P^T from S^T, and `slope`, the derivative of the modified score by the score.
+    __device__ __forceinline__ void to_probabilities(Accumulator (&S)[ROWS][Scores::COLUMNS],
+                                                     Accumulator (&slope)[ROWS][Scores::COLUMNS],
+                                                     const Stats& log2_sums) const {
         const Accumulator multiplier = score_multiplier(p);
 #pragma unroll
         for (int m = 0; m < PAIRS; ++m) {
-            const auto log2_sums = all_log2_sums[m];
+            const Pair log2_sum = log2_sums[m];
 #pragma unroll
-            for (int i = 0; i < ROWS; ++i) {
-                Accumulator P[2], kept[2], sloped[2];
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const int j = 2 * m + e, q = q_begin + tile.column(j);
-                    const int k = k_begin + tile.row(i);
-                    Accumulator score = S[i][j], slope = Accumulator(1);
-                    if constexpr (SCORE_IS_MODIFIED) {
-                        using Number = Dual<Accumulator>;
-                        const Number plain(score * p.scale, Accumulator(1));
-                        const Number modified = modify(plain, head, q, k, p);
-                        score = modified.value, slope = modified.slope;
-                    }
-                    P[e] = exp2_of(multiply_add(score, multiplier, -log2_sums.at[e]));
-                    sloped[e] = P[e] * slope;
-                    kept[e] = !DROPS || keep(p, head, q, k) ? P[e] : Accumulator(0);
+            for (int e = 0; e < 2 * ROWS; ++e) {
+                const int i = e / 2, j = 2 * m + e % 2;
+                if constexpr (SCORE_IS_MODIFIED) {
+                    using Number = Dual<Accumulator>;
+                    const Number score(S[i][j] * p.scale, Accumulator(1));
+                    const Number modified =
+                        modify(score, head, q_begin + tile.column(j), k_begin + tile.row(i), p);
+                    S[i][j] = modified.value, slope[i][j] = modified.slope;
                 }
-                if (DROPS) pair_of(weights.all(), i, m) = pack(P[0], P[1], Element());
-                if (SCORE_IS_MODIFIED)
-                    pair_of(weights.sloped(), i, m) = pack(sloped[0], sloped[1], Element());
-                pair_of(weights.kept(), i, m) = pack(kept[0], kept[1], Element());
+                S[i][j] = exp2_of(multiply_add(S[i][j], multiplier, -log2_sum.at[e % 2]));
             }
         }
     }
 
-    // Sets the weights of hidden pairs to -0, whatever their scores and lse are, and those of queries
-    // without weight. The sign tells -0 from a weight that is too small for a number.
-    __device__ __forceinline__ void hide(Weights& weights, const TileBits& bits) const {
-        int first[ROWS], last[ROWS];
+    // Sets the weights of hidden pairs to -0, whatever their scores and lse are. The sign tells it from
+    // a weight that is too small for a number.
+    __device__ __forceinline__ void hide(Accumulator (&P)[ROWS][Scores::COLUMNS],
+                                         const TileBits& bits) const {
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             const VisibleQueries visible(p, head, k_begin + tile.row(i));
-            first[i] = visible.first - q_begin, last[i] = visible.last - q_begin;
+            const int first = visible.first - q_begin, last = visible.last - q_begin;
+#pragma unroll
+            for (int j = 0; j < Scores::COLUMNS; ++j)
+                if (tile.column(j) < first || tile.column(j) > last) P[i][j] = Accumulator(-0.0);
         }
+        bits.hide(P, Accumulator(-0.0), tile, 0);
+    }
+    // The same for queries without weight.
+    __device__ __forceinline__ void hide_weightless(Accumulator (&P)[ROWS][Scores::COLUMNS],
+                                                    const Stats& log2_sums) const {
 #pragma unroll
         for (int m = 0; m < PAIRS; ++m) {
-            const auto log2_sums = stats(0, m);
+            const Pair log2_sum = log2_sums[m];
 #pragma unroll
-            for (int i = 0; i < ROWS; ++i) {
-                u32 mask = 0;
+            for (int e = 0; e < 2 * ROWS; ++e)
+                if (log2_sum.at[e % 2] == infinity<Accumulator>())
+                    P[e / 2][2 * m + e % 2] = Accumulator(-0.0);
+        }
+    }
+
+    // Multiplies P^T or dS^T by the slope.
+    __device__ __forceinline__ void apply_slope(
+        Accumulator (&P)[ROWS][Scores::COLUMNS],
+        const Accumulator (&slope)[ROWS][Scores::COLUMNS]) const {
 #pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const int column = tile.column(2 * m + e);
-                    const bool hidden = column < first[i] || column > last[i] ||
-                                        log2_sums.at[e] == infinity<Accumulator>() ||
-                                        !bits.has(tile.row(i), column);
-                    mask |= hidden ? 0xffffu << 16 * e : 0;
-                }
-                const auto hide_pair = [&](Packed& packed) {
-                    u32& pair = pair_of(packed, i, m);
-                    pair = pair & ~mask | HIDDEN & mask;
-                };
-                hide_pair(weights.kept());
-                if (DROPS) hide_pair(weights.all());
-                if (SCORE_IS_MODIFIED) hide_pair(weights.sloped());
+        for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+            for (int j = 0; j < Scores::COLUMNS; ++j)
+                if (!is_negative_zero(P[i][j])) P[i][j] *= slope[i][j];
+    }
+
+    // What dropout leaves of P^T, packed.
+    __device__ __forceinline__ void pack_kept(Packed& kept,
+                                              const Accumulator (&P)[ROWS][Scores::COLUMNS]) const {
+        if constexpr (DROPS) {
+            Accumulator left[ROWS][Scores::COLUMNS];
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+                for (int j = 0; j < Scores::COLUMNS; ++j)
+                    left[i][j] = is_kept(i, j) ? P[i][j] : Accumulator(0);
+            tile.pack_probabilities(kept, left);
+        } else {
+            tile.pack_probabilities(kept, P);
+        }
+    }
+    __device__ __forceinline__ bool is_kept(int i, int j) const {
+        return !DROPS || keep(p, head, q_begin + tile.column(j), k_begin + tile.row(i));
+    }
+
+    // dS^T from P^T and dP^T, into dP. Dropout is in delta already, by way of O.
+    __device__ __forceinline__ void to_score_gradients(
+        Accumulator (&dP)[ROWS][Scores::COLUMNS], const Accumulator (&P)[ROWS][Scores::COLUMNS],
+        const Stats& deltas) const {
+        const Accumulator of_kept = Accumulator(1) / kept_share(p);
+#pragma unroll
+        for (int m = 0; m < PAIRS; ++m) {
+            const Pair delta = deltas[m];
+#pragma unroll
+            for (int e = 0; e < 2 * ROWS; ++e) {
+                const int i = e / 2, j = 2 * m + e % 2;
+                const Accumulator dP_kept = is_kept(i, j) ? dP[i][j] * of_kept : Accumulator(0);
+                dP[i][j] = P[i][j] * (dP_kept - delta.at[e % 2]);
             }
         }
     }
 
-    // dS^T from P^T and dP^T, packed. Where P is hidden dS is 0, whatever dP, delta and slope hold.
-    // Dropout is in delta already, by way of O.
-    template <bool CUT>
-    __device__ __forceinline__ void to_score_gradients(
-        Packed& dS, Weights& weights, const Accumulator (&dP)[2][Scores::COLUMNS]) const {
-        to_score_gradients<CUT>(dS, weights, dP, LazyStats{*this, BLOCK_Q});
+    // Where P is hidden dS is 0, whatever dP and delta hold.
+    __device__ __forceinline__ void hide_gradients(
+        Accumulator (&dS)[ROWS][Scores::COLUMNS],
+        const Accumulator (&P)[ROWS][Scores::COLUMNS]) const {
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+            for (int j = 0; j < Scores::COLUMNS; ++j)
+                if (is_negative_zero(P[i][j])) dS[i][j] = Accumulator(0);
     }
-    template <bool CUT, typename Stats>
-    __device__ __forceinline__ void to_score_gradients(Packed& dS, Weights& weights,
-                                                       const Accumulator (&dP)[2][Scores::COLUMNS],
-                                                       const Stats& all_deltas) const {
-        const Accumulator of_kept = WEIGHT_UNIT / kept_share(p);
+
+    // Tells of dS^T, by the modified score.
+    __device__ __forceinline__ void tell(const Accumulator (&dS)[ROWS][Scores::COLUMNS]) const {
 #pragma unroll
-        for (int m = 0; m < PAIRS; ++m) {
-            const auto deltas = all_deltas[m];
+        for (int i = 0; i < ROWS; ++i)
 #pragma unroll
-            for (int i = 0; i < ROWS; ++i) {
-                const u32 sloped = pair_of(weights.sloped(), i, m);
-                const u32 all = pair_of(weights.all(), i, m);
-                const Accumulator W[] = {lower(sloped, Element()), upper(sloped, Element())};
-                const Accumulator P[] = {lower(all, Element()), upper(all, Element())};
-                Accumulator gradient[2];
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const int j = 2 * m + e, q = q_begin + tile.column(j);
-                    const int k = k_begin + tile.row(i);
-                    const bool kept = !DROPS || keep(p, head, q, k);
-                    const bool shown = !CUT || !is_negative_zero(P[e]);
-                    const Accumulator rest =
-                        kept ? multiply_add(dP[i][j], of_kept, -deltas.at[e]) : -deltas.at[e];
-                    if constexpr (STORES_DSCORE)  // by the modified score: without the slope
-                        if (q < head.query_length && k < head.key_length)
-                            store_dscore(p, head, q, k, shown ? P[e] * rest : Accumulator(0));
-                    gradient[e] = shown ? W[e] * rest : Accumulator(0);
-                }
-                pair_of(dS, i, m) = pack(gradient[0], gradient[1], Element());
+            for (int j = 0; j < Scores::COLUMNS; ++j) {
+                const int q = q_begin + tile.column(j), k = k_begin + tile.row(i);
+                if (q < head.query_length && k < head.key_length)
+                    store_dscore(p, head, q, k, dS[i][j]);
             }
-        }
     }
 };

@@ -7,8 +7,9 @@
 static_assert(BLOCK_K == SLAB && CONSUMERS == 2, "the consumers have the same keys");
 
 constexpr int CHECKING_WARP = 3;
-// Who reads an item: the consumers' warps, the copying thread and the warp that checks keys.
-constexpr int KEY_ITEM_READERS = WARPS + 2;
+// Who reads an item: the consumers' warps and the one that checks keys. The copying thread has
+// written it.
+constexpr int KEY_ITEM_READERS = WARPS + 1;
 
 constexpr int ROWS_SCORED = 1;  // named barrier: both consumers have read Q and dO
 
@@ -22,14 +23,14 @@ struct Barriers {
     Barrier P_full[STAGES], P_empty[STAGES];
     Barrier K_full, K_empty;  // V as well
     Barrier K_checked;        // for infinities and NaN
-    Barrier wanted;           // the next item
+    Barrier head_full;        // where its operands lie
 
     __device__ __forceinline__ void init() {
         init_all(Q_full, 1), init_all(Q_empty, WARPS);
         init_all(dO_full, 1), init_all(dO_empty, WARPS);
         init_all(P_full, 4), init_all(P_empty, 4);
         K_full.init(1), K_empty.init(WARPS);
-        K_checked.init(1), wanted.init(1);
+        K_checked.init(1), head_full.init(1);
     }
 };
 

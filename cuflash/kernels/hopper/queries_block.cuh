@@ -17,8 +17,8 @@ using GradientRows = Panels<BLOCK_Q, VALUE_WIDTH>;  // of dO
 using KeyRows = Panels<BLOCK_K, HEAD_WIDTH>;
 using ValueRows = Panels<BLOCK_K, VALUE_WIDTH>;
 
-// Who reads an item: the consumers' warps and the copying thread.
-constexpr int QUERY_ITEM_READERS = WARPS + 1;
+// Who reads an item: the consumers' warps. The copying thread has written it.
+constexpr int QUERY_ITEM_READERS = WARPS;
 
 constexpr int KEYS_SCORED = 1;  // named barrier: both consumers have read K
 
@@ -27,13 +27,13 @@ struct Barriers {
     Barrier Q_full, Q_empty;  // dO as well
     Barrier K_full[STAGES], K_empty[STAGES];
     Barrier V_full[V_STAGES], V_empty[V_STAGES];
-    Barrier wanted;  // the next item
+    Barrier head_full;  // where an item's operands lie
 
     __device__ __forceinline__ void init() {
         Q_full.init(1), Q_empty.init(WARPS);
         init_all(K_full, 1), init_all(K_empty, WARPS);
         init_all(V_full, 1), init_all(V_empty, WARPS);
-        wanted.init(1);
+        head_full.init(1);
     }
 };
 
@@ -70,15 +70,15 @@ struct KeyStep {
 };
 static_assert(STAGES == 2 && V_STAGES <= 2, "slots follow from the parity of steps");
 
-// The copying thread fills the buffers as they become empty.
+// The copying thread works out the items and fills the buffers as they become empty.
 __device__ __forceinline__ void copy_tiles(const Params& p, const GradientTables& tables,
                                            SharedMemory& smem) {
     Barriers& barriers = smem.barriers;
     KeyStep step;
     u32 Q_parity = 0;
-    ItemReader<QueryItem> reader(smem.items);
+    TicketWriter<QueryItem, 1> items(smem.items, barriers.head_full);
     for (;;) {
-        const QueryItem& item = reader.next();
+        const QueryItem& item = items.next(p, p.tickets, divide_up(p.query_length, BLOCK_Q));
         if (!item.exists) return;
 #pragma unroll 1
         for (int i = 0; i < item.count(); ++i, step.advance()) {
@@ -89,21 +89,19 @@ __device__ __forceinline__ void copy_tiles(const Params& p, const GradientTables
             smem.facts[slot].tile = entry.tile;
             item.look(i, entry, smem.facts[slot].sights);
             load_panels<KeyRows>(smem.K[slot], barriers.K_full[slot], &tables.k, row,
-                                 item.k_position);
+                                 item.located.k_position);
             if (i == 0) {  // later than keys: this waits for the last item's scores
                 barriers.Q_empty.wait(Q_parity ^ 1);
                 Q_parity ^= 1;
                 barriers.Q_full.arrive_and_expect(QueryRows::BYTES + GradientRows::BYTES);
                 load_expected_panels<QueryRows>(smem.Q, barriers.Q_full, &tables.q, item.q_begin,
-                                                item.q_position);
+                                                item.located.q_position);
                 load_expected_panels<GradientRows>(smem.dO, barriers.Q_full, &tables.dout,
-                                                   item.q_begin, item.dout_position);
+                                                   item.q_begin, item.located.dout_position);
             }
             barriers.V_empty[V_slot].wait(step.V_parity() ^ 1);
             load_panels<ValueRows>(smem.V[V_slot], barriers.V_full[V_slot], &tables.v, row,
-                                   item.v_position);
+                                   item.located.v_position);
         }
-        barriers.wanted.arrive();
-        reader.release(item);
     }
 }

@@ -1,7 +1,7 @@
 // What the blocks of hopper_backward_queries.cu work on: tiles of queries, each with the tiles of keys
 // that it visits. Reads the prelude: Params and the sizes of tiles.
 #pragma once
-#include "hopper/gradient_head.cuh"
+#include "hopper/few_registers.cuh"
 #include "hopper/roles.cuh"
 #include "hopper/tickets.cuh"
 #include "query_lists.cuh"
@@ -14,25 +14,22 @@ struct Sight {
 };
 
 // A tile of queries of one head.
-struct QueryItem : GradientHead {
-    int exists;  // 0 behind the last one
-    int q_begin;
-    Element* dq;  // the head's rows
+struct alignas(16) QueryItem {
+    GradientHead located;
     TileList list;
     int begin, end;            // its entries that some query may see
     KeySpan spans[CONSUMERS];  // those that the queries of each consumer may see
+    int exists;                // 0 behind the last one
+    int tile;  // counted from the last one: under a causal mask that sees the most keys
+    int q_begin;
 
     __device__ __forceinline__ int count() const { return end - begin; }
 
-    // Works out the head `index` and its tile `tile`, counted from the last one: under a causal mask
-    // that sees the most keys.
-    __device__ __forceinline__ void work_out(const Params& p, int index, int tile, int) {
-        exists = 1;
-        q_begin = tile;
-        find_head(p, index);
-        dq = p.dq + offset(p, p.dq_axis_stride);
+    // The rest of what `located` and `tile` say.
+    __device__ __forceinline__ void work_out(const Params& p, int) {
+        const Head& head = located.head;
         const int tiles = divide_up(afresh(p.query_length), BLOCK_Q);
-        const int query_tile = tiles - 1 - q_begin;
+        const int query_tile = tiles - 1 - tile;
         q_begin = query_tile * BLOCK_Q;
         list = query_list(p, head, query_tile, tiles);
         begin = end = 0;

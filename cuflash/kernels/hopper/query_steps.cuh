@@ -90,7 +90,7 @@ struct QueryStep {
     template <bool CUT>
     __device__ __forceinline__ void to_score_gradients(
         Accumulator (&dP)[ROWS][COLUMNS], const Accumulator (&weights)[ROWS][COLUMNS]) const {
-        const Accumulator of_kept = WEIGHT_UNIT / kept_share(p);
+        const Accumulator of_kept = Accumulator(1) / kept_share(p);
 #pragma unroll
         for (int i = 0; i < ROWS; ++i)
 #pragma unroll

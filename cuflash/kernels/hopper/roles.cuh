@@ -8,6 +8,10 @@
 constexpr int CONSUMERS = WARPS / 4;
 static_assert(THREADS == (CONSUMERS + 1) * WARPGROUP, "roles");
 
+// Where dynamic shared memory begins if there is no static. With a constant for it addresses are
+// constants, which saves registers.
+constexpr int SHARED_BASE = 1024;
+
 constexpr int COPYING_THREAD = 0, PLANNING_THREAD = 64;
 constexpr int CLEARERS = 2;  // warps 1 and 3
 __device__ __forceinline__ bool is_clearer() { return threadIdx.x / 32 % 2 == 1; }

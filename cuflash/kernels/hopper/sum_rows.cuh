@@ -1,9 +1,9 @@
 // Tiles of a gradient, rows of floats, summed over heads. Reads the prelude.
 #pragma once
-#include "row_stats.cuh"
 #include "seams/hooks.cuh"
 #include "shared_rows.cuh"
 #include "tiles/copies.cuh"
+#include "tiles/warpgroup.cuh"
 
 // One tile of ROWS rows, of `tiles` that a head with `row_count` rows has. A thread sums a chunk of a
 // row at a time.

@@ -36,9 +36,9 @@ __device__ __forceinline__ void wait_products(float (&C)[ROWS][COLUMNS]) {
     settle(C);
 }
 
-// stmatrix.x4: four 8x8 matrices; lane i names the row i % 8 of matrix i / 8.
-__device__ __forceinline__ void store_matrices(const u32 (&r)[4], u32 row_address) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+// stmatrix.x4.trans: four 8x8 matrices, each transposed; lane i names the row i % 8 of matrix i / 8.
+__device__ __forceinline__ void store_matrices_transposed(const u32 (&r)[4], u32 row_address) {
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
                  :
                  : "r"(row_address), "r"(r[0]), "r"(r[1]), "r"(r[2]), "r"(r[3])
                  : "memory");

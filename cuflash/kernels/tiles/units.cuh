@@ -67,12 +67,13 @@ __device__ __forceinline__ void load_units(A (&regs)[ROWS][COLUMNS], const A* su
 
 // regs += sums.
 template <int THREADS, typename A, int ROWS, int COLUMNS>
-__device__ __forceinline__ void add_stored_units(A (&regs)[ROWS][COLUMNS], const A* sums) {
+__device__ __forceinline__ void add_stored_units(A (&regs)[ROWS][COLUMNS], const A* sums,
+                                                 int thread = threadIdx.x) {
     constexpr int SIZE = UNIT<A, COLUMNS>;
 #pragma unroll
     for (int e = 0; e < ROWS * COLUMNS; e += SIZE) {
         const Vector<A, SIZE> unit = *reinterpret_cast<const Vector<A, SIZE>*>(
-            sums + (e / SIZE * THREADS + threadIdx.x) * SIZE);
+            sums + (e / SIZE * THREADS + thread) * SIZE);
 #pragma unroll
         for (int c = 0; c < SIZE; ++c) regs[e / COLUMNS][e % COLUMNS + c] += unit.at[c];
     }
