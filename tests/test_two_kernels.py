@@ -55,7 +55,7 @@ def test_the_grid_of_each_kernel(algo):
 def test_the_workspace_is_that_of_rows():
     """No sums of dQ; sums over heads where heads share rows; lists where there is a mask."""
     rows = ("row_stats", 6 * 16 * (2 * 64 + 4) * 4)
-    flags = [("tickets", 8), ("nonfinite_keys", 6 * 11 * 4)]
+    flags = [("tickets", 8), ("located", 6 * 128), ("nonfinite_keys", 6 * 11 * 4)]
     assert plan_of().workspace == (rows, *flags)
     assert plan_of(deterministic=False).workspace == (rows, *flags)
     lists = [("mask_query_ranges", 8 * 8), ("mask_query_entries", 8 * 11 * 16)]
