@@ -99,8 +99,8 @@ def _run(kind, arrays, options, count, mask, mode, seed, row, device):
     for name, x in arrays.items():
         params[name] = memory.place(x, initialised=name not in fresh)
     _place_mask(params, mask, plan, memory)
-    tables = _tables(plan, call.layout, arrays, memory)
-    stats = _launch(plan, [params, *tables], memory, mode, seed)
+    tables = {x.name: _tables(plan, x.name, call.layout, arrays, memory) for x in plan.kernels}
+    stats = _launch(plan, params, tables, memory, mode, seed)
     for name, _ in call.staged:
         if name in results:
             results[name][...] = arrays[name]
@@ -108,15 +108,15 @@ def _run(kind, arrays, options, count, mask, mode, seed, row, device):
     return *results.values(), *padding, plan, stats
 
 
-def _tables(plan, layout, arrays, memory) -> list:
-    """The argument beside Params, of kernels that read operands by tensor maps."""
-    maps = tensor_maps(plan, layout)
+def _tables(plan, kernel, layout, arrays, memory) -> list:
+    """The argument beside Params, of a kernel that reads operands by tensor maps."""
+    maps = tensor_maps(plan, layout, kernel)
     if not maps:
         return []
     packed = [TensorMap(arrays[name], *x).pack(memory) for name, x in maps.items()]
     order = work_order(plan)
     address = 0 if order is None else memory.place(order)
-    size = tables_bytes(plan)
+    size = tables_bytes(plan, len(maps))
     text = b"".join([*packed, address.to_bytes(8, "little")]).ljust(size, b"\0")[:size]
     return [np.frombuffer(text, f"V{size}")]
 
@@ -132,17 +132,17 @@ def _place_mask(params, mask, plan, memory) -> None:
             params[f"mask_{name}"] = 0 if x is None or not x.size else memory.place(x)
 
 
-def _launch(plan, args, memory, mode, seed) -> dict:
+def _launch(plan, params, tables, memory, mode, seed) -> dict:
     """Run the plan's kernels one after the other; the counts of the one that does the work."""
     for name, size in plan.workspace:
         part = np.empty(size, np.uint8)
-        args[0][name] = memory.place(part, initialised=False)
+        params[name] = memory.place(part, initialised=False)
     stats = {}
     for kernel in plan.kernels:
         module = Module(plan.source(kernel.name), mode=mode, arch=plan.device.arch * 10)
         module.launch(
             kernel.name, kernel.grid, kernel.threads,
-            args if kernel.name == plan.kernel else args[:1],
+            [params, *tables[kernel.name]],
             shared_bytes=kernel.shared_bytes, seed=seed, memory=memory,
         )  # fmt: skip
         if kernel.name == plan.kernel:

@@ -85,9 +85,11 @@ def prepare(call: Call, device_id: int) -> Launcher:
     names = pointers(plan.problem)
     template = pack(plan, call.layout, call.scale, call.score.values if call.score else ())
     template = template.view(f"V{template.itemsize}")  # CuPy describes each field of a structure
-    tables = {}
-    if plan.tile.map_boxes(plan.problem):
-        tables[plan.kernel] = tables_of(plan, call.layout, device_id)
+    tables = {
+        x.name: tables_of(plan, call.layout, device_id, x.name)
+        for x in plan.kernels
+        if plan.map_boxes(x.name)
+    }
     kernels = [
         (compiled(plan, device_id, x), (x.grid,), (x.threads,), x.shared_bytes, tables.get(x.name))
         for x in plan.kernels

@@ -102,12 +102,12 @@ def table_maker(
 
 
 def tables_of(
-    plan: Plan, layout: Layout, device_id: int
+    plan: Plan, layout: Layout, device_id: int, kernel: str
 ) -> Callable[[Mapping[str, int]], tuple[NDArray[Any]]]:
-    """A function of the operands' addresses: the kernel's arguments beside Params."""
+    """A function of the operands' addresses: one kernel's arguments beside Params."""
     order = order_on_device(plan, device_id)
-    maps = tensor_maps(plan, layout)
-    make = table_maker(maps, plan.problem.dtype, tables_bytes(plan), order)
+    maps = tensor_maps(plan, layout, kernel)
+    make = table_maker(maps, plan.problem.dtype, tables_bytes(plan, len(maps)), order)
 
     @functools.lru_cache(maxsize=256)
     def remembered(*operands: int) -> tuple[NDArray[Any]]:

@@ -27,8 +27,8 @@ class TensorMap(NamedTuple):
     swizzle: int
 
 
-def tensor_maps(plan: Plan, layout: Layout) -> dict[str, TensorMap]:
-    """The maps of a plan's operands."""
+def tensor_maps(plan: Plan, layout: Layout, kernel: str | None = None) -> dict[str, TensorMap]:
+    """The maps of one of a plan's kernels, by default of the one that does the work."""
     p, item, maps = plan.problem, ITEM_BYTES[plan.problem.dtype], {}
     extents = {
         "q": (p.query_length, p.head_dim),
@@ -36,7 +36,7 @@ def tensor_maps(plan: Plan, layout: Layout) -> dict[str, TensorMap]:
         "v": (p.key_length, p.value_dim),
         "dout": (p.query_length, p.value_dim),
     }
-    for name, rows, width in plan.tile.map_boxes(p):
+    for name, rows, width in plan.map_boxes(kernel or plan.kernel):
         length, columns = extents[name]
         panel = 64 if width % 64 == 0 else 32
         steps = [step * item for step in (layout.rows[name], *layout.axis_strides[name])]
@@ -51,7 +51,6 @@ def tensor_maps(plan: Plan, layout: Layout) -> dict[str, TensorMap]:
     return maps
 
 
-def tables_bytes(plan: Plan) -> int:
-    """Size of the kernel's argument that holds the maps."""
-    p = plan.problem
-    return len(plan.tile.map_boxes(p)) * MAP_BYTES + (0 if p.backward else ORDER_BYTES)
+def tables_bytes(plan: Plan, maps: int) -> int:
+    """Size of a kernel's argument that holds so many maps."""
+    return maps * MAP_BYTES + (0 if plan.problem.backward else ORDER_BYTES)

@@ -22,6 +22,7 @@ constexpr int CHUNKS = round_up(D, CHUNK<Element>) / CHUNK<Element>;
 constexpr int lanes_of_row(int lanes = 1) {
     return lanes >= CHUNKS<HEAD_DIM_V> || lanes == 32 ? lanes : lanes_of_row(2 * lanes);
 }
+static_assert(STATS_Q == BLOCK_Q, "the plan's tiles in the workspace are those of the kernel");
 constexpr int DQ_SUMS = tile_bytes::dq_sum / int(sizeof(Accumulator));
 
 // This lane's part of the product of two rows.
@@ -67,9 +68,8 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
         weightless |= valid && empty;
         Accumulator delta = Accumulator(0);
         if (!empty)
-            delta =
-                multiply_rows<HEAD_DIM_V>(out + q * p.out_row_stride, dout + q * p.dout_row_stride,
-                                          threadIdx.x % LANES);
+            delta = multiply_rows<HEAD_DIM_V>(out + q * p.out_row_stride,
+                                              dout + q * p.dout_row_stride, threadIdx.x % LANES);
         delta = row_sum<LANES>(delta);
         if constexpr (MARKS_NONFINITE) {
             nonfinite |= in_memory && !(is_finite(log_sum) && is_finite(delta));

@@ -7,7 +7,7 @@
 // Flags are 0 or 1. WEIGHTLESS: some query has no weight anywhere (its lse is -infinity).
 // NONFINITE, where engines want it: some query that lies in memory may hold infinities or NaN in its
 // row of Q or dO.
-constexpr int WEIGHTLESS = 2 * BLOCK_Q, NONFINITE = WEIGHTLESS + 1;
-constexpr int ROW_STATS = WEIGHTLESS + CHUNK_BYTES / int(sizeof(Accumulator));
-static_assert(is_laid_out<Accumulator>(tile_bytes::row_stats, ROW_STATS),
-              "the plan's tiles in the workspace are those of the kernels");
+constexpr int ROW_STATS = tile_bytes::row_stats / int(sizeof(Accumulator));
+constexpr int WEIGHTLESS = ROW_STATS - CHUNK_BYTES / int(sizeof(Accumulator));
+constexpr int NONFINITE = WEIGHTLESS + 1;
+constexpr int STATS_Q = WEIGHTLESS / 2;  // queries of such a tile, in most kernels BLOCK_Q

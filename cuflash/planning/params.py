@@ -24,12 +24,14 @@ LENGTHS = ("q_lengths", "kv_lengths", "q_offset")  # integers over the batch axe
 _LISTS = {"mask_ranges": "int2*", "mask_entries": "int4*", "mask_order": "int*",
           "mask_bits": "unsigned int*"}  # fmt: skip
 _MASK = {"": {}, "blocks": _LISTS, "elements": {"mask": "const unsigned char*"}}
+# Backward: the lists of a mask for tiles of queries, made of those for tiles of keys.
+_QUERY_LISTS = {"mask_query_ranges": "int2*", "mask_query_entries": "int4*"}
 _MASK_WORKSPACE = {"": {}, "blocks": {}, "elements": {**_LISTS, "mask_states": "unsigned char*"}}
 _WORKSPACE = {
     False: {"state": "Accumulator*"},
     True: {"row_stats": "Accumulator*", "dq_sum": "Accumulator*", "dk_sum": "Accumulator*",
            "dv_sum": "Accumulator*", "turns": "unsigned int*", "tickets": "unsigned int*",
-           "located": "void*"},
+           "located": "void*", "nonfinite_keys": "unsigned int*"},
 }  # fmt: skip
 
 # Fields behind the pointers, as (names, NumPy type, C type). "Accumulator" as the NumPy type
@@ -65,6 +67,8 @@ def workspace_pointers(problem: Problem) -> tuple[str, ...]:
 def _pointer_types(problem: Problem) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
     """C types of the operands, the mask and the parts of the workspace."""
     workspace = {**_MASK_WORKSPACE[problem.mask], **_WORKSPACE[problem.backward]}
+    if problem.backward and problem.mask:
+        workspace |= _QUERY_LISTS
     return OPERANDS[problem.backward], _MASK[problem.mask], workspace
 
 

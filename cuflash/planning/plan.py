@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..operands.dtypes import ITEM_BYTES
 from . import source
 from .problem import Device, Problem
-from .tile import Launch, Tile, round_up
+from .tile import Launch, MapBox, Tile, round_up
 from .traffic import moved, moved_unfused
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ ALGOS: tuple[Algo, ...] = ("fa1", "fa2", "fa3")
 DEFAULT_ALGOS: tuple[Algo, ...] = ("fa2", "fa3")
 WORKSPACE_ALIGNMENT = 256  # bytes
 
-# The modules of the engines, the fastest first. Hopper's engine has two.
-_ENGINE_MODULES = ("wgmma", "wgmma_gradients", "mma", "simt", "numpy")
+# The modules of the engines, the fastest first. Hopper's engine has three.
+_ENGINE_MODULES = ("wgmma", "wgmma_gradients", "wgmma_two_kernels", "mma", "simt", "numpy")
 # The first row that fits serves; so faster rows come first, and rows for smaller shared memories
 # and larger head dims follow. Sizes measured on an H200 with NVRTC 13.0: asv_bench/tile_sweep.py
 # ranks a row's neighbours. `fill` keeps large tiles for problems that give every multiprocessor a
@@ -146,8 +146,11 @@ class Plan:
 
         fa1's O, l and m (state). Backward: two numbers per query and a flag per tile of them
         (row_stats), dQ in the type of sums (dq_sum), dK and dV of heads that share a key (dk_sum,
-        dv_sum), and whose turn it is to add to which tile of dQ (turns). The tiles of a mask of
+        dv_sum), whose turn it is to add to which tile of dQ (turns), which tile is next (tickets),
+        and which tiles of keys hold infinities or NaN (nonfinite_keys). The tiles of a mask of
         elements: lists (mask_ranges, mask_entries), what each tile shows (mask_bits, mask_states).
+        Where two kernels of backward walk a mask, also lists for tiles of queries
+        (mask_query_ranges, mask_query_entries).
         """
         parts = self.tile.workspace(self.problem)
         return tuple((part.name, part.bytes) for part in parts if part.tiles)
@@ -166,6 +169,11 @@ class Plan:
             offsets[name] = end
             end += round_up(size, WORKSPACE_ALIGNMENT)
         return offsets
+
+    def map_boxes(self, kernel: str) -> tuple[MapBox, ...]:
+        """The operands that one of the kernels reads by tensor maps."""
+        tile = self.tile.of_kernel(kernel)
+        return tile.map_boxes(self.problem) if tile.kernel == kernel else ()
 
     @property
     def flops(self) -> int:

@@ -128,4 +128,6 @@ def kernel_source(problem: Problem, tile: Tile, kernel: str) -> str:
     """The whole source of one of a row's kernels, with its comments."""
     if not tile.threads:
         raise ValueError(f"the {tile.engine} engine compiles nothing")
-    return prelude(problem, tile) + expand(f"{kernel}.cu", tile.kernel_text(kernel))
+    return prelude(problem, tile.of_kernel(kernel)) + expand(
+        f"{kernel}.cu", tile.kernel_text(kernel)
+    )

@@ -205,8 +205,12 @@ class Tile:
         return ""
 
     def map_boxes(self, problem: Problem) -> tuple[MapBox, ...]:
-        """The operands that kernels read by tensor maps."""
+        """The operands that the kernel that does the work reads by tensor maps."""
         return ()
+
+    def of_kernel(self, kernel: str) -> Tile:
+        """The row that has the sizes of one of the kernels: this one, if they share them."""
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,10 +315,6 @@ class KernelTile(Tile):
 
     def launches(self, problem: Problem, device: Device) -> tuple[Launch, ...]:
         """Lists of a mask of elements are made first; sums of gradients come last."""
-        grid = self.blocks(problem)
-        if self.persists:
-            grid = min(grid, device.multiprocessors)
-        main = Launch(self.kernel, grid, self.threads, self.shared_bytes(problem))
         lists: tuple[Launch, ...] = ()
         if problem.mask == "elements":
             rows, columns = self.scored_tiles(problem)
@@ -323,7 +323,14 @@ class KernelTile(Tile):
                 Launch("mask_tiles", rows * columns, self.threads),
                 Launch("mask_lists", rows, MASK_LIST_THREADS),
             )
-        return (*lists, *self.around(problem, main))
+        return (*lists, *self.around(problem, self.main_launch(problem, device)))
+
+    def main_launch(self, problem: Problem, device: Device) -> Launch:
+        """The kernel that does the work."""
+        grid = self.blocks(problem)
+        if self.persists:
+            grid = min(grid, device.multiprocessors)
+        return Launch(self.kernel, grid, self.threads, self.shared_bytes(problem))
 
     def around(self, problem: Problem, main: Launch) -> tuple[Launch, ...]:
         """The kernel that does the work, with those before and after it."""

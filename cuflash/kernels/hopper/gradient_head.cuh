@@ -8,8 +8,7 @@
 struct alignas(16) GradientHead {
     Head head;
     MapPosition q_position, k_position, v_position, dout_position;
-    Element *dk, *dv;  // the head's rows
-    u64 unused = 0;    // up to whole units of 16 bytes
+    Element *dq, *dk, *dv;  // the head's rows
 
     __device__ __forceinline__ GradientHead(const Params& p, int index)
         : head(locate_head(p, index)),
@@ -17,6 +16,7 @@ struct alignas(16) GradientHead {
           k_position(find_position(p, index, p.k_axis_stride)),
           v_position(find_position(p, index, p.v_axis_stride)),
           dout_position(find_position(p, index, p.dout_axis_stride)),
+          dq(p.dq + locate(p, index, p.dq_axis_stride)),
           dk(p.dk + locate(p, index, p.dk_axis_stride)),
           dv(p.dv + locate(p, index, p.dv_axis_stride)) {}
 

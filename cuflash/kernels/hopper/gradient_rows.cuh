@@ -2,6 +2,7 @@
 // prelude.
 #pragma once
 #include "hopper/gradient_items.cuh"
+#include "hopper/gradient_stores.cuh"
 #include "hopper/gradient_tiles.cuh"
 #include "nonfinite.cuh"
 #include "row_stats.cuh"
@@ -11,58 +12,41 @@ static_assert(is_laid_out<float>(tile_bytes::dk_sum, BLOCK_K* padded(HEAD_DIM)) 
                   is_laid_out<float>(tile_bytes::dv_sum, BLOCK_K* padded(HEAD_DIM_V)),
               "the plan's tiles in the workspace are those of the kernels");
 
-// Writes a warpgroup's 64 rows from `begin` on, times `factor`; rows and columns beyond the array's
-// are left out.
-template <int D, int COLUMNS>
-__device__ __forceinline__ void store_gradient_rows(Element* rows, i64 row_stride, int row_count,
-                                                    const float (&sums)[2][COLUMNS], int begin,
-                                                    float factor) {
-    const WarpgroupTile<Element, BLOCK_Q, D, COLUMNS * 4> tile(threadIdx.x % WARPGROUP);
-    const int column = 8 * (tile.lane % 4);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const int row = begin + tile.row(i);
-        Element* const target = rows + row * row_stride + column;
-#pragma unroll
-        for (int group = 0; group < COLUMNS / 8; ++group)
-            store_where(row < row_count && 32 * group + column < D, target + 32 * group,
-                        tile.eight_columns(sums[i], group, factor));
-    }
-}
-
-// The same as floats, rows of the tile one behind the other.
-template <int COLUMNS>
-__device__ __forceinline__ void store_sum_rows(float* rows, const float (&sums)[2][COLUMNS]) {
-    const Scores tile(threadIdx.x % WARPGROUP);
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-#pragma unroll
-        for (int j = 0; j < COLUMNS; j += 2)
-            *reinterpret_cast<Vector<float, 2>*>(rows + tile.row(i) * COLUMNS * 4 +
-                                                 tile.column(j)) = {sums[i][j], sums[i][j + 1]};
-}
-
 // Where a tile of keys is summed over heads: its first row of dK and of dV.
 __device__ __forceinline__ float* sum_rows_of(float* sums, const Params& p, const KeyItem& item,
                                               int width) {
     return sums + (i64(item.located.head.index) * p.key_tiles + item.key_tile) * (BLOCK_K * width);
 }
 
-// dK and dV of a consumer's keys, from k_begin on.
+// dV of a consumer's keys, from k_begin on; dK; and both.
+__device__ __forceinline__ void store_value_gradients(const float (&dV)[2][padded(HEAD_DIM_V) / 4],
+                                                      const Params& p, const KeyItem& item,
+                                                      int k_begin) {
+    constexpr int WIDTH = padded(HEAD_DIM_V);
+    const int first = k_begin - item.key_tile * BLOCK_K;
+    if (p.dv_sum != nullptr)
+        store_sum_rows(sum_rows_of(p.dv_sum, p, item, WIDTH) + first * WIDTH, dV);
+    else
+        store_gradient_rows<HEAD_DIM_V>(item.located.dv, p.dv_row_stride, p.key_length, dV, k_begin,
+                                        1.0f / kept_share(p));
+}
+__device__ __forceinline__ void store_score_gradients(const float (&dK)[2][padded(HEAD_DIM) / 4],
+                                                      const Params& p, const KeyItem& item,
+                                                      int k_begin) {
+    constexpr int WIDTH = padded(HEAD_DIM);
+    const int first = k_begin - item.key_tile * BLOCK_K;
+    if (p.dk_sum != nullptr)
+        store_sum_rows(sum_rows_of(p.dk_sum, p, item, WIDTH) + first * WIDTH, dK);
+    else
+        store_gradient_rows<HEAD_DIM>(item.located.dk, p.dk_row_stride, p.key_length, dK, k_begin,
+                                      p.scale);
+}
 __device__ __forceinline__ void store_key_gradients(const float (&dK)[2][padded(HEAD_DIM) / 4],
                                                     const float (&dV)[2][padded(HEAD_DIM_V) / 4],
                                                     const Params& p, const KeyItem& item,
                                                     int k_begin) {
-    const int first = k_begin - item.key_tile * BLOCK_K;
-    if (p.dv_sum != nullptr)
-        store_sum_rows(sum_rows_of(p.dv_sum, p, item, padded(HEAD_DIM_V)) + first * padded(HEAD_DIM_V), dV);
-    else
-        store_gradient_rows<HEAD_DIM_V>(item.located.dv, p.dv_row_stride, p.key_length, dV, k_begin,
-                                        1.0f / kept_share(p));
-    if (p.dk_sum != nullptr)
-        store_sum_rows(sum_rows_of(p.dk_sum, p, item, padded(HEAD_DIM)) + first * padded(HEAD_DIM), dK);
-    else
-        store_gradient_rows<HEAD_DIM>(item.located.dk, p.dk_row_stride, p.key_length, dK, k_begin, p.scale);
+    store_value_gradients(dV, p, item, k_begin);
+    store_score_gradients(dK, p, item, k_begin);
 }
 
 // dV += P^T dO for the infinities and NaN of dO that a warp's 16 keys, from row `first` of the tile
@@ -76,7 +60,8 @@ __device__ __forceinline__ void add_nonfinite_gradients(const Params& p, const K
                                             : sum_rows_of(p.dv_sum, p, item, padded(HEAD_DIM_V)) +
                                                   first * padded(HEAD_DIM_V);
 #pragma unroll 1
-    for (int index = item.located.head.index - GROUP + 1; index <= item.located.head.index; ++index) {
+    for (int index = item.located.head.index - GROUP + 1; index <= item.located.head.index;
+         ++index) {
         const Head head = locate_head(p, index);
         const Element* const dout = p.dout + locate(p, index, p.dout_axis_stride);
         const QueryTiles<BLOCK_Q> queries(p, head, item.key_tile, BLOCK_K, 0);

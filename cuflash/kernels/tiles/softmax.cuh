@@ -116,3 +116,11 @@ __device__ __forceinline__ void clear_rows(A (&O)[ROWS][COLUMNS]) {
 #pragma unroll
         for (int j = 0; j < COLUMNS; ++j) O[i][j] = A(0);
 }
+// The same where `wanted`, without a branch, behind which products would not overlap.
+template <typename A, int ROWS, int COLUMNS>
+__device__ __forceinline__ void clear_rows_where(bool wanted, A (&O)[ROWS][COLUMNS]) {
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j) O[i][j] = wanted ? A(0) : O[i][j];
+}

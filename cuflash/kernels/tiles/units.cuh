@@ -37,7 +37,7 @@ __device__ __forceinline__ void add_units(A* sums, const A (&regs)[ROWS][COLUMNS
     }
 }
 
-// sums = regs, and regs += sums.
+// sums = regs.
 template <int THREADS, typename A, int ROWS, int COLUMNS>
 __device__ __forceinline__ void store_units(A* sums, const A (&regs)[ROWS][COLUMNS],
                                             int thread = threadIdx.x) {
@@ -51,6 +51,21 @@ __device__ __forceinline__ void store_units(A* sums, const A (&regs)[ROWS][COLUM
     }
 }
 
+// regs = sums.
+template <int THREADS, typename A, int ROWS, int COLUMNS>
+__device__ __forceinline__ void load_units(A (&regs)[ROWS][COLUMNS], const A* sums,
+                                           int thread = threadIdx.x) {
+    constexpr int SIZE = UNIT<A, COLUMNS>;
+#pragma unroll
+    for (int e = 0; e < ROWS * COLUMNS; e += SIZE) {
+        const Vector<A, SIZE> unit =
+            *reinterpret_cast<const Vector<A, SIZE>*>(sums + (e / SIZE * THREADS + thread) * SIZE);
+#pragma unroll
+        for (int c = 0; c < SIZE; ++c) regs[e / COLUMNS][e % COLUMNS + c] = unit.at[c];
+    }
+}
+
+// regs += sums.
 template <int THREADS, typename A, int ROWS, int COLUMNS>
 __device__ __forceinline__ void add_stored_units(A (&regs)[ROWS][COLUMNS], const A* sums,
                                                  int thread = threadIdx.x) {

@@ -1,0 +1,99 @@
+// Steps of a kernel that holds a tile of keys and lets tiles of queries pass by: how they are
+// numbered, how the producer's threads bring their tiles, and what is done to tiles that hold
+// infinities or NaN. Reads the prelude.
+#pragma once
+#include "hopper/gradient_items.cuh"
+#include "hopper/gradient_tiles.cuh"
+#include "hopper/producer.cuh"
+#include "hopper/tables.cuh"
+#include "hopper/tile_checks.cuh"
+
+static_assert(STAGES == 2, "slots follow from the parity of steps");
+
+// A step's slot, and the parity of its phase, follow from its number.
+struct StepCount {
+    u32 count = 0;
+    __device__ __forceinline__ int slot() const { return count & 1; }
+    __device__ __forceinline__ u32 parity() const { return count >> 1 & 1; }
+    __device__ __forceinline__ void advance() { ++count; }
+};
+
+// What the copying thread tells of a step beside its tiles.
+struct StepFacts {
+    Visit visit;
+    int is_cut;
+};
+
+// The copying thread works out the items and fills the buffers as they become empty.
+template <typename SharedMemory>
+__device__ __forceinline__ void copy_steps(const Params& p, const GradientTables& tables,
+                                           SharedMemory& smem) {
+    auto& barriers = smem.barriers;
+    StepCount step;
+    u32 K_parity = 0;
+    KeyItemWriter items(smem.items, barriers.head_full);
+    for (;;) {
+        const KeyItem& item = items.next(p, p.tickets + 1);
+        if (!item.exists) return;
+        const int count = item.queries.count;
+        const auto load_keys = [&] {
+            barriers.K_empty.wait(K_parity ^ 1);
+            K_parity ^= 1;
+            barriers.K_full.arrive_and_expect(KeyRows::BYTES + ValueRows::BYTES);
+            const int row = item.key_tile * BLOCK_K;
+            load_expected_panels<KeyRows>(smem.K, barriers.K_full, &tables.k, row,
+                                          item.located.k_position);
+            load_expected_panels<ValueRows>(smem.V, barriers.K_full, &tables.v, row,
+                                            item.located.v_position);
+        };
+        if (item.opens && count == 0) load_keys();
+#pragma unroll 1
+        for (int i = 0; i < count; ++i, step.advance()) {
+            const Visit visit = item.queries[i];
+            const int row = visit.tile * BLOCK_Q, slot = step.slot();
+            barriers.Q_empty[slot].wait(step.parity() ^ 1);
+            smem.facts[slot] = {visit, item.queries.is_cut(visit)};
+            Barrier& Q_full = barriers.Q_full[slot];
+            Q_full.arrive_and_expect(QueryRows::BYTES + ROW_STATS * sizeof(float));
+            load_expected_panels<QueryRows>(smem.Q[slot], Q_full, &tables.q, row,
+                                            item.located.q_position);
+            const i64 tile = i64(item.located.head.index) * p.query_tiles + visit.tile;
+            load_bytes(smem.row_stats[slot], p.row_stats + tile * ROW_STATS,
+                       ROW_STATS * sizeof(float), Q_full);
+            if (item.opens && i == 0)
+                load_keys();  // later than queries: it waits for the last item
+            barriers.dO_empty[slot].wait(step.parity() ^ 1);
+            load_panels<GradientRows>(smem.dO[slot], barriers.dO_full[slot], &tables.dout, row,
+                                      item.located.dout_position);
+        }
+    }
+}
+
+// The checking warp looks for infinities and NaN among the keys of a tile. It tells the consumers,
+// once for a tile that heads share, and leaves word for later kernels.
+template <typename SharedMemory>
+__device__ __forceinline__ void check_keys(const Params& p, SharedMemory& smem) {
+    auto& barriers = smem.barriers;
+    const int lane = threadIdx.x % 32;
+    u32 parity = 0;
+    bool found = false;
+    ItemReader<KeyItem> reader(smem.items);
+    for (;;) {
+        const KeyItem& item = reader.next();
+        if (!item.exists) return;
+        if (item.opens) {
+            barriers.K_full.wait(parity);
+            parity ^= 1;
+            found = has_nonfinite_units<KeyRows::BYTES>(smem.K, lane);
+        }
+        __syncwarp();  // all lanes have read the keys and the item
+        if (lane == 0) {
+            p.nonfinite_keys[i64(item.located.head.index) * p.key_tiles + item.key_tile] = found;
+            if (item.opens) {
+                smem.nonfinite_keys = found;
+                barriers.K_checked.arrive();
+            }
+            reader.release(item);
+        }
+    }
+}

@@ -1,0 +1,174 @@
+// Weights of a tile of scores as pairs of halves: so one consumer passes them to the other. Rows are
+// keys, columns queries. Reads the prelude.
+#pragma once
+#include "hopper/gradient_tiles.cuh"
+
+// Weights are packed times 2^WEIGHT_EXPONENT, so that small ones keep their digits in float16. Those
+// times the derivative of a modified score must not pass 65504.
+constexpr int WEIGHT_EXPONENT = !SAME<Element, __half> ? 0 : SCORE_IS_MODIFIED ? 7 : 14;
+constexpr Accumulator WEIGHT_UNIT = Accumulator(1) / (1 << WEIGHT_EXPONENT);
+
+// The two numbers of a packed pair, widened.
+__device__ __forceinline__ float lower(u32 pair, __nv_bfloat16) {
+    return __uint_as_float(pair << 16);
+}
+__device__ __forceinline__ float upper(u32 pair, __nv_bfloat16) {
+    return __uint_as_float(pair & 0xffff0000u);
+}
+__device__ __forceinline__ float lower(u32 pair, __half) {
+    return widen(__ushort_as_half(static_cast<unsigned short>(pair)));
+}
+__device__ __forceinline__ float upper(u32 pair, __half) {
+    return widen(__ushort_as_half(static_cast<unsigned short>(pair >> 16)));
+}
+
+// The weights of one step, P^T in three forms: what dropout leaves of it, for dV; all of it; and all of
+// it times the derivative of the modified score by the score, for dS. They are one array, unless
+// something stands between them.
+struct Weights {
+    Packed kept_pairs, all_pairs, sloped_pairs;
+    __device__ __forceinline__ Packed& kept() { return kept_pairs; }
+    __device__ __forceinline__ Packed& all() { return DROPS ? all_pairs : kept_pairs; }
+    __device__ __forceinline__ Packed& sloped() { return SCORE_IS_MODIFIED ? sloped_pairs : all(); }
+};
+
+// One step of a warpgroup: its keys, from k_begin on, against a tile of queries.
+//
+// Numbers come in pairs: pair (i, m) of the scores is S[i][2 * m] and S[i][2 * m + 1], neighbours in
+// row i.
+struct PackedStep {
+    static constexpr int ROWS = Scores::ROWS, PAIRS = Scores::COLUMNS / 2;
+    static constexpr u32 HIDDEN = 0x80008000;  // a pair of -0
+
+    const Params& p;
+    const Scores& tile;
+    const Head& head;
+    u32 row_stats;  // of the queries, in shared memory
+    int q_begin, k_begin;
+
+    static __device__ __forceinline__ u32& pair_of(Packed& packed, int i, int m) {
+        return packed[m / 2][m % 2 * 2 + i];
+    }
+    // Two numbers of the row statistics, from number `first` on, for the m-th pair.
+    __device__ __forceinline__ Vector<float, 2> stats(int first, int m) const {
+        const int column = m * 8 + tile.lane % 4 * 2;
+        const auto pair = load_pair(row_stats + (first + column) * int(sizeof(float)));
+        return {__uint_as_float(pair.at[0]), __uint_as_float(pair.at[1])};
+    }
+    // The same for all pairs, ahead of their use.
+    struct LoadedStats {
+        Vector<float, 2> pairs[PAIRS];
+        __device__ __forceinline__ Vector<float, 2> operator[](int m) const { return pairs[m]; }
+    };
+    __device__ __forceinline__ LoadedStats load_stats(int first) const {
+        LoadedStats loaded;
+#pragma unroll
+        for (int m = 0; m < PAIRS; ++m) loaded.pairs[m] = stats(first, m);
+        return loaded;
+    }
+
+    // P^T from S^T, packed.
+    __device__ __forceinline__ void to_probabilities(Weights& weights,
+                                                     const Accumulator (&S)[2][Scores::COLUMNS],
+                                                     const LoadedStats& all_log2_sums) const {
+        const Accumulator multiplier = score_multiplier(p);
+#pragma unroll
+        for (int m = 0; m < PAIRS; ++m) {
+            const auto log2_sums = all_log2_sums[m];
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) {
+                Accumulator P[2], kept[2], sloped[2];
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const int j = 2 * m + e, q = q_begin + tile.column(j);
+                    const int k = k_begin + tile.row(i);
+                    Accumulator score = S[i][j], slope = Accumulator(1);
+                    if constexpr (SCORE_IS_MODIFIED) {
+                        using Number = Dual<Accumulator>;
+                        const Number plain(score * p.scale, Accumulator(1));
+                        const Number modified = modify(plain, head, q, k, p);
+                        score = modified.value, slope = modified.slope;
+                    }
+                    P[e] =
+                        exp2_of(multiply_add(score, multiplier, WEIGHT_EXPONENT - log2_sums.at[e]));
+                    sloped[e] = P[e] * slope;
+                    kept[e] = !DROPS || keep(p, head, q, k) ? P[e] : Accumulator(0);
+                }
+                if (DROPS) pair_of(weights.all(), i, m) = pack(P[0], P[1], Element());
+                if (SCORE_IS_MODIFIED)
+                    pair_of(weights.sloped(), i, m) = pack(sloped[0], sloped[1], Element());
+                pair_of(weights.kept(), i, m) = pack(kept[0], kept[1], Element());
+            }
+        }
+    }
+
+    // Sets the weights of hidden pairs to -0, whatever their scores and lse are, and those of queries
+    // without weight. The sign tells -0 from a weight that is too small for a number.
+    __device__ __forceinline__ void hide(Weights& weights, const TileBits& bits) const {
+        int first[ROWS], last[ROWS];
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            const VisibleQueries visible(p, head, k_begin + tile.row(i));
+            first[i] = visible.first - q_begin, last[i] = visible.last - q_begin;
+        }
+#pragma unroll
+        for (int m = 0; m < PAIRS; ++m) {
+            const auto log2_sums = stats(0, m);
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) {
+                u32 mask = 0;
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const int column = tile.column(2 * m + e);
+                    const bool hidden = column < first[i] || column > last[i] ||
+                                        log2_sums.at[e] == infinity<Accumulator>() ||
+                                        !bits.has(tile.row(i), column);
+                    mask |= hidden ? 0xffffu << 16 * e : 0;
+                }
+                const auto hide_pair = [&](Packed& packed) {
+                    u32& pair = pair_of(packed, i, m);
+                    pair = pair & ~mask | HIDDEN & mask;
+                };
+                hide_pair(weights.kept());
+                if (DROPS) hide_pair(weights.all());
+                if (SCORE_IS_MODIFIED) hide_pair(weights.sloped());
+            }
+        }
+    }
+
+    // dS^T from P^T and dP^T, packed. Where P is hidden dS is 0, whatever dP, delta and slope hold.
+    // Dropout is in delta already, by way of O.
+    template <bool CUT>
+    __device__ __forceinline__ void to_score_gradients(Packed& dS, Weights& weights,
+                                                       const Accumulator (&dP)[2][Scores::COLUMNS],
+                                                       const LoadedStats& all_deltas) const {
+        const Accumulator of_kept = WEIGHT_UNIT / kept_share(p);
+#pragma unroll
+        for (int m = 0; m < PAIRS; ++m) {
+            const auto deltas = all_deltas[m];
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) {
+                const u32 sloped = pair_of(weights.sloped(), i, m);
+                const u32 all = pair_of(weights.all(), i, m);
+                const Accumulator W[] = {lower(sloped, Element()), upper(sloped, Element())};
+                const Accumulator P[] = {lower(all, Element()), upper(all, Element())};
+                Accumulator gradient[2];
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {
+                    const int j = 2 * m + e, q = q_begin + tile.column(j);
+                    const int k = k_begin + tile.row(i);
+                    const bool kept = !DROPS || keep(p, head, q, k);
+                    const bool shown = !CUT || !is_negative_zero(P[e]);
+                    const Accumulator delta = deltas.at[e] * WEIGHT_UNIT;
+                    const Accumulator rest =
+                        kept ? multiply_add(dP[i][j], of_kept, -delta) : -delta;
+                    if constexpr (STORES_DSCORE)  // by the modified score: without the slope
+                        if (q < head.query_length && k < head.key_length)
+                            store_dscore(p, head, q, k, shown ? P[e] * rest : Accumulator(0));
+                    gradient[e] = shown ? W[e] * rest : Accumulator(0);
+                }
+                pair_of(dS, i, m) = pack(gradient[0], gradient[1], Element());
+            }
+        }
+    }
+};

@@ -1,0 +1,62 @@
+// What the blocks of hopper_backward_queries.cu work on: tiles of queries, each with the tiles of keys
+// that it visits. Reads the prelude: Params and the sizes of tiles.
+#pragma once
+#include "hopper/few_registers.cuh"
+#include "hopper/roles.cuh"
+#include "hopper/tickets.cuh"
+#include "query_lists.cuh"
+#include "seams/key_tiles.cuh"
+
+// What one consumer is told of a tile of keys.
+struct Sight {
+    enum { NOTHING, ALL, SOME } seen;
+    int bits;  // which tile of bits says what is visible; -1: what the band shows
+};
+
+// A tile of queries of one head.
+struct alignas(16) QueryItem {
+    GradientHead located;
+    TileList list;
+    int begin, end;            // its entries that some query may see
+    KeySpan spans[CONSUMERS];  // those that the queries of each consumer may see
+    int exists;                // 0 behind the last one
+    int tile;  // counted from the last one: under a causal mask that sees the most keys
+    int q_begin;
+
+    __device__ __forceinline__ int count() const { return end - begin; }
+
+    // The rest of what `located` and `tile` say.
+    __device__ __forceinline__ void work_out(const Params& p, int) {
+        const Head& head = located.head;
+        const int tiles = divide_up(afresh(p.query_length), BLOCK_Q);
+        const int query_tile = tiles - 1 - tile;
+        q_begin = query_tile * BLOCK_Q;
+        list = query_list(p, head, query_tile, tiles);
+        begin = end = 0;
+#pragma unroll 1
+        for (int i = 0; i < CONSUMERS; ++i) {
+            forget();
+            KeyTiles<BLOCK_K> seen;
+            seen.list = list;
+            seen.find(p, head, q_begin + i * SLAB, q_begin + (i + 1) * SLAB);
+            spans[i] = seen;
+            if (seen.count() == 0) continue;
+            if (end == 0) begin = seen.begin;
+            end = seen.end;
+        }
+    }
+    // The i-th visit, of the last tile of keys first; and what the consumers see of it.
+    __device__ __forceinline__ QueryEntry entry(int i) const { return {list, end - 1 - i}; }
+    __device__ __forceinline__ void look(int i, const QueryEntry& entry,
+                                         Sight (&sights)[CONSUMERS]) const {
+        const int at = end - 1 - i;
+#pragma unroll
+        for (int c = 0; c < CONSUMERS; ++c) {
+            const KeySpan& span = spans[c];
+            const bool sees = at >= span.begin && at < span.end && entry.bits[c] != HIDDEN;
+            const bool cut =
+                entry.bits[c] >= 0 || entry.tile < span.uncut_begin || entry.tile >= span.uncut_end;
+            sights[c] = {!sees ? Sight::NOTHING : cut ? Sight::SOME : Sight::ALL, entry.bits[c]};
+        }
+    }
+};

@@ -1,0 +1,106 @@
+// What a warpgroup of hopper_backward_queries.cu does to a tile of scores, whose rows are queries.
+// Reads the prelude.
+#pragma once
+#include "dual_number.cuh"
+#include "hopper/query_items.cuh"
+#include "row_stats.cuh"
+#include "seams/hooks.cuh"
+#include "seams/score.cuh"
+#include "tiles/warpgroup.cuh"
+
+using QueryScores = WarpgroupTile<Element, BLOCK_K, HEAD_DIM, HEAD_DIM_V>;
+using PackedScores = u32[BLOCK_K / 16][4];  // dS as the A operands of products
+
+// What backward_rows has worked out of a thread's queries.
+struct QueryStats {
+    static constexpr int ROWS = QueryScores::ROWS;
+    Accumulator log2_sums[ROWS], deltas[ROWS];
+    bool nonfinite;  // to the whole warp: whether a row near them may hold infinities or NaN
+
+    QueryStats() = default;
+    __device__ __forceinline__ QueryStats(const Params& p, const Head& head,
+                                          const QueryScores& tile, int q_begin) {
+        nonfinite = false;
+        const Accumulator* const stats = p.row_stats + i64(head.index) * p.query_tiles * ROW_STATS;
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            const int q = q_begin + tile.row(i);
+            const Accumulator* const of_tile = stats + q / STATS_Q * ROW_STATS;
+            const bool exists = q < p.query_length;
+            log2_sums[i] = exists ? of_tile[q % STATS_Q] : infinity<Accumulator>();
+            deltas[i] = exists ? of_tile[STATS_Q + q % STATS_Q] : Accumulator(0);
+            nonfinite |= exists && of_tile[NONFINITE] != Accumulator(0);
+        }
+        nonfinite = __any_sync(FULL_WARP, nonfinite);
+    }
+};
+
+// One step: queries from q_begin on against a tile of keys.
+struct QueryStep {
+    static constexpr int ROWS = QueryScores::ROWS, COLUMNS = QueryScores::COLUMNS;
+
+    const Params& p;
+    const QueryScores& tile;
+    const Head& head;
+    const QueryStats& stats;
+    int q_begin, k_begin;
+
+    // The weights of dS: P times the derivative of the modified score by the score. In place of S.
+    __device__ __forceinline__ void to_weights(Accumulator (&S)[ROWS][COLUMNS]) const {
+        const Accumulator multiplier = score_multiplier(p);
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j) {
+                Accumulator score = S[i][j], slope = Accumulator(1);
+                if constexpr (SCORE_IS_MODIFIED) {
+                    using Number = Dual<Accumulator>;
+                    const Number plain(score * p.scale, Accumulator(1));
+                    const Number modified =
+                        modify(plain, head, q_begin + tile.row(i), k_begin + tile.column(j), p);
+                    score = modified.value, slope = modified.slope;
+                }
+                S[i][j] = exp2_of(multiply_add(score, multiplier, -stats.log2_sums[i])) * slope;
+            }
+    }
+
+    // Sets the weights of hidden pairs to -0, whatever they were, and those of queries without weight.
+    // The rows of `bits` are keys.
+    __device__ __forceinline__ void hide(Accumulator (&weights)[ROWS][COLUMNS],
+                                         const TileBits& bits) const {
+        int first[ROWS], last[ROWS];
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            const VisibleKeys visible(p, head, q_begin + tile.row(i));
+            const bool weighs = stats.log2_sums[i] != infinity<Accumulator>();
+            first[i] = visible.first - k_begin, last[i] = weighs ? visible.last - k_begin : -1;
+        }
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j)
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) {
+                const int column = tile.column(j);
+                if (column < first[i] || column > last[i] || !bits.has(column, tile.row(i)))
+                    weights[i][j] = -Accumulator(0);
+            }
+    }
+
+    // dS from its weights and dP, in place of dP. Where a weight is hidden it is 0, whatever dP and
+    // delta hold. Dropout is in delta already, by way of O.
+    template <bool CUT>
+    __device__ __forceinline__ void to_score_gradients(
+        Accumulator (&dP)[ROWS][COLUMNS], const Accumulator (&weights)[ROWS][COLUMNS]) const {
+        const Accumulator of_kept = Accumulator(1) / kept_share(p);
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j) {
+                const bool kept =
+                    !DROPS || keep(p, head, q_begin + tile.row(i), k_begin + tile.column(j));
+                const bool shown = !CUT || !is_negative_zero(weights[i][j]);
+                const Accumulator rest =
+                    kept ? multiply_add(dP[i][j], of_kept, -stats.deltas[i]) : -stats.deltas[i];
+                dP[i][j] = shown ? weights[i][j] * rest : Accumulator(0);
+            }
+    }
+};

@@ -1,0 +1,150 @@
+// dQ on Hopper for head dims above 128: the second of two kernels, after hopper_backward_keys.cu.
+//
+// Grid: with algo fa2 one block per (head, query tile), the last tile first; with fa3 one block per
+// multiprocessor, which takes one query tile after the other. A block has a producer warpgroup and
+// two consumers, which own 64 queries each:
+//
+//     thread 0      works out the items and copies tiles by TMA
+//                                            Q, dO  [BLOCK_Q][D], [BLOCK_Q][DV]
+//                                            K      [2][BLOCK_K][D]            a ring
+//                                            V      [V_STAGES][BLOCK_K][DV]    one where two do not fit
+//     consumers     S = Q K^T    dP = dO V^T    dS    dQ += dS K
+//
+// dS goes from one product to the next in registers, and what backward_rows has worked out of a query
+// stays there. The consumers never meet: one's exponentials run under the other's products. A consumer
+// passes by the key tiles that none of its queries sees.
+//
+// A product brings 0 * NaN into rows that do not see a NaN. So the consumers meet at the rare tile in
+// which K holds infinities or NaN, which hopper_backward_keys.cu has found, and clear it.
+//
+// Floor of a step of 128 x 64 pairs at D = DV = 256: the tensor cores take 3072 clocks, operands and
+// tiles in shared memory 3072 at 128 bytes a clock, the exponentials 512.
+#include "hopper/gradient_stores.cuh"
+#include "hopper/queries_block.cuh"
+#include "hopper/query_steps.cuh"
+
+// Clears K of a step, when both consumers have read it.
+__device__ __forceinline__ void clear_keys(SharedMemory& smem, int slot) {
+    constexpr int READERS = CONSUMERS * WARPGROUP;
+    meet(KEYS_SCORED, READERS);
+    clear_tile(smem.K[slot], KeyRows::BYTES, threadIdx.x - WARPGROUP, READERS);
+    publish_to_async_units();
+    meet(KEYS_SCORED, READERS);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    hopper_backward_queries(const __grid_constant__ Params p,
+                            const __grid_constant__ GradientTables tables) {
+    extern __shared__ __align__(1024) unsigned char bytes[];
+    SharedMemory& smem = *reinterpret_cast<SharedMemory*>(bytes);
+    Barriers& barriers = smem.barriers;
+    const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
+    if (threadIdx.x == 0) {
+        barriers.init();
+        smem.items.init(QUERY_ITEM_READERS);
+        publish_barriers();
+        prefetch(&tables.q), prefetch(&tables.k), prefetch(&tables.v), prefetch(&tables.dout);
+    }
+    __syncthreads();  // the barriers exist for all
+
+    if (warpgroup == 0) {
+        release_registers<PRODUCER_REGISTERS>();
+        if (threadIdx.x == COPYING_THREAD) copy_tiles(p, tables, smem);
+        return;
+    }
+    claim_registers<CONSUMER_REGISTERS>();
+    const int consumer = warpgroup - 1;
+    const bool speaks = threadIdx.x % 32 == 0;  // for its warp
+    const QueryScores tile(threadIdx.x % WARPGROUP);
+    const u64 Q =
+        QueryRows::descriptor(shared_address(smem.Q)) + consumer * QueryRows::rows(SLAB / 16);
+    const u64 dO = GradientRows::descriptor(shared_address(smem.dO)) +
+                   consumer * GradientRows::rows(SLAB / 16);
+    const u64 K = KeyRows::descriptor(shared_address(smem.K));
+    const u64 V = ValueRows::descriptor(shared_address(smem.V));
+
+    Accumulator dQ[2][HEAD_WIDTH / 4];
+    Accumulator S[2][QueryScores::COLUMNS], dP[2][QueryScores::COLUMNS];
+    PackedScores dS;
+    ItemReader<QueryItem> reader(smem.items);
+    KeyStep step;
+    u32 Q_parity = 0;
+
+    for (;;) {
+        const QueryItem& item = reader.next();
+        if (!item.exists) break;
+        const int count = item.count(), q_begin = item.q_begin + consumer * SLAB;
+        const u32* const nonfinite = p.nonfinite_keys + i64(item.located.head.index) * p.key_tiles;
+        const QueryStats stats(p, item.located.head, tile, q_begin);
+        clear_rows(dQ);
+        if (count > 0) {
+            barriers.Q_full.wait(Q_parity);
+            Q_parity ^= 1;
+        }
+        bool holds_keys = false;  // of the step before, for the product that is under way
+        const auto release_keys = [&](int slot) {
+            if (holds_keys && speaks) barriers.K_empty[slot].arrive();
+        };
+#pragma unroll 1
+        for (int i = 0; i < count; ++i, step.advance()) {
+            const int slot = step.slot();
+            barriers.K_full[slot].wait(step.parity());
+            const int key_tile = smem.facts[slot].tile;
+            const Sight sight = smem.facts[slot].sights[consumer];
+            if (sight.seen == Sight::NOTHING) {
+                wait_products<0>(dQ);
+                release_keys(slot ^ 1);
+                holds_keys = false;
+                if (nonfinite[key_tile]) clear_keys(smem, slot);
+                barriers.V_full[step.V_slot()].wait(step.V_parity());
+                __syncwarp();  // all lanes have found them full, and read what is told of them
+                if (speaks)
+                    barriers.K_empty[slot].arrive(), barriers.V_empty[step.V_slot()].arrive();
+                continue;
+            }
+            open_products();
+            multiply_shared<QueryRows, KeyRows>(S, Q, K + slot * (KeyRows::BYTES >> 4));
+            commit_products();
+            barriers.V_full[step.V_slot()].wait(step.V_parity());
+            open_products();
+            multiply_shared_values<GradientRows, ValueRows>(
+                dP, dO, V + step.V_slot() * (ValueRows::BYTES >> 4));
+            commit_products();
+            const QueryStep now{p, tile, item.located.head, stats, q_begin, key_tile * BLOCK_K};
+            const bool nonfinite_keys = nonfinite[key_tile] != 0;
+            const bool cut = sight.seen == Sight::SOME || nonfinite_keys || stats.nonfinite;
+            wait_products<1>(S);
+            release_keys(slot ^ 1);
+            holds_keys = true;
+            now.to_weights(S);
+            // The branch keeps the compiler from taking exponentials behind the wait for dP.
+            if (cut) now.hide(S, TileBits(p, {key_tile, sight.bits, -1}, 0));
+            settle(S);
+            wait_products<0>(dP);
+            __syncwarp();  // all lanes have read what came with K
+            if (speaks) barriers.V_empty[step.V_slot()].arrive();
+            if (cut)
+                now.to_score_gradients<true>(dP, S);
+            else
+                now.to_score_gradients<false>(dP, S);
+            if (nonfinite_keys) clear_keys(smem, slot);
+            tile.pack_probabilities(dS, dP);
+            open_products();
+            multiply_registers<KeyRows>(dQ, dS, K + slot * (KeyRows::BYTES >> 4));
+            commit_products();
+        }
+        if (count > 0 && speaks) barriers.Q_empty.arrive();
+        wait_products<0>(dQ);
+        release_keys(step.slot() ^ 1);
+        if (p.dq_sum != nullptr)
+            store_sum_rows(
+                p.dq_sum +
+                    (i64(item.located.head.index) * p.query_tiles * STATS_Q + q_begin) * HEAD_WIDTH,
+                dQ, p.query_length - q_begin);
+        else
+            store_gradient_rows<HEAD_DIM>(item.located.dq, p.dq_row_stride, p.query_length, dQ,
+                                          q_begin, p.scale);
+        __syncwarp();  // all lanes have read the item
+        if (speaks) reader.release(item);
+    }
+}

@@ -1,0 +1,241 @@
+"""Gradients on Hopper's engine for head dims above 128: one kernel for dK and dV, one for dQ."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ..operands.dtypes import ITEM_BYTES
+from .hopper import BARRIER_BYTES, WARPGROUP_ROWS, HopperTile
+from .problem import Device, Problem
+from .products import product
+from .tile import MASK_LIST_THREADS, Buffer, Launch, MapBox, ceil_div
+from .wgmma_gradients import WgmmaGradientTile
+
+QUERIES = 2 * WARPGROUP_ROWS  # of a block of the second kernel
+
+
+@dataclass(frozen=True, kw_only=True)
+class WgmmaKeysTile(WgmmaGradientTile):
+    """A row of two kernels with seven products; its sizes are those of the first.
+
+    There, two warpgroups have the same 64 keys and a gradient each, and let `block_q` queries at a
+    time pass by. Blocks share no sums.
+    """
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel that does most of the work, and of its file."""
+        return "hopper_backward_keys"
+
+    @property
+    def queries(self) -> WgmmaQueriesTile:
+        """The sizes of the second kernel."""
+        return WgmmaQueriesTile(
+            algo=self.algo, max_dim=self.max_dim, warps=self.warps, block_q=QUERIES, first=self
+        )
+
+    def of_kernel(self, kernel: str) -> HopperTile:
+        """The row that has the sizes of one of the kernels."""
+        return self.queries if kernel == self.queries.kernel else self
+
+    @property
+    def rows(self) -> int:
+        """Keys of a block."""
+        return WARPGROUP_ROWS
+
+    def widths(self, problem: Problem) -> tuple[int, int]:
+        """Columns of a query or key row and of a value row, in steps of the narrowest swizzle."""
+        return HopperTile.widths(self, problem)
+
+    def adds_in_order(self, problem: Problem) -> bool:
+        """Never: every gradient is a sum of one block."""
+        return False
+
+    def reject(self, problem: Problem, device: Device) -> str:
+        """Why this row cannot or should not serve, or an empty string."""
+        return super().reject(problem, device) or self.queries.reject(problem, device)
+
+    def shared(self, problem: Problem) -> tuple[Buffer, ...]:
+        """Tiles as the copy engine lays them out, weights, numbers of rows, barriers.
+
+        Weights are P and, where scores are modified, P times the derivative.
+        """
+        item = ITEM_BYTES[problem.dtype]
+        head, value = (width * item for width in self.widths(problem))
+        weights = (2 if problem.score else 1) * self.block_k * self.block_q * item
+        return (
+            Buffer("K", self.block_k * head),
+            Buffer("V", self.block_k * value),
+            Buffer("Q", self.block_q * head, self.stages),
+            Buffer("dO", self.block_q * value, self.stages),
+            Buffer("P", weights, self.stages),
+            Buffer("row_stats", self.row_stats_bytes(problem), self.stages),
+            Buffer("barriers", BARRIER_BYTES),
+        )
+
+    def dq_sum_bytes(self, problem: Problem) -> int:
+        """Of a tile of dQ in the type of sums, where heads share queries."""
+        return super().dq_sum_bytes(problem) if problem.summed[0] > 1 else 0
+
+    def query_lists(self, problem: Problem) -> int:
+        """How many lists for tiles of queries are made of the mask's for tiles of keys."""
+        _, columns = self.scored_tiles(problem)
+        return problem.mask_lists * ceil_div(columns, 2) if problem.mask else 0
+
+    def workspace(self, problem: Problem) -> tuple[Buffer, ...]:
+        """Numbers of rows, sums over heads, facts of tiles of keys, lists for tiles of queries."""
+        parts = {part.name: part for part in super().workspace(problem)}
+        parts["tickets"] = parts["tickets"]._replace(tiles=2)
+        if problem.summed[0] == 1:
+            parts["dq_sum"] = Buffer("dq_sum", 0, 0)
+        rows, _ = self.scored_tiles(problem)
+        lists = self.query_lists(problem)
+        return (
+            *parts.values(),
+            Buffer("nonfinite_keys", 4, problem.head_count * self.key_tiles(problem)),
+            Buffer("mask_query_ranges", 8, lists),
+            Buffer("mask_query_entries", 16, lists * rows),
+        )
+
+    def around(self, problem: Problem, main: Launch) -> tuple[Launch, ...]:
+        """Sums of rows come first, those over heads last: of dQ where heads share queries."""
+        kernels = []
+        for kernel in super().around(problem, main):
+            if kernel.name != "hopper_sum_dq":
+                kernels.append(kernel)
+            elif problem.summed[0] > 1:
+                kernels.append(kernel._replace(name="hopper_sum_dq_rows"))
+        return tuple(kernels)
+
+    def launches(self, problem: Problem, device: Device) -> tuple[Launch, ...]:
+        """The kernel for dQ comes behind that for dK and dV, which tells it of keys."""
+        kernels: list[Launch] = []
+        for kernel in super().launches(problem, device):
+            kernels.append(kernel)
+            if kernel.name == self.kernel:
+                if lists := self.query_lists(problem):
+                    kernels.append(Launch("mask_queries", lists, MASK_LIST_THREADS))
+                kernels.append(self.queries.main_launch(problem, device))
+        return tuple(kernels)
+
+    def constants(self, problem: Problem) -> dict[str, int | bool]:
+        """Sizes that the kernels read."""
+        return super().constants(problem) | {
+            "ROTATION": 1,
+            "TICKETS": 2,
+            "PRODUCER_REGISTERS": 40,
+        }
+
+    def products(self, problem: Problem) -> str:
+        """S^T = K Q^T and dP^T = V dO^T; dK += dS^T Q and dV += P^T dO, the left in registers."""
+        return "\n".join(
+            [
+                product("multiply_shared", problem, self.block_q, problem.head_dim),
+                product("multiply_shared_values", problem, self.block_q, problem.value_dim),
+                *(
+                    product("multiply_registers", problem, width, self.block_q, a="registers",
+                            b="down")
+                    for width in dict.fromkeys(self.widths(problem))
+                ),
+            ]
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class WgmmaQueriesTile(HopperTile):
+    """The sizes of the second kernel, whose two warpgroups have 64 queries each.
+
+    Parameters
+    ----------
+    first : WgmmaKeysTile
+        The row it belongs to, with the first kernel's sizes.
+    """
+
+    backward: bool = True
+    stages: int = 2
+    first: WgmmaKeysTile
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel, and of its file."""
+        return "hopper_backward_queries"
+
+    @property
+    def rows(self) -> int:
+        """Keys of a tile of scores."""
+        return WARPGROUP_ROWS
+
+    @property
+    def scored(self) -> tuple[int, int]:
+        """Rows and columns of a tile of a mask's lists: those of the first kernel."""
+        return self.first.scored
+
+    def blocks(self, problem: Problem) -> int:
+        """Thread blocks: one per head and tile of queries."""
+        return problem.head_count * self.query_tiles(problem)
+
+    def value_stages(self, problem: Problem) -> int:
+        """Tiles of V in shared memory at a time."""
+        return 1 if sum(self.widths(problem)) > 448 else 2
+
+    def shared(self, problem: Problem) -> tuple[Buffer, ...]:
+        """Tiles as the copy engine lays them out, and barriers."""
+        head, value = (width * ITEM_BYTES[problem.dtype] for width in self.widths(problem))
+        return (
+            Buffer("Q", self.block_q * head),
+            Buffer("dO", self.block_q * value),
+            Buffer("K", self.block_k * head, self.stages),
+            Buffer("V", self.block_k * value, self.value_stages(problem)),
+            Buffer("barriers", BARRIER_BYTES),
+        )
+
+    def workspace(self, problem: Problem) -> tuple[Buffer, ...]:
+        """What the first kernel's row has."""
+        return self.first.workspace(problem)
+
+    def map_boxes(self, problem: Problem) -> tuple[MapBox, ...]:
+        """Tiles of queries and keys, as a whole."""
+        head, value = self.widths(problem)
+        return (
+            MapBox("q", self.block_q, head),
+            MapBox("k", self.block_k, head),
+            MapBox("v", self.block_k, value),
+            MapBox("dout", self.block_q, value),
+        )
+
+    def constants(self, problem: Problem) -> dict[str, int | bool]:
+        """Sizes that the kernel reads."""
+        head, value = self.widths(problem)
+        return super().constants(problem) | {
+            "HEAD_WIDTH": head,
+            "VALUE_WIDTH": value,
+            "V_STAGES": self.value_stages(problem),
+            "PERSISTS": self.persists,
+            "PRODUCER_REGISTERS": 24,
+        }
+
+    def products(self, problem: Problem) -> str:
+        """S = Q K^T and dP = dO V^T; dQ += dS K, the left in registers."""
+        head, _ = self.widths(problem)
+        return "\n".join(
+            [
+                product("multiply_shared", problem, self.block_k, problem.head_dim),
+                product("multiply_shared_values", problem, self.block_k, problem.value_dim),
+                product("multiply_registers", problem, head, self.block_k, a="registers", b="down"),
+            ]
+        )
+
+
+def _rows(**sizes: Any) -> Iterator[WgmmaKeysTile]:
+    """The row as fa3 and as fa2, with heads in groups where these are enough for the device."""
+    for fill, grouped in ((2.0, True), (0.0, False)):
+        for algo in ("fa3", "fa2"):
+            yield WgmmaKeysTile(algo=algo, fill=fill, grouped=grouped, **sizes)
+
+
+ROWS = (
+    *_rows(max_dim=192, block_q=96),
+    *_rows(max_dim=256, block_q=64),
+)
