@@ -75,9 +75,9 @@ def client(monkeypatch):
         found = plant(monkeypatch, *changes, *bugs)
         if buffer is not None:
 
-            def launch(plan, args, memory, *rest, right=emulated._launch):
-                args[0]["q_offset"] = memory.place(buffer)
-                return right(plan, args, memory, *rest)
+            def launch(plan, params, tables, memory, *rest, right=emulated._launch):
+                params["q_offset"] = memory.place(buffer)
+                return right(plan, params, tables, memory, *rest)
 
             monkeypatch.setattr(emulated, "_launch", launch)
         return found
