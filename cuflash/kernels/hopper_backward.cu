@@ -146,8 +146,6 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
         wait_products<SCORE_IS_MODIFIED ? 0 : 1>(S);
         if (SCORE_IS_MODIFIED && smem.nonfinite_keys) now.score_again(S);
         now.to_probabilities(S, slope, log2_sums);
-        if (!SCORE_IS_MODIFIED && smem.nonfinite_keys)
-            now.hide_keys(S, smem.cleared_keys, consumer * SLAB);
         if (facts.is_cut) now.hide(S, TileBits(p, facts.visit, consumer * SLAB));
         if (SCORE_IS_MODIFIED) {  // the slope leaves no registers for dP
             now.pack_kept(P_pairs, S);
@@ -164,6 +162,8 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
         tile.pack_probabilities(dS_pairs, dP);
         if (smem.row_stats[slot][NONFINITE] != 0 || smem.nonfinite_keys) {
             now.hide_weightless(P_pairs, log2_sums);
+            if (!SCORE_IS_MODIFIED && smem.nonfinite_keys)
+                now.hide_keys(P_pairs, dS_pairs, smem.cleared_keys, consumer * SLAB);
             now.hide_gradients(dS_pairs, P_pairs);
             clear_queries(slot);
         }

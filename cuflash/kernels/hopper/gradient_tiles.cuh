@@ -76,20 +76,6 @@ struct GradientStep {
         }
         bits.hide(P, Accumulator(-0.0), tile, 0);
     }
-    // Sets the weights of keys to 0 that held infinities or NaN and were cleared of them, a bit for each
-    // row of the tile. Their scores were -infinity; or else the query's lse is not finite, and P is NaN.
-    __device__ __forceinline__ void hide_keys(Accumulator (&P)[ROWS][Scores::COLUMNS],
-                                              const u32* rows, int first_row) const {
-#pragma unroll
-        for (int i = 0; i < ROWS; ++i) {
-            const int row = first_row + tile.row(i);
-            if (!(rows[row / 32] >> row % 32 & 1)) continue;
-#pragma unroll
-            for (int j = 0; j < Scores::COLUMNS; ++j)
-                if (P[i][j] == P[i][j]) P[i][j] = Accumulator(0);
-        }
-    }
-
     // The scores again, from global memory: with the infinities and NaN that the products do not see.
     __device__ __forceinline__ void score_again(Accumulator (&S)[ROWS][Scores::COLUMNS]) const {
 #pragma unroll
@@ -159,6 +145,31 @@ struct GradientStep {
                 u32& pair = P[m / 2][m % 2 * 2 + i];
                 if (log2_sum.at[0] == infinity<Accumulator>()) pair = pair & 0xffff0000 | 0x8000;
                 if (log2_sum.at[1] == infinity<Accumulator>()) pair = pair & 0xffff | 0x80000000;
+            }
+        }
+    }
+
+    // Makes the weights of keys 0 that held infinities or NaN and were cleared of them, a bit for each
+    // row of the tile: their scores were -infinity, or else the query's lse is not finite, and P is NaN
+    // and stays so. dS, of a weight that was wrong, becomes 0 or, where its other factor is not finite,
+    // NaN. Of packed numbers.
+    __device__ __forceinline__ void hide_keys(Packed& P, Packed& dS, const u32* rows,
+                                              int first_row) const {
+        constexpr u32 EXPONENT = Exponent<Element>::MASK & 0xffff;
+        const auto weight = [](u32 half) {
+            return (half & 0x7fff) > EXPONENT || half == 0x8000 ? half : 0;
+        };
+        const auto gradient = [](u32 half) {
+            return (half & EXPONENT) == EXPONENT ? 0x7fff : 0;
+        };
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            const int row = first_row + tile.row(r % 2);
+            if (!(rows[row / 32] >> row % 32 & 1)) continue;
+#pragma unroll
+            for (int i = 0; i < BLOCK_Q / 16; ++i) {
+                P[i][r] = weight(P[i][r] & 0xffff) | weight(P[i][r] >> 16) << 16;
+                dS[i][r] = gradient(dS[i][r] & 0xffff) | gradient(dS[i][r] >> 16) << 16;
             }
         }
     }
