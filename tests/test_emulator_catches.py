@@ -704,7 +704,8 @@ PLANTED = [
      r"add_unit\((sums \+ .*?), unit\);",
      r"{ A* at = \1; for (int c = 0; c < CHUNK<A>; ++c) at[c] += unit.at[c]; }",
      {"deterministic": False}),
-    ("dQ starts anywhere", r"store_units<THREADS>\(p\.dq_sum.*?;", "", {}),
+    ("dQ starts anywhere", r"\*reinterpret_cast<Vector<Accumulator>\*>\(dQ \+ i\) = \{\};", ";",
+     {}),
     ("one head is summed twice", r"heads\[i\]", "heads[0]", {"enable_gqa": True}),
 ]  # fmt: skip
 
@@ -964,7 +965,8 @@ def test_bugs_planted_in_what_kernels_are_told(monkeypatch, name, wrong, options
 
 # Where blocks start one after the other, each finds its turn has come: a device need not have room
 # for a block that another one waits for.
-NO_WAIT = (r"while \(now != wanted\);", "while (false); if (now != wanted) *(volatile u32*)8 = 0;")
+NO_WAIT = (r"while \(!is_turn\(turn, wanted\)\);",
+           "if (!is_turn(turn, wanted)) *(volatile u32*)8 = 0;")  # fmt: skip
 
 
 @pytest.mark.parametrize("options", [{}, GIVEN, {**GIVEN, **BAND}], ids=str)
@@ -1100,8 +1102,10 @@ def test_bugs_planted_in_the_hopper_forward(monkeypatch, text, wrong, options):
 
 
 # ------------------------------------------------------------------- bugs in the Hopper backward
-# Two blocks work on six tiles of keys, each with several tiles of queries.
+# Two blocks work on six tiles of keys, each with several tiles of queries. What the barriers of dO
+# and of P "empty" are for follows from those of Q, as tiles come and go now; so no bug shows there.
 INFINITE = {"nonfinite": True}
+SIX_BLOCKS = {"blocks": 6, "causal": False}  # one for each tile of keys; all begin with query 0
 GRADIENTS = [
     ("queries are read before they are there",
      r"barriers\.Q_full\[slot\]\.wait\(phases\.parity\(slot\)\);", "", {}),
@@ -1113,15 +1117,10 @@ GRADIENTS = [
      {}),
     ("queries are overwritten while they are read",
      r"barriers\.Q_empty\[slot\]\.wait\(parity \^ 1\);", "", {}),
-    ("dO is overwritten while it is read", r"barriers\.dO_empty\[slot\]\.wait\(parity \^ 1\);", "",
-     {}),
     ("a head is read before it is there", r"head_full\.wait\(count % 2\);", "", {}),
     ("queries are given back before they are read",
      r"wait_products<0>\(dK\);\s+(if \(speaks\) barriers\.Q_empty\[slot\]\.arrive\(\);)",
      r"\1 wait_products<0>(dK);", {}),
-    ("dO is given back before it is read",
-     r"wait_products<1>\(dV\);\s+(if \(speaks\) barriers\.dO_empty\[slot\]\.arrive\(\);)",
-     r"\1 wait_products<1>(dV);", {}),
     ("dS of the first is not waited for", r"meet\(FIRST_SCORED \+ slot, BOTH\);", ";", {}),
     ("dS of the second is not waited for",
      r"if \(i > 0\) meet\(SECOND_SCORED \+ \(slot \^ 1\), BOTH\);", "", {}),
@@ -1136,16 +1135,16 @@ GRADIENTS = [
      {}),
     ("dQ is staged where it is being added",
      r"meet\(STAGING_FREE \+ consumer, STAGING_THREADS\);(?=\s+store_units)", "", {}),
-    ("dQ is given back before it is added", r"wait_read<0>\(\);", "", {}),
+    ("dQ is given back before it is added", r"wait_read<0>\(\);", "", {"deterministic": False}),
     ("staged sums are not published",
      r"publish_to_async_units\(\);(?=\s+pass\(SUMS_STAGED)", "", {}),
     ("a part is added before its turn", r"if \(ORDERED\) meet\(TURN_CAME \+ consumer, 64\);", "",
      {}),
-    ("the turn is not waited for", r"if \(speaks\) wait_turn\(.*?wanted\);", "", {}),
+    ("the turn is not waited for", r"if \(speaks\) wait_turn\(.*?wanted\);", "", SIX_BLOCKS),
     ("the turn of the tile of keys at hand", r"previous < first \? 0 : previous \+ 1",
      "previous < first ? 0 : previous + 2", {}),
     ("the turn is handed on before the sum is written",
-     r"wait_written<0>\(\);\s+follow_async_units\(\);\s+(pass_turn)", r"\1", {}),
+     r"wait_written<0>\(\);\s+follow_async_units\(\);\s+(pass_turn)", r"\1", SIX_BLOCKS),
     ("the turn is not handed on", r"pass_turn\(p\.turns \+ part, item\.key_tile \+ 1\);", ";", {}),
     ("an item is given back before it is read", r"(const int count = item\.queries\.count;)"
      r"(?=\s+const i64 first_tile)", r"\1 if (speaks) reader.release(item);", {}),
@@ -1159,7 +1158,6 @@ GRADIENTS = [
 WIDE = {"dim": 136}
 TWO_KERNELS = [
     ("P is read before it is there", r"barriers\.P_full\[slot\]\.wait\(.*?\);", "", WIDE),
-    ("P is overwritten while it is read", r"barriers\.P_empty\[slot\]\.wait\(.*?\);", "", WIDE),
     ("queries are given back by the one who scores alone",
      r"(if \(speaks\) barriers\.P_full\[slot\]\.arrive\(\)), barriers\.Q_empty\[slot\]\.arrive\(\);",
      r"\1, barriers.Q_empty[slot].arrive(), barriers.Q_empty[slot].arrive();", WIDE),
@@ -1167,7 +1165,7 @@ TWO_KERNELS = [
      r"meet\(ROWS_SCORED, READERS\);(?=\s+clear_tile)", "", {**WIDE, **INFINITE}),
     ("values are given back before they are read",
      r"wait_products<0>\(dP\);\s+(__syncwarp\(\);[^;]*if \(speaks\) barriers\.V_empty.*?;)",
-     r"\1 wait_products<0>(dP);", WIDE),
+     r"\1 wait_products<0>(dP);", {"dim": 256}),
     ("keys are given back before dQ has read them", r"release_keys\(slot \^ 1\);(?=\s+holds_keys = t)",
      "release_keys(slot ^ 1); if (speaks) barriers.K_empty[slot].arrive();", WIDE),
     ("queries of the item before are overwritten", r"barriers\.Q_empty\.wait\(Q_parity \^ 1\);", "",
@@ -1180,31 +1178,40 @@ TWO_KERNELS = [
 
 
 @functools.cache
-def gradient_inputs(dim, nonfinite):
-    """dout, q, k, v, out and lse of two heads."""
+def gradient_inputs(dim, nonfinite, causal):
+    """dout, q, k, v, out and lse of two heads.
+
+    A column of keys moves no score and is large, so that most of its dQ cancels: another order of
+    the sum has other bits.
+    """
     rng = np.random.default_rng(0)
     m = 300 if dim <= 128 else 170
     dout, q = rng.standard_normal((2, 2, 300, dim)).astype(np.float16)
     k, v = rng.standard_normal((2, 2, m, dim)).astype(np.float16)
+    q[..., 1], k[..., 1] = 0, k[..., 1] + 1000
     if nonfinite:  # of a query that some keys of a tile see, and of keys that some queries see
         dout[0, 140, 3] = np.inf
         k[1, m - 40, 5] = -np.inf
     with np.errstate(all="ignore"):
-        out, lse = reference.attention(q, k, v, return_lse=True, causal=True)
+        out, lse = reference.attention(q, k, v, return_lse=True, causal=causal)
     return dout, q, k, v, out.astype(q.dtype), lse.astype(np.float32)
 
 
 def gradients_are_right(options):
     """Compare with the reference under several schedules; raises where something is wrong."""
-    inputs = gradient_inputs(options.get("dim", 64), options.get("nonfinite", False))
-    kernel = {"algo": "fa3", "engine": "wgmma", "device": Device(90, multiprocessors=2)}
+    given = {"dim": 64, "nonfinite": False, "causal": True}
+    given = {name: options.get(name, x) for name, x in given.items()}
+    inputs, band = gradient_inputs(**given), {"causal": given["causal"]}
+    device = Device(90, multiprocessors=options.get("blocks", 2))
+    kernel = {"algo": "fa3", "engine": "wgmma", "device": device}
+    kernel["deterministic"] = options.get("deterministic", True)
     first = None
     for seed in (EAGER, 0, 1, 2):
-        result = attention_backward(*inputs, causal=True, seed=seed, **kernel)[:3]
-        assert_backward_close(result, *inputs[:4], causal=True)
+        result = attention_backward(*inputs, seed=seed, **kernel, **band)[:3]
+        assert_backward_close(result, *inputs[:4], **band)
         bits = [x.tobytes() for x in result]
         first = first or bits
-        assert bits == first, f"other bits with seed {seed}"
+        assert bits == first or not kernel["deterministic"], f"other bits with seed {seed}"
 
 
 @pytest.mark.parametrize("options", options_of(GRADIENTS + TWO_KERNELS), ids=str)
