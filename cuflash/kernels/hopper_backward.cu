@@ -10,7 +10,7 @@
 //                                            Q, dO  [2][BLOCK_Q][D], [2][BLOCK_Q][DV]   rings
 //                   and what backward_rows has worked out of the queries
 //     warps 1, 2    add parts of dQ in global memory
-//     warp 3        looks for infinities and NaN among keys and values, and waits for turns
+//     warp 3        waits for turns
 //     consumers     compute S^T, P^T, dP^T, dS^T, dK and dV, which stay in registers, and dQ
 //
 // The tile of scores stands on its side, so that P^T and dS^T go from one product to the next in
@@ -48,6 +48,18 @@ __device__ __forceinline__ void clear_tile(unsigned char* tile, int bytes, const
         pair = cleared;
         note(at);
     }
+}
+
+// Whether this thread finds infinities and NaN in its share of the keys and values.
+__device__ __forceinline__ bool finds_nonfinite(const SharedMemory& smem) {
+    constexpr int STEP = BOTH * CHUNK_BYTES, SHARE = (KeyRows::BYTES + ValueRows::BYTES) / STEP;
+    static_assert((KeyRows::BYTES + ValueRows::BYTES) % STEP == 0, "equal shares");
+    const unsigned char* const first = smem.K + (threadIdx.x - WARPGROUP) * CHUNK_BYTES;
+    bool found = false;
+#pragma unroll
+    for (int i = 0; i < SHARE; ++i)
+        found |= has_nonfinite(reinterpret_cast<const Element*>(first + i * STEP));
+    return found;
 }
 
 template <int VALUE>
@@ -106,6 +118,9 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
         pass(SUMS_STAGED + consumer, STAGING_THREADS);
     };
     bool found_nonfinite = false;  // whether a step of this tile of keys had such
+    const auto has_nonfinite_keys = [&] {
+        return *reinterpret_cast<const u64*>(smem.found_nonfinite) != 0;
+    };
     // Changes tiles while nobody reads them.
     const auto change_tiles = [&](const auto& change) {
         meet(TILES_CHANGE, BOTH);
@@ -144,7 +159,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
         commit_products();
         if (!SCORE_IS_MODIFIED) score_gradients(slot);
         wait_products<SCORE_IS_MODIFIED ? 0 : 1>(S);
-        if (SCORE_IS_MODIFIED && smem.nonfinite_keys) now.score_again(S);
+        if (SCORE_IS_MODIFIED && has_nonfinite_keys()) now.score_again(S);
         now.to_probabilities(S, slope, log2_sums);
         if (facts.is_cut) now.hide(S, TileBits(p, facts.visit, consumer * SLAB));
         if (SCORE_IS_MODIFIED) {  // the slope leaves no registers for dP
@@ -160,9 +175,9 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
             if (SCORE_IS_MODIFIED) now.apply_slope(dP, slope);
         }
         tile.pack_probabilities(dS_pairs, dP);
-        if (smem.row_stats[slot][NONFINITE] != 0 || smem.nonfinite_keys) {
+        if (smem.row_stats[slot][NONFINITE] != 0 || has_nonfinite_keys()) {
             now.hide_weightless(P_pairs, log2_sums);
-            if (!SCORE_IS_MODIFIED && smem.nonfinite_keys)
+            if (!SCORE_IS_MODIFIED && has_nonfinite_keys())
                 now.hide_keys(P_pairs, dS_pairs, smem.cleared_keys, consumer * SLAB);
             now.hide_gradients(dS_pairs, P_pairs);
             clear_queries(slot);
@@ -208,8 +223,11 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
         if (item.opens) {
             clear_rows(dK), clear_rows(dV);
             found_nonfinite = false;
-            barriers.K_checked.wait(items / GROUP % 2);
-            if (smem.nonfinite_keys) change_tiles(clear_keys);
+            barriers.K_full.wait(items / GROUP % 2);
+            const bool found = __any_sync(FULL_WARP, finds_nonfinite(smem));
+            if (speaks) smem.found_nonfinite[threadIdx.x / 32 - WARPGROUP / 32] = found;
+            meet(TILES_CHANGE, BOTH);
+            if (has_nonfinite_keys()) change_tiles(clear_keys);
         }
 #pragma unroll 1
         for (int i = 0; i < count; i += STAGES) {  // by twos: addresses are constants then
@@ -259,9 +277,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const int warp = threadIdx.x / 32;
         if (threadIdx.x == COPYING_THREAD)
             copy_tiles(p, tables, smem);
-        else if (warp == WATCHING_WARP)
+        else if (ORDERED && warp == WATCHING_WARP)
             watch(p, smem);
-        else if (warp >= ADDING_WARPS)
+        else if (warp >= ADDING_WARPS && warp < ADDING_WARPS + CONSUMERS)
             add_sums(p, smem, warp - ADDING_WARPS);
         return;
     }

@@ -16,9 +16,9 @@ static_assert(STAGES == 2, "slots follow from the parity of steps");
 // The producer's warps. The first one's first thread copies and plans.
 constexpr int ADDING_WARPS = 1, WATCHING_WARP = 3;  // a warp adds for each consumer
 
-// Who reads an item: the consumers' warps, those that add and the one that watches. The copying
-// thread has written it.
-constexpr int KEY_ITEM_READERS = WARPS + CONSUMERS + 1;
+// Who reads an item: the consumers' warps, those that add and, where order counts, the one that
+// watches. The copying thread has written it.
+constexpr int KEY_ITEM_READERS = WARPS + CONSUMERS + ORDERED;
 
 // Named barriers. Those of a pair belong to the two slots, or to the two consumers.
 enum {
@@ -47,14 +47,13 @@ struct Barriers {
     Barrier Q_full[STAGES], Q_empty[STAGES];
     Barrier dO_full[STAGES], dO_empty[STAGES];
     Barrier K_full, K_empty;  // V as well
-    Barrier K_checked;        // for infinities and NaN
     Barrier head_full;        // where its operands lie
 
     __device__ __forceinline__ void init() {
         init_all(Q_full, 1), init_all(Q_empty, WARPS);
         init_all(dO_full, 1), init_all(dO_empty, WARPS);
         K_full.init(1), K_empty.init(WARPS);
-        K_checked.init(1), head_full.init(1);
+        head_full.init(1);
     }
 };
 
@@ -74,7 +73,8 @@ struct SharedMemory {
     alignas(16) float row_stats[STAGES][ROW_STATS];
     Barriers barriers;
     StepFacts facts[STAGES];
-    int nonfinite_keys;  // whether the tile's keys or values held infinities or NaN
+    // Whether the tile's keys or values held infinities or NaN: what each of the consumers' warps found.
+    alignas(8) unsigned char found_nonfinite[WARPS];
     u32 cleared_keys[BLOCK_K / 32];  // which of its keys did: a bit for each
     alignas(16) ItemSlots<KeyItem> items;
 };
@@ -89,6 +89,13 @@ static_assert(sizeof(SharedMemory::K) == shared_at::V &&
 static_assert(sizeof(SharedMemory) <= SHARED_BYTES, "barriers and items");
 static_assert(is_laid_out<float>(tile_bytes::dq_sum, CONSUMERS* DQ_PART),
               "the plan's tiles in the workspace are those of the kernel");
+
+// Notes what the consumers must know of an item's `i`-th step; returns the tile of queries.
+__device__ __forceinline__ int note_step(StepFacts& facts, const KeyItem& item, int i) {
+    const Visit visit = item.queries[i];
+    facts = {visit, item.queries.is_cut(visit)};
+    return visit.tile;
+}
 
 // The copying thread works out the items and fills the buffers as they become empty.
 __device__ __forceinline__ void copy_tiles(const Params& p, const GradientTables& tables,
@@ -114,16 +121,15 @@ __device__ __forceinline__ void copy_tiles(const Params& p, const GradientTables
         if (item.opens && count == 0) load_keys();
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
-            const Visit visit = item.queries[i];
-            const int row = visit.tile * BLOCK_Q, slot = i % STAGES;
+            const int slot = i % STAGES;
             const u32 parity = phases.parity(slot);
             phases.advance(slot);
             barriers.Q_empty[slot].wait(parity ^ 1);
-            smem.facts[slot] = {visit, item.queries.is_cut(visit)};
+            const int row = note_step(smem.facts[slot], item, i) * BLOCK_Q;
             Barrier& Q_full = barriers.Q_full[slot];
             Q_full.arrive_and_expect(QueryRows::BYTES + ROW_STATS * sizeof(float));
             load_expected_panels<QueryRows>(smem.Q[slot], Q_full, &tables.q, row, item.located.q_position);
-            const i64 tile = i64(item.located.head.index) * p.query_tiles + visit.tile;
+            const i64 tile = i64(item.located.head.index) * p.query_tiles + row / BLOCK_Q;
             load_bytes(smem.row_stats[slot], p.row_stats + tile * ROW_STATS,
                        ROW_STATS * sizeof(float), Q_full);
             if (item.opens && i == 0) load_keys();  // later than queries: it waits for the last item
@@ -134,49 +140,25 @@ __device__ __forceinline__ void copy_tiles(const Params& p, const GradientTables
     }
 }
 
-// Whether the warp finds infinities and NaN among the keys and values.
-__device__ __forceinline__ bool finds_nonfinite(const SharedMemory& smem) {
-    constexpr int AT_A_TIME = 2, STEP = 32 * AT_A_TIME * CHUNK_BYTES;
-    static_assert((KeyRows::BYTES + ValueRows::BYTES) % STEP == 0, "whole warps");
-    bool found = false;
-#pragma unroll 1
-    for (const unsigned char* at = smem.K + threadIdx.x % 32 * CHUNK_BYTES; at < smem.Q[0];
-         at += STEP)
-#pragma unroll
-        for (int i = 0; i < AT_A_TIME; ++i)
-            found |= has_nonfinite(reinterpret_cast<const Element*>(at + i * 32 * CHUNK_BYTES));
-    return __any_sync(FULL_WARP, found);
-}
-
-// The watching warp looks for infinities and NaN among a tile's keys and values. Where order counts, it
-// then waits for the turns of this block at the tiles of dQ, so that the warps that add need not ask.
+// Where order counts, the watching warp waits for the turns of this block at the tiles of dQ, so that
+// the warps that add need not ask.
 __device__ __forceinline__ void watch(const Params& p, SharedMemory& smem) {
-    Barriers& barriers = smem.barriers;
     const bool speaks = threadIdx.x % 32 == 0;
-    u32 parity = 0;
     ItemReader<KeyItem> reader(smem.items);
     for (;;) {
         const KeyItem& item = reader.next();
         if (!item.exists) return;
-        if (item.opens) {
-            barriers.K_full.wait(parity);
-            parity ^= 1;
-            const bool found = finds_nonfinite(smem);
-            __syncwarp();  // all lanes have read the keys
-            if (speaks) smem.nonfinite_keys = found, barriers.K_checked.arrive();
-        }
-        if (ORDERED)
 #pragma unroll 1
-            for (int i = 0; i < item.queries.count; ++i) {
-                const Visit visit = item.queries[i];
-                const u32 wanted = turn_of(p, item.located.head, item.key_tile, visit);
-                const i64 tile = i64(item.located.head.index) * p.query_tiles + visit.tile;
+        for (int i = 0; i < item.queries.count; ++i) {
+            const Visit visit = item.queries[i];
+            const u32 wanted = turn_of(p, item.located.head, item.key_tile, visit);
+            const i64 tile = i64(item.located.head.index) * p.query_tiles + visit.tile;
 #pragma unroll 1
-                for (int consumer = CONSUMERS - 1; consumer >= 0; --consumer) {
-                    if (speaks) wait_turn(p.turns + tile * CONSUMERS + consumer, wanted);
-                    meet(TURN_CAME + consumer, 64);
-                }
+            for (int consumer = CONSUMERS - 1; consumer >= 0; --consumer) {
+                if (speaks) wait_turn(p.turns + tile * CONSUMERS + consumer, wanted);
+                meet(TURN_CAME + consumer, 64);
             }
+        }
         __syncwarp();  // all lanes have read the item
         if (speaks) reader.release(item);
     }
