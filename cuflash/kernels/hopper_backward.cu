@@ -85,7 +85,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
     const u64 K_columns = KeyRows::descriptor(SHARED_BASE + shared_at::K) +
                           (SPLITS_QUERIES ? 0 : KeyRows::columns(consumer * SLAB / 16));
     const u64 dS = ScoreRows::descriptor(SHARED_BASE + shared_at::dS) +
-                   (SPLITS_QUERIES ? ScoreRows::rows(consumer * DQ_QUERIES / 16) : 0);
+                   (SPLITS_QUERIES ? consumer * (DQ_QUERIES * ScoreRows::ROW_BYTES >> 4) : 0);
     // Where a lane stores a row of 8 keys of dS: those of its warp.
     const u32 dS_row =
         SHARED_BASE + shared_at::dS + ScoreRows::offset(tile.lane / 16 * 8 + tile.lane % 8,
