@@ -22,8 +22,6 @@ if TYPE_CHECKING:
         Algo,
         AnyArray,
         Array,
-        BackwardAlgo,
-        BackwardEngine,
         BackwardOptions,
         Causal,
         CupyArray,
@@ -313,8 +311,8 @@ def attention_backward(
     out: AnyArray,
     lse: AnyArray,
     *,
-    algo: BackwardAlgo | None = None,
-    engine: BackwardEngine | None = None,
+    algo: Algo | None = None,
+    engine: Engine | None = None,
     causal: Causal = False,
     window: Window | None = None,
     mask: BlockMask | AnyArray | None = None,
@@ -344,11 +342,12 @@ def attention_backward(
         What :func:`attention` returned.
     lse : array, shape (..., H, N)
         What :func:`attention` returned with `return_lse`: float32, or float64 for float64.
-    algo : {"fa1", "fa2"}, optional
-        FlashAttention-1 (one thread block per head) or FlashAttention-2 (one per head and key
-        tile). By default the fastest. It need not be that of the forward call.
-    engine : {"numpy", "simt", "mma"}, optional
-        As in :func:`attention`; there are no gradients on wgmma.
+    algo : {"fa1", "fa2", "fa3"}, optional
+        FlashAttention-1 (one thread block per head), FlashAttention-2 (one per head and key tile)
+        or FlashAttention-3 (blocks that persist). By default the fastest. It need not be that of
+        the forward call.
+    engine : {"numpy", "simt", "mma", "wgmma"}, optional
+        As in :func:`attention`; fa1 has no gradients on wgmma.
     causal, window, mask, softcap, q_lengths, kv_lengths, q_offset, scale, enable_gqa
         As given to :func:`attention`.
     dlse : array, shape (..., H, N), optional
@@ -511,8 +510,8 @@ def attention_vjp(
     q, k, v : array
         As in :func:`attention`.
     algo, engine : str, optional
-        As in :func:`attention`. Gradients of fa3 and wgmma, which have none of their own, are
-        those of the default kernel.
+        As in :func:`attention`, for the gradients as well. Those of fa1 on wgmma, which has none
+        of its own, are those of the default kernel.
     causal, window, mask, softcap, q_lengths, kv_lengths, q_offset, scale, enable_gqa
         As in :func:`attention`.
     deterministic : bool
@@ -637,8 +636,8 @@ def plan(
     >>> p.algo, p.engine, p.grid
     ('fa3', 'wgmma', 132)
     >>> p = cuflash.plan(q, q, q, causal=True, device=h200, backward=True)
-    >>> p.kernel, p.grid == 8 * 16 * -(-512 // p.block_k)
-    ('fa2_backward', True)
+    >>> p.kernel, p.algo, p.grid
+    ('hopper_backward', 'fa3', 132)
     """
     if not (device is None or isinstance(device, Device)):
         raise TypeError(f"device={device!r}: give a cuflash.Device, or None for the arrays' own")

@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 Algo: TypeAlias = Literal["fa1", "fa2", "fa3"]
 Engine: TypeAlias = Literal["numpy", "simt", "mma", "wgmma"]
-BackwardAlgo: TypeAlias = Literal["fa1", "fa2"]
-BackwardEngine: TypeAlias = Literal["numpy", "simt", "mma"]
 Alignment: TypeAlias = Literal["bottom_right", "top_left"]
 Causal: TypeAlias = bool | np.bool_ | Alignment
 Integer: TypeAlias = int | np.integer[Any]
@@ -149,6 +147,6 @@ class VjpOptions(ForwardOptions, total=False):
 class BackwardOptions(MaskOptions, total=False):
     """Options of :func:`cuflash.attention_backward` but arrays and where to write."""
 
-    algo: BackwardAlgo | None
-    engine: BackwardEngine | None
+    algo: Algo | None
+    engine: Engine | None
     deterministic: bool

@@ -713,6 +713,9 @@ class _Cases:
     def orders(self):
         """The forward pass has none to choose."""
 
+    def wide(self):
+        """Nor has it other kernels for wide heads."""
+
 
 class _BackwardCases(_Cases):
     """Collects the backward cases of one kernel: smaller and fewer, with an eye on sums."""
@@ -835,7 +838,10 @@ class _BackwardCases(_Cases):
             "simt": [
                 1, 3, 17, 40, 64, 96, 128, 160, 256, 300, 512, (17, 40), (40, 3), (1, 128),
             ],
-            "wgmma": [8, 24, 40, 72, 96, 128, (64, 32), (8, 64), (96, 128), (128, 8)],
+            "wgmma": [
+                8, 24, 40, 72, 96, 128, (64, 32), (8, 64), (96, 128), (128, 8),
+                160, 256, (192, 128), (128, 256), (136, 8),
+            ],
         }[self.engine]  # fmt: skip
         for i, dim in enumerate(dims):
             dim, value_dim = dim if isinstance(dim, tuple) else (dim, dim)
@@ -844,6 +850,32 @@ class _BackwardCases(_Cases):
             n, m = tile.block_q + 1, tile.block_k + 3
             name = f"dims {dim} and {value_dim}"
             self.add(name, dtype, (n, dim), (m, dim), (m, value_dim), causal=i % 2 == 0)
+
+    def wide(self):
+        """On Hopper, heads that have kernels of their own: some of what other families are for."""
+        if self.engine != "wgmma":
+            return
+        dtype, dim, value_dim = self.dtypes[-1], 136, 40
+        tile = self.tile(dtype, dim, value_dim)
+        n, m = 128 + 9, 2 * tile.block_k + 5
+        q, k, v = (2, n, dim), (2, m, dim), (2, m, value_dim)
+        shown = random_mask((2, n, m), 32, shown=0.6)
+        lengths = {"q_lengths": np.int32([n, 3]), "kv_lengths": np.int32([m // 2, m + 1])}
+        heads = {"enable_gqa": True, "causal": True}
+        self.add("wide heads of a group", dtype, (1, 4, n, dim), (1, *k), (1, *v), **heads)
+        self.add("wide heads one query head", dtype, (1, n, dim), k, v, window=(40, 9))
+        self.add("wide masked hidden, lengths", dtype, (2, 1, n, dim), (2, 1, m, dim),
+                 (2, 1, m, value_dim), poison="hidden", causal=True, **lengths)  # fmt: skip
+        self.add("wide masked visible", dtype, q, k, v, poison="visible", causal="top_left")
+        self.add("wide blocks", dtype, q, k, v, mask=BlockMask.from_dense(shown, 32), causal=True)
+        self.add("wide elements", dtype, q, k, v, mask=shown, softcap=2.0)
+        self.add("wide elements visible", dtype, q, k, v, mask=shown[0], poison="visible")
+        self.add("wide extremes keys", dtype, q, k, v, poison="weightless keys")
+        self.add("wide extremes rows", dtype, q, k, v, poison="weightless rows", softcap=9.0)
+        self.add("wide extremes infinite keys", dtype, q, k, v, poison="infinite keys", causal=True)
+        self.add("wide orders any", dtype, q, k, v, causal=True, deterministic=False)
+        self.add("wide strides", self.dtypes[0], (2, *q), (2, *k), (2, *v), window=(70, None),
+                 layouts=dict.fromkeys(("q", "k", "v", "dout", "dq", "dk", "dv"), "bnhd"))  # fmt: skip
 
     def masked(self):
         """Rows and keys that see nothing, and NaN where nobody looks."""
@@ -894,7 +926,7 @@ def _all_cases(kind, kernels):
 
 
 FAMILIES = (
-    "edges windows softcaps lengths heads axes strides dims masked extremes blocks elements "
+    "edges windows softcaps lengths heads axes strides dims wide masked extremes blocks elements "
     "scales orders offsets"
 ).split()
 CASES = _all_cases(_Cases, KERNELS)

@@ -250,7 +250,7 @@ def test_one_unit_for_a_table_and_its_picture(rates, unit, cells):
 def test_why_there_are_no_gradients_in_words():
     x = np.zeros((1, 16, 8), np.float16)
     with pytest.raises(NotImplementedError) as caught:
-        cuflash.plan(x, x, x, engine="wgmma", device=cuflash.Device(90), backward=True)
+        cuflash.plan(x, x, x, algo="fa1", engine="wgmma", device=cuflash.Device(90), backward=True)
     assert compare._in_words(caught.value) == "there is no kernel of that kind"
 
 

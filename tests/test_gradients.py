@@ -349,21 +349,34 @@ def test_nothing_hidden_reaches_a_gradient(algo):
 
 
 @pytest.mark.parametrize(
-    "kernel", [{"algo": "fa3"}, {"engine": "wgmma"}, {"algo": "fa3", "engine": "wgmma"}]
+    ("kernel", "gradients"),
+    [
+        (("fa3", None), ("fa3", None)),
+        ((None, "wgmma"), (None, "wgmma")),
+        (("fa3", "wgmma"), ("fa3", "wgmma")),
+        (("fa2", "wgmma"), ("fa2", "wgmma")),
+        (("fa1", "mma"), ("fa1", "mma")),
+        (("fa1", "wgmma"), (None, None)),  # which has no gradients
+    ],
 )
-def test_vjp_of_a_kernel_without_gradients(kernel, monkeypatch):
-    """The forward pass on Hopper's engine, here replaced; the gradients on the default one."""
+def test_vjp_chooses_the_kernels_of_both_passes(kernel, gradients, monkeypatch):
+    """Both passes on a GPU's engine, here replaced."""
     module, called = sys.modules["cuflash._attention"], []
 
-    def forward(*arrays, algo=None, engine=None, **options):
-        called.append({"algo": algo, "engine": engine})
-        return cuflash.attention(*arrays, **options)
+    def replace(function):
+        def replaced(*arrays, algo=None, engine=None, **options):
+            called.append((algo, engine))
+            return function(*arrays, **options)
 
-    monkeypatch.setattr(module, "attention", forward)
-    out, vjp = cuflash.attention_vjp(Q, K, V, causal=True, **kernel)
-    assert called == [{"algo": None, "engine": None, **kernel}]
+        monkeypatch.setattr(module, function.__name__, replaced)
+
     _, expected = cuflash.attention_vjp(Q, K, V, causal=True)
-    for a, b in zip(vjp(out), expected(out), strict=True):
+    replace(cuflash.attention), replace(cuflash.attention_backward)
+    algo, engine = kernel
+    out, vjp = cuflash.attention_vjp(Q, K, V, causal=True, algo=algo, engine=engine)
+    got = vjp(out)
+    assert called == [kernel, gradients]
+    for a, b in zip(got, expected(out), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -424,13 +437,14 @@ def test_plan_of_gradients():
     assert plan.problem.summed == (1, 4, 8)
     assert not cuflash.plan(q, k, v, deterministic=False, **options).problem.deterministic
     made = cuflash.plan(q, k, v, device=H200, **options)
-    assert made.kernel == "fa2_backward"
+    assert made.kernel == "hopper_backward"
     assert made.problem.aligned
     grads = tuple(np.empty_like(x) for x in (q, k, v))
     assert cuflash.plan(q, k, v, device=H200, out=grads, **options) == made
     odd = np.empty((*k.shape[:-1], 65), np.float16)[..., :64]
     made = cuflash.plan(q, k, v, device=H200, out=(None, odd, None), **options)
     assert not made.problem.aligned
+    assert made.kernel == "fa2_backward"
     assert not cuflash.plan(q, k, v, enable_gqa=True, device=H200).problem.backward
     with pytest.raises(TypeError, match="grads_out is a ndarray: give a triple"):
         cuflash.plan(q, k, v, out=q, **options)

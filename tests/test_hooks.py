@@ -16,6 +16,7 @@ from test_emulator_catches import plant
 from tolerance import _worst
 
 from cuflash import reference
+from cuflash.planning import source, wgmma_gradients
 from cuflash.planning.problem import Device
 
 pytestmark = pytest.mark.skipif(available() is not None, reason=str(available()))
@@ -50,14 +51,14 @@ SINK = [
 # reads unless the shift is given. It is added behind softcap.
 BIAS = [
     ("STORES_DSCORE = false", "STORES_DSCORE = true"),
-    (r"(int list;)[^}]*?\};", r"\1 const float* bias; };"),
-    (r"(head\.list = list;)", r"\1 head.bias = (const float*)p.q_offset + "
-     r"i64(index) * p.query_length * p.key_length;"),
+    (r"(int list;)[^}]*?\};", r"\1 const float* bias; float* dbias; };"),
+    (r"(head\.list = list;)", r"\1 const i64 pairs = i64(p.query_length) * p.key_length; "
+     r"head.dbias = (float*)p.q_offset + (i64(p.head_count) + index) * pairs; "
+     r"head.bias = head.dbias - p.head_count * pairs;"),
     (r"return (softcap \* tanh\(score / softcap\));",
      r"const bool exists = q >= 0 && q < located.query_length && k < located.key_length; return \1 "
      r"+ Accumulator(exists ? located.bias[(long long)q * p.key_length + k] : 0.0f);"),
-    (EMPTY["store_dscore"], r"\1 p\2 head\3 ((float*)p.q_offset)[((i64(p.head_count) + head.index) "
-     r"* p.query_length + q) * p.key_length + k] += dscore;"),
+    (EMPTY["store_dscore"], r"\1 p\2 head\3 head.dbias[i64(q) * p.key_length + k] += dscore;"),
 ]  # fmt: skip
 
 
@@ -70,19 +71,24 @@ def dropped(shape):
 @pytest.fixture
 def client(monkeypatch):
     """Gives a hook its body, and kernels an array."""
+    cached = source.kernel_source
 
     def install(changes, bugs=(), buffer=None):
         found = plant(monkeypatch, *changes, *bugs)
         if buffer is not None:
+            # Head has two pointers more, and the compiler asserts the size of what holds it.
+            monkeypatch.setattr(wgmma_gradients, "HEAD_BYTES", wgmma_gradients.HEAD_BYTES + 16)
+            cached.cache_clear()
 
-            def launch(plan, args, memory, *rest, right=emulated._launch):
-                args[0]["q_offset"] = memory.place(buffer)
-                return right(plan, args, memory, *rest)
+            def launch(plan, params, tables, memory, *rest, right=emulated._launch):
+                params["q_offset"] = memory.place(buffer)
+                return right(plan, params, tables, memory, *rest)
 
             monkeypatch.setattr(emulated, "_launch", launch)
         return found
 
-    return install
+    yield install
+    cached.cache_clear()
 
 
 # ---------------------------------------------------------------------------------- what is right

@@ -72,12 +72,23 @@ def test_backward_grid_is_a_block_per_head_or_per_key_tile(row, leading, n, m):
     plan = Plan(backward(row.dtypes[0], (1, *leading), n, m), H200, row)
     heads, tiles = math.prod(leading), math.ceil(m / plan.block_k)
     rows, main, dq = plan.kernels
-    assert plan.grid == main.grid == heads * (tiles if row.algo == "fa2" else 1)
-    assert rows.grid == dq.grid == heads * math.ceil(n / plan.block_q)
-    assert (rows.shared_bytes, dq.shared_bytes) == (0, 0)
+    blocks = {"fa1": heads, "fa2": heads * tiles, "fa3": min(heads * tiles, 132)}
+    assert plan.grid == main.grid == blocks[row.algo]
+    assert rows.grid == heads * math.ceil(n / plan.block_q)
+    assert rows.shared_bytes == 0
     assert main.shared_bytes == plan.shared_bytes <= H200.shared_bytes
-    assert {kernel.threads for kernel in plan.kernels} == {32 * row.warps}
-    assert plan.block_k == row.warps // row.split * row.warp_rows
+    if row.engine != "wgmma":
+        assert (main.threads, rows.threads) == (32 * row.warps, 32 * row.warps)
+        assert plan.block_k == row.warps // row.split * row.warp_rows
+    else:  # four warps that copy; a warpgroup has 64 keys, and both the same where heads are wide
+        assert (main.threads, rows.threads) == (32 * row.warps + 128, 256)
+        assert plan.block_k == (64 if plan.kernel == "hopper_backward_keys" else 128)
+    if plan.kernel == "hopper_backward_keys":  # dq has a kernel that is like the main one
+        tiles = heads * math.ceil(n / 128)
+        assert dq.grid == (min(tiles, 132) if row.algo == "fa3" else tiles)
+        assert dq.threads == main.threads
+    else:
+        assert (dq.grid, dq.threads, dq.shared_bytes) == (rows.grid, rows.threads, 0)
 
 
 @pytest.mark.parametrize("row", GPU_ROWS + BACKWARD_ROWS, ids=str)
@@ -135,7 +146,10 @@ def test_the_last_tile_of_queries_is_whole_on_hopper(n):
 @pytest.mark.parametrize("engine", ["simt", "mma"])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_backward_workspace(algo, engine, deterministic):
-    """Per query two numbers and a row of dQ; per tile a flag and a turn; nothing of size N x M."""
+    """Per query two numbers and a row of dQ; per tile a flag and a turn; nothing of size N x M.
+
+    Blocks that add in order take tickets, so that they start in that order.
+    """
     for dtype in ITEM_BYTES:
         if engine == "mma" and ITEM_BYTES[dtype] > 2:
             continue
@@ -144,17 +158,70 @@ def test_backward_workspace(algo, engine, deterministic):
             plan = make_plan(p, H200, algo, engine)
             parts, item = dict(plan.workspace), ITEM_BYTES[p.accumulator]
             queries = p.head_count * plan.query_tiles * plan.block_q
-            assert list(parts) == ["row_stats", "dq_sum"] + ["turns"] * plan.is_ordered
+            assert list(parts) == ["row_stats", "dq_sum"] + ["turns", "tickets"] * plan.is_ordered
             assert plan.is_ordered == (deterministic and algo == "fa2")
             assert parts["row_stats"] == queries * 2 * item + p.head_count * plan.query_tiles * 16
             assert queries * d * item <= parts["dq_sum"] <= queries * (2 * d + 64) * item
             if plan.is_ordered:
-                assert parts["turns"] == 4 * (p.head_count * plan.query_tiles + 1)
+                assert parts["turns"] == 4 * p.head_count * plan.query_tiles
+                assert parts["tickets"] == 4
             ends = [size for _, size in plan.workspace]
             starts = [-(-size // 256) * 256 for size in ends[:-1]]
             assert plan.workspace_bytes == sum(starts) + ends[-1]
     assert make_plan(backward(), CPU, algo).workspace_bytes == 0
     assert make_plan(backward(), CPU, algo).workspace == ()
+
+
+@pytest.mark.parametrize("algo", ["fa2", "fa3"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_backward_workspace_on_hopper(algo, deterministic):
+    """As above, of rows of 64 or 128 numbers; two turns, one for each warpgroup; and heads."""
+    for d, e in ((64, 64), (40, 8), (72, 40), (128, 128)):
+        plan = make_plan(backward(d=d, e=e, deterministic=deterministic), H200, algo, "wgmma")
+        tiles, ordered = 6 * plan.query_tiles, plan.is_ordered
+        assert ordered == deterministic
+        assert plan.workspace == (
+            ("row_stats", tiles * (2 * plan.block_q * 4 + 16)),
+            ("dq_sum", tiles * plan.block_q * (64 if d <= 64 else 128) * 4),
+            *([("turns", tiles * 8)] * ordered),
+            ("tickets", 4),
+            ("located", 6 * 128),
+        )
+
+
+@pytest.mark.parametrize("algo", ["fa2", "fa3"])
+def test_a_block_on_hopper_sums_over_the_heads_that_share_its_keys(algo):
+    """Where there are enough of them; else each head's gradients are kept, and summed later."""
+    for leading, grouped in (((2, 4, 3), False), ((66, 4, 3), True)):
+        p = problem("bfloat16", leading, 100, 100, backward=True, summed=(1, 3, 3), group=3)
+        plan = make_plan(p, H200, algo, "wgmma")
+        heads = math.prod(leading)
+        assert plan.tile.grouped == grouped
+        assert plan.tile.blocks(p) == (heads // 3 if grouped else heads)
+        launches = {kernel.name: kernel.grid for kernel in plan.kernels}
+        own = {} if grouped else {"hopper_sum_dk": heads // 3, "hopper_sum_dv": heads // 3}
+        assert launches == {
+            "backward_rows": heads, "hopper_backward": plan.grid, "hopper_sum_dq": heads, **own,
+        }  # fmt: skip
+        parts = dict(plan.workspace)
+        for name in ("dk_sum", "dv_sum"):
+            assert parts.get(name, 0) == (0 if grouped else heads * 128 * 64 * 4)
+        batch = dataclasses.replace(p, summed=(1, heads, 3))  # beyond the group as well
+        shared = make_plan(batch, H200, algo, "wgmma")
+        assert [x.name for x in shared.kernels[3:]] == (
+            ["hopper_sum_dk"] if grouped else ["hopper_sum_dk", "hopper_sum_dv"]
+        )
+        assert shared.kernels[3].grid == 1
+
+
+def test_modified_scores_have_smaller_tiles_on_hopper():
+    """Their derivative takes registers."""
+    for d, queries in ((64, 128), (128, 80)):
+        plan = make_plan(backward(d=d), H200, "fa3")
+        assert plan.block_q == queries
+        modified = make_plan(backward(d=d, score="score / 2"), H200, "fa3")
+        assert modified.block_q == 64
+        assert "has no registers for modified scores" in dict(modified.rejected).values()
 
 
 @pytest.mark.parametrize("summed", list(itertools.product((1, 2), (1, 3), (1, 6))))
@@ -200,7 +267,7 @@ def test_reasons_of_backward_rows():
 
 MASKED_PLANS = [
     (make, algo, engine) for make in (problem, backward) for algo in ("fa1", "fa2")
-    for engine in ("simt", "mma", "wgmma") if engine != "wgmma" or make is problem
+    for engine in ("simt", "mma", "wgmma") if (make, algo, engine) != (backward, "fa1", "wgmma")
 ]  # fmt: skip
 
 
@@ -419,8 +486,10 @@ def test_hopper_serves_or_says_why_not():
     assert hopper(problem(aligned=False)) == "needs rows aligned to 16 bytes"
     assert hopper(problem(unmappable="its strides")) == "its strides"
     assert hopper(device=CPU) == "the wgmma engine works on CuPy arrays"
+    for d in (64, 128, 256):
+        assert hopper(backward(d=d)) == hopper(backward(d=d), algo="fa2") == ""
     with pytest.raises(NotImplementedError, match="backward on .*:\n  there is no kernel of that"):
-        make_plan(backward(), H200, "fa3")
+        make_plan(backward(), H200, "fa1", "wgmma")
 
 
 def test_fa1_on_hopper_keeps_its_state_tile_by_tile():
@@ -456,8 +525,9 @@ def test_hopper_serves_what_fills_it():
         assert plan.compile_options == ("-arch=sm_90a",)
     assert make_plan(large, H200).rejected == ()
     assert make_plan(large, H200, engine="mma").engine == "mma"
-    gradients = make_plan(dataclasses.replace(large, backward=True), H200)
-    assert (gradients.kernel, gradients.engine) == ("fa2_backward", "mma")
+    for p in (dataclasses.replace(large, backward=True), backward()):  # however few the blocks are
+        gradients = make_plan(p, H200)
+        assert (gradients.kernel, gradients.algo) == ("hopper_backward", "fa3")
     for choice in ({"algo": "fa3"}, {"engine": "wgmma"}):  # few blocks: better than none
         assert make_plan(problem(), H200, **choice).algo == "fa3"
 
@@ -483,6 +553,26 @@ def test_mma_serves_what_hopper_does_not_and_the_plan_says_why(algo, changes, de
     assert (plan.algo, plan.engine, plan.compile_options) == ("fa2", "mma", ())
     reasons = [why for row, why in plan.rejected if row.engine == "wgmma"]
     assert set(reasons) == {reason}
+    assert f": {reason}\n" in f"{plan}\n"
+
+
+@pytest.mark.parametrize(
+    ("changes", "device", "reason"),
+    [
+        ({"head_dim": 20}, {}, "serves head dims that are multiples of 8"),
+        ({"value_dim": 264}, {}, "serves head dims up to 256"),
+        ({"unmappable": "its strides"}, {}, "its strides"),
+        ({"aligned": False}, {}, "needs rows aligned to 16 bytes"),
+        ({}, {"arch": 80}, "needs sm_90, the device is sm_80"),
+        ({}, {"has_features": False}, "needs NVRTC 12.9 or later"),
+    ],
+)
+def test_mma_computes_the_gradients_that_hopper_does_not(changes, device, reason):
+    gradients = dataclasses.replace(backward("bfloat16", (8, 64), 64, 64), **changes)
+    plan = make_plan(gradients, dataclasses.replace(H200, **device))
+    assert (plan.algo, plan.engine) == ("fa2", "simt" if "value_dim" in changes else "mma")
+    reasons = [why for row, why in plan.rejected if row.engine == "wgmma" and not row.grouped]
+    assert reason in reasons
     assert f": {reason}\n" in f"{plan}\n"
 
 

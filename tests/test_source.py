@@ -25,7 +25,9 @@ KERNELS = files("cuflash") / "kernels"
 NAMES = [
     "fa1_forward.cu", "fa2_forward.cu", "fa1_backward.cu", "fa2_backward.cu", "backward_rows.cu",
     "sum_dq.cu", "sum_dk.cu", "sum_dv.cu", "mask_tiles.cu", "mask_lists.cu", "hopper_forward.cu",
-    "hopper_fa1_forward.cu",
+    "hopper_fa1_forward.cu", "hopper_backward.cu", "hopper_backward_keys.cu",
+    "hopper_backward_queries.cu", "hopper_sum_dq.cu", "hopper_sum_dq_rows.cu", "hopper_sum_dk.cu",
+    "hopper_sum_dv.cu", "mask_queries.cu",
 ]  # fmt: skip
 kernels = pytest.mark.parametrize("name", NAMES)
 
@@ -95,8 +97,9 @@ def every_source():
     for algo, engine in (("fa2", "mma"), ("fa1", "simt"), ("fa3", "wgmma"), ("fa1", "wgmma")):
         made = plan(algo=algo, engine=engine, mask="elements", score="score / 2 * k")
         yield from (made.source(kernel.name) for kernel in made.kernels)
-    for algo in ("fa1", "fa2"):
-        made = plan(algo=algo, engine="mma", backward=True, summed=(1, 2, 2))
+    backward = ("fa1", "mma", 64), ("fa2", "mma", 64), ("fa3", "wgmma", 64), ("fa3", "wgmma", 256)
+    for algo, engine, d in backward:
+        made = plan(algo=algo, engine=engine, d=d, backward=True, summed=(1, 2, 2))
         yield from (made.source(kernel.name) for kernel in made.kernels)
 
 
@@ -193,7 +196,7 @@ def test_constants_are_typed():
 @pytest.mark.parametrize(
     ("algo", "engine", "backward"),
     [("fa1", "simt", False), ("fa2", "mma", False), ("fa3", "wgmma", False), ("fa1", "mma", True),
-     ("fa2", "simt", True)],
+     ("fa2", "simt", True), ("fa3", "wgmma", True)],
 )  # fmt: skip
 def test_an_offset_is_a_parameter(algo, engine, backward):
     """Decoding with one that grows compiles once; without one nothing reads it."""

@@ -67,6 +67,7 @@ def right_gradients(x: F32, h: F16, s: Stubbed, t: Tensor, flag: bool) -> None:
     assert_type(cuflash.attention_backward(s, s, s, s, s, s), tuple[Stubbed, Stubbed, Stubbed])
     assert_type(cuflash.attention_backward(t, t, t, t, t, t), tuple[Array, Array, Array])
     cuflash.attention_backward(x, x, x, x, x, x, grads_out=(None, x, None), dlse=x)
+    cuflash.attention_backward(x, x, x, x, x, x, algo="fa3", engine="wgmma")
     assert_type(cuflash.attention_vjp(x, x, x), tuple[F32, Vjp[tuple[F32, F32, F32]]])
     (out, lse), vjp = cuflash.attention_vjp(x, x, x, return_lse=True, algo="fa3")
     assert_type((out, lse), tuple[F32, Row])
@@ -155,8 +156,8 @@ def wrong_options(x: F32) -> None:
     cuflash.attention(x, x, x, mask=[[True]])  # wrong: reportCallIssue
     cuflash.attention(x, x, x, is_causal=True)  # wrong: reportCallIssue
     cuflash.attention(x, x, x, dropout_p=0.1)  # wrong: reportCallIssue
-    cuflash.attention_backward(x, x, x, x, x, x, algo="fa3")  # wrong: reportCallIssue
-    cuflash.attention_backward(x, x, x, x, x, x, engine="wgmma")  # wrong: reportCallIssue
+    cuflash.attention_backward(x, x, x, x, x, x, algo="fa4")  # wrong: reportCallIssue
+    cuflash.attention_backward(x, x, x, x, x, x, engine="cuda")  # wrong: reportCallIssue
     cuflash.attention_vjp(x, x, x, engine="gpu")  # wrong: reportCallIssue
     cuflash.attention_vjp(x, x, x, out=x)  # wrong: reportCallIssue
     cuflash.plan(x, x, x, algo="fa4")  # wrong: reportArgumentType

@@ -1,5 +1,5 @@
-"""What the rows of Hopper's engine have in common: wgmma on halves, tiles that the copy engine brings
-(sm_90a).
+"""What the rows of Hopper's engine have in common: wgmma on halves, tiles that the copy engine
+brings (sm_90a).
 """
 
 from __future__ import annotations

@@ -229,7 +229,9 @@ def _group(layout: Layout) -> int:
     """How many heads in a row share keys, values and mask, if all that share them are in a row."""
     if not layout.axes:
         return 1
-    steps = (layout.axis_strides[name][-1] for name in ("dk", "dv", "mask") if name in layout.strides)
+    steps = (
+        layout.axis_strides[name][-1] for name in ("dk", "dv", "mask") if name in layout.strides
+    )
     size = layout.axes[-1]
     return size if not any(steps) and layout.summed[1:] == (size, size) else 1
 

@@ -4,6 +4,7 @@
 #include "hopper/barriers.cuh"
 #include "hopper/fa1_state.cuh"
 #include "hopper/items.cuh"
+#include "hopper/located_head.cuh"
 #include "hopper/producer.cuh"
 #include "hopper/roles.cuh"
 #include "hopper/tables.cuh"
