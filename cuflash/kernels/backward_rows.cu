@@ -83,7 +83,8 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
             delta -= p.dlse[locate(p, head.index, p.dlse_axis_stride) + q * p.dlse_row_stride];
         log2_sums[row] = empty ? infinity<Accumulator>() : log_sum * Accumulator(LOG2_E);
         // +infinity stands for no weight; a row with such an lse has NaN gradients.
-        if (MARKS_NONFINITE && log_sum == infinity<Accumulator>()) log2_sums[row] = log_sum - log_sum;
+        if (MARKS_NONFINITE && log_sum == infinity<Accumulator>())
+            log2_sums[row] = log_sum - log_sum;
         deltas[row] = delta;
     }
 

@@ -85,12 +85,11 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
     const u64 K_columns = KeyRows::descriptor(SHARED_BASE + shared_at::K) +
                           (SPLITS_QUERIES ? 0 : KeyRows::columns(consumer * SLAB / 16));
     const u64 dS = ScoreRows::descriptor(SHARED_BASE + shared_at::dS) +
-                   (SPLITS_QUERIES ? ScoreRows::rows(consumer * DQ_QUERIES / 16) : 0);
+                   (SPLITS_QUERIES ? consumer * (DQ_QUERIES * ScoreRows::ROW_BYTES >> 4) : 0);
     // Where a lane stores a row of 8 keys of dS: those of its warp.
-    const u32 dS_row =
-        SHARED_BASE + shared_at::dS + ScoreRows::offset(tile.lane / 16 * 8 + tile.lane % 8,
-                                                    consumer * SLAB + 16 * tile.warp +
-                                                        tile.lane / 8 % 2 * 8);
+    const u32 dS_row = SHARED_BASE + shared_at::dS +
+                       ScoreRows::offset(tile.lane / 16 * 8 + tile.lane % 8,
+                                         consumer * SLAB + 16 * tile.warp + tile.lane / 8 % 2 * 8);
 
     Accumulator dK[2][padded(HEAD_DIM) / 4], dV[2][padded(HEAD_DIM_V) / 4];
     Accumulator S[2][Scores::COLUMNS], dP[2][Scores::COLUMNS], slope[2][Scores::COLUMNS];
@@ -108,7 +107,8 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
     };
     const auto multiply_dQ = [&](int slot) {
         open_products();
-        multiply_for_queries<KeyRows, ScoreRows>(dQ, K_columns, dS + slot * (ScoreRows::BYTES >> 4));
+        multiply_for_queries<KeyRows, ScoreRows>(dQ, K_columns,
+                                                 dS + slot * (ScoreRows::BYTES >> 4));
         commit_products();
     };
     const auto stage_dQ = [&] {
@@ -245,8 +245,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
             if (speaks) barriers.K_empty.arrive();
             store_key_gradients(dK, dV, p, item, item.key_tile * BLOCK_K + consumer * SLAB);
             __syncwarp();  // all rows of the warp are written
-            if (found_nonfinite)
-                add_nonfinite_gradients(p, item, consumer * SLAB + 16 * tile.warp);
+            if (found_nonfinite) add_nonfinite_gradients(p, item, consumer * SLAB + 16 * tile.warp);
         }
         __syncwarp();  // all lanes have read the item
         if (speaks) smem.items.empty[items % 2].arrive();

@@ -207,6 +207,8 @@ class Plan:
             return max(1, p.head_count)
         head_bytes = p.key_length * (p.head_dim + p.value_dim) * ITEM_BYTES[p.dtype]
         groups = p.head_count // group
+        if heads := self.tile.section(p):
+            return group * max(1, min(groups, heads // group))
         cached = max(1, self.device.cache_bytes // 2 // max(1, head_bytes * group))
         return group * max(1, -(-groups // max(1, round(groups / cached))))
 

@@ -169,6 +169,10 @@ class Tile:
         """How many heads in a row a block works on."""
         return 1
 
+    def section(self, problem: Problem) -> int:
+        """How many heads are worked on at a time; 0 for as many as share the L2 cache."""
+        return 0
+
     def reject(self, problem: Problem, device: Device) -> str:
         """Why this row cannot or should not serve, or an empty string."""
         raise NotImplementedError

@@ -22,14 +22,14 @@ constexpr int KEY_ITEM_READERS = WARPS + CONSUMERS + ORDERED;
 
 // Named barriers. Those of a pair belong to the two slots, or to the two consumers.
 enum {
-    FIRST_SCORED = 1,   // the first consumer's dS is in this slot, and it has read what was there: 2
+    FIRST_SCORED = 1,  // the first consumer's dS is in this slot, and it has read what was there: 2
     SECOND_SCORED = 3,  // the second consumer's dS is in this slot, and it has read it: 2
     SECOND_STORED = 5,  // all warps of the second consumer have stored their dS
     SUMS_STAGED = 6,    // this consumer's part of dQ is staged: 2
     STAGING_FREE = 8,   // and has been added: 2
     TURN_CAME = 10,     // it is this part's turn to be added: 2
     TILES_CHANGE = 12,  // both consumers are about to change tiles, or have done so
-    FIRST_READ = 13,    // all warps of the first consumer have read what its first dQ makes no use of
+    FIRST_READ = 13,  // all warps of the first consumer have read what its first dQ makes no use of
 };
 constexpr int BOTH = CONSUMERS * WARPGROUP;
 constexpr int STAGING_THREADS = WARPGROUP + 32;  // a consumer and the adding warp
@@ -128,11 +128,13 @@ __device__ __forceinline__ void copy_tiles(const Params& p, const GradientTables
             const int row = note_step(smem.facts[slot], item, i) * BLOCK_Q;
             Barrier& Q_full = barriers.Q_full[slot];
             Q_full.arrive_and_expect(QueryRows::BYTES + ROW_STATS * sizeof(float));
-            load_expected_panels<QueryRows>(smem.Q[slot], Q_full, &tables.q, row, item.located.q_position);
+            load_expected_panels<QueryRows>(smem.Q[slot], Q_full, &tables.q, row,
+                                            item.located.q_position);
             const i64 tile = i64(item.located.head.index) * p.query_tiles + row / BLOCK_Q;
             load_bytes(smem.row_stats[slot], p.row_stats + tile * ROW_STATS,
                        ROW_STATS * sizeof(float), Q_full);
-            if (item.opens && i == 0) load_keys();  // later than queries: it waits for the last item
+            if (item.opens && i == 0)
+                load_keys();  // later than queries: it waits for the last item
             barriers.dO_empty[slot].wait(parity ^ 1);
             load_panels<GradientRows>(smem.dO[slot], barriers.dO_full[slot], &tables.dout, row,
                                       item.located.dout_position);
@@ -156,6 +158,7 @@ __device__ __forceinline__ void watch(const Params& p, SharedMemory& smem) {
 #pragma unroll 1
             for (int consumer = CONSUMERS - 1; consumer >= 0; --consumer) {
                 if (speaks) wait_turn(p.turns + tile * CONSUMERS + consumer, wanted);
+                __syncwarp();  // the turn has come
                 meet(TURN_CAME + consumer, 64);
             }
         }
@@ -181,8 +184,7 @@ __device__ __forceinline__ void add_sums(const Params& p, SharedMemory& smem, in
             if (ORDERED) meet(TURN_CAME + consumer, 64);
             meet(SUMS_STAGED + consumer, STAGING_THREADS);
             if (speaks) {
-                add_bytes(p.dq_sum + part * DQ_PART, smem.dQ[consumer],
-                          sizeof(smem.dQ[consumer]));
+                add_bytes(p.dq_sum + part * DQ_PART, smem.dQ[consumer], sizeof(smem.dQ[consumer]));
                 commit_writes();
                 wait_read<0>();
             }
@@ -193,6 +195,7 @@ __device__ __forceinline__ void add_sums(const Params& p, SharedMemory& smem, in
                 follow_async_units();
                 pass_turn(p.turns + part, item.key_tile + 1);
             }
+            __syncwarp();  // for the barriers of the next step
         }
         __syncwarp();  // all lanes have read the item
         if (speaks) reader.release(item);

@@ -159,9 +159,7 @@ struct GradientStep {
         const auto weight = [](u32 half) {
             return (half & 0x7fff) > EXPONENT || half == 0x8000 ? half : 0;
         };
-        const auto gradient = [](u32 half) {
-            return (half & EXPONENT) == EXPONENT ? 0x7fff : 0;
-        };
+        const auto gradient = [](u32 half) { return (half & EXPONENT) == EXPONENT ? 0x7fff : 0; };
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
             const int row = first_row + tile.row(r % 2);

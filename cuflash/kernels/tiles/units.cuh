@@ -72,8 +72,8 @@ __device__ __forceinline__ void add_stored_units(A (&regs)[ROWS][COLUMNS], const
     constexpr int SIZE = UNIT<A, COLUMNS>;
 #pragma unroll
     for (int e = 0; e < ROWS * COLUMNS; e += SIZE) {
-        const Vector<A, SIZE> unit = *reinterpret_cast<const Vector<A, SIZE>*>(
-            sums + (e / SIZE * THREADS + thread) * SIZE);
+        const Vector<A, SIZE> unit =
+            *reinterpret_cast<const Vector<A, SIZE>*>(sums + (e / SIZE * THREADS + thread) * SIZE);
 #pragma unroll
         for (int c = 0; c < SIZE; ++c) regs[e / COLUMNS][e % COLUMNS + c] += unit.at[c];
     }
