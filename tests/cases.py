@@ -874,8 +874,9 @@ class _BackwardCases(_Cases):
         self.add("wide extremes rows", dtype, q, k, v, poison="weightless rows", softcap=9.0)
         self.add("wide extremes infinite keys", dtype, q, k, v, poison="infinite keys", causal=True)
         self.add("wide orders any", dtype, q, k, v, causal=True, deterministic=False)
+        layouts = dict.fromkeys(("q", "k", "v", "dout", "dq", "dk", "dv"), "bnhd")
         self.add("wide strides", self.dtypes[0], (2, *q), (2, *k), (2, *v), window=(70, None),
-                 layouts=dict.fromkeys(("q", "k", "v", "dout", "dq", "dk", "dv"), "bnhd"))  # fmt: skip
+                 layouts=layouts)  # fmt: skip
 
     def masked(self):
         """Rows and keys that see nothing, and NaN where nobody looks."""

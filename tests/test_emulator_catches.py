@@ -1105,7 +1105,7 @@ def test_bugs_planted_in_the_hopper_forward(monkeypatch, text, wrong, options):
 # Two blocks work on six tiles of keys, each with several tiles of queries. What the barriers of dO
 # and of P "empty" are for follows from those of Q, as tiles come and go now; so no bug shows there.
 INFINITE = {"nonfinite": True}
-EACH_TILE = {"blocks": 16, "m": 1000, "causal": False}  # a block each, and all begin with query 0
+EACH_TILE = {"blocks": 16, "m": 1000, "causal": False}  # all begin with query 0
 GRADIENTS = [
     ("queries are read before they are there",
      r"barriers\.Q_full\[slot\]\.wait\(phases\.parity\(slot\)\);", "", {}),
@@ -1166,12 +1166,13 @@ TWO_KERNELS = [
     ("values are given back before they are read",
      r"wait_products<0>\(dP\);\s+(__syncwarp\(\);[^;]*if \(speaks\) barriers\.V_empty.*?;)",
      r"\1 wait_products<0>(dP);", {**WIDE, "dim": 256}),
-    ("keys are given back before dQ has read them", r"release_keys\(slot \^ 1\);(?=\s+holds_keys = t)",
+    ("keys are given back before dQ has read them",
+     r"release_keys\(slot \^ 1\);(?=\s+holds_keys = t)",
      "release_keys(slot ^ 1); if (speaks) barriers.K_empty[slot].arrive();", WIDE),
     ("queries of the item before are overwritten", r"barriers\.Q_empty\.wait\(Q_parity \^ 1\);", "",
      WIDE),
-    ("keys are cleared before both have read them", r"meet\(KEYS_SCORED, READERS\);(?=\s+clear_tile)",
-     "", {**WIDE, **INFINITE}),
+    ("keys are cleared before both have read them",
+     r"meet\(KEYS_SCORED, READERS\);(?=\s+clear_tile)", "", {**WIDE, **INFINITE}),
     ("infinite keys are not told of", r"(\+ item\.key_tile\] = )found;", r"\1false;",
      {**WIDE, **INFINITE}),
 ]  # fmt: skip
