@@ -735,8 +735,7 @@ class _BackwardCases(_Cases):
 
     def misfits(self, name, layout):
         """Whether wgmma does not take such an array."""
-        rows = layout in UNMAPPABLE or (layout == "repeated" and name == "dout")
-        return rows and (name in ("q", "k", "v", "dout") or layout != "reversed")
+        return layout in UNMAPPABLE and (name in ("q", "k", "v", "dout") or layout != "reversed")
 
     def edges(self):
         n, m, dim = self.sizes(self.dtypes[0])
