@@ -1006,7 +1006,7 @@ def test_plan_of_device_arrays(cupy):
 
 
 def test_the_engine_of_choice_on_hopper(cupy):
-    """fa3 on wgmma where it fills the device, with gradients of the default kernel; else mma."""
+    """fa3 on wgmma where it fills the device, and always for gradients; else mma."""
     options = {"causal": True}
     dout, q, k, v = random(cupy, "bfloat16", 4, 4, 16, 500, 64)
     plan = cuflash.plan(q, k, v, **options)
@@ -1014,9 +1014,10 @@ def test_the_engine_of_choice_on_hopper(cupy):
         pytest.skip(f"{plan.device} is not of compute capability 9.0")
     assert (plan.algo, plan.engine, plan.compile_options) == ("fa3", "wgmma", ("-arch=sm_90a",))
     assert cuflash.plan(q, k, v, algo="fa2", **options).engine == "wgmma"
-    assert cuflash.plan(q, k, v, backward=True, **options).engine == "mma"
+    assert cuflash.plan(q, k, v, backward=True, **options).engine == "wgmma"
     few = slice(0, 1), slice(0, 2)
     assert cuflash.plan(q[few], k[few], v[few], **options).engine == "mma"
+    assert cuflash.plan(q[few], k[few], v[few], backward=True, **options).engine == "wgmma"
     for algo in (None, "fa2"):
         (out, lse), vjp = cuflash.attention_vjp(q, k, v, algo=algo, return_lse=True, **options)
         grads = vjp(dout)
