@@ -68,7 +68,6 @@ __device__ __forceinline__ Head locate_head(const Params& p, int index) {
 // Where the rows of a head begin in an operand with those strides along the leading axes.
 __device__ __forceinline__ i64 locate(const Params& p, int index, const long long* strides) {
     i64 offset = 0;
-#pragma unroll 1
     for (int axis = p.axes - 1; axis >= 0; --axis) {
         offset += index % p.axis_size[axis] * strides[axis];
         index /= p.axis_size[axis];
