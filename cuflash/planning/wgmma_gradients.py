@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..operands.dtypes import CHUNK_BYTES, ITEM_BYTES
 from .hopper import BARRIER_BYTES, WARPGROUP_ROWS, HopperTile
 from .problem import Device, Problem
 from .products import product
 from .tile import Buffer, Launch, MapBox, round_up
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 # Of 8, 16, 32 and 64 heads 32 were the fastest at 4k and 16k positions under a causal mask, in a
 # prototype of the kernel (H200, 2026-11-22).
@@ -21,7 +24,31 @@ SIDE_THREADS = 256  # of the kernels before and after the one that does the work
 
 
 @dataclass(frozen=True, kw_only=True)
-class WgmmaGradientTile(HopperTile):
+class HopperGradientTile(HopperTile):
+    """Sizes of a kernel of gradients, which copies tiles of queries and keys as a whole."""
+
+    backward: bool = True
+    stages: int = 2
+
+    def map_boxes(self, problem: Problem) -> tuple[MapBox, ...]:
+        """Tiles of queries and keys, as a whole."""
+        head, value = self.widths(problem)
+        return (
+            MapBox("q", self.block_q, head),
+            MapBox("k", self.block_k, head),
+            MapBox("v", self.block_k, value),
+            MapBox("dout", self.block_q, value),
+        )
+
+    def constants(self, problem: Problem) -> dict[str, int | bool]:
+        """Sizes that every such kernel reads."""
+        head, value = self.widths(problem)
+        own = {"HEAD_WIDTH": head, "VALUE_WIDTH": value, "PERSISTS": self.persists}
+        return super().constants(problem) | own
+
+
+@dataclass(frozen=True, kw_only=True)
+class WgmmaGradientTile(HopperGradientTile):
     """A row of the kernel with five products, for head dims up to 128.
 
     Two warpgroups have 64 keys each and let `block_q` queries at a time pass by. Each computes a
@@ -35,9 +62,7 @@ class WgmmaGradientTile(HopperTile):
         Whether a block has all heads that share keys, so that it sums their dK and dV.
     """
 
-    backward: bool = True
     warps: int = 8
-    stages: int = 2
     modified: bool = True
     grouped: bool = False
 
@@ -138,25 +163,11 @@ class WgmmaGradientTile(HopperTile):
         )
         return (rows, main, *sums)
 
-    def map_boxes(self, problem: Problem) -> tuple[MapBox, ...]:
-        """Tiles of queries and keys, as a whole."""
-        head, value = self.widths(problem)
-        return (
-            MapBox("q", self.block_q, head),
-            MapBox("k", self.block_k, head),
-            MapBox("v", self.block_k, value),
-            MapBox("dout", self.block_q, value),
-        )
-
     def constants(self, problem: Problem) -> dict[str, int | bool]:
         """Sizes that the kernels read."""
-        head, value = self.widths(problem)
         return super().constants(problem) | {
-            "HEAD_WIDTH": head,
-            "VALUE_WIDTH": value,
             "DQ_QUERIES": self.dq_part(problem),
             "ORDERED": self.adds_in_order(problem),
-            "PERSISTS": self.persists,
             "GROUP": self.group(problem),
             "ROTATION": 2,
             "TICKETS": 1,
@@ -168,34 +179,36 @@ class WgmmaGradientTile(HopperTile):
         }
 
     def products(self, problem: Problem) -> str:
-        """S^T = K Q^T and dP^T = V dO^T; dK += dS^T Q and dV += P^T dO, the left in registers; and
-        dQ^T = K^T dS^T, of dS as [queries][keys].
-        """
-        widths = (round_up(problem.head_dim, 32), round_up(problem.value_dim, 32))
+        """Those for keys, and dQ^T = K^T dS^T, of dS as [queries][keys]."""
+        queries = self.dq_part(problem)
+        of_queries = product("multiply_for_queries", problem, queries, self.block_k, a="down")
+        return f"{self.key_products(problem)}\n{of_queries}"
+
+    def key_products(self, problem: Problem) -> str:
+        """S^T = K Q^T and dP^T = V dO^T; dK += dS^T Q and dV += P^T dO, the left in registers."""
+        widths = dict.fromkeys(round_up(dim, 32) for dim in (problem.head_dim, problem.value_dim))
+        sums = (
+            product("multiply_registers", problem, width, self.block_q, a="registers", b="down")
+            for width in widths
+        )
         return "\n".join(
             [
                 product("multiply_shared", problem, self.block_q, problem.head_dim),
                 product("multiply_shared_values", problem, self.block_q, problem.value_dim),
-                *(
-                    product("multiply_registers", problem, width, self.block_q, a="registers",
-                            b="down")
-                    for width in dict.fromkeys(widths)
-                ),
-                product("multiply_for_queries", problem, self.dq_part(problem), self.block_k,
-                        a="down"),
+                *sums,
             ]
-        )  # fmt: skip
+        )
 
-
-def _rows(**sizes: Any) -> Iterator[WgmmaGradientTile]:
-    """The row as fa3 and as fa2, with heads in groups where these are enough for the device."""
-    for fill, grouped in ((2.0, True), (0.0, False)):
-        for algo in ("fa3", "fa2"):
-            yield WgmmaGradientTile(algo=algo, fill=fill, grouped=grouped, **sizes)
+    @classmethod
+    def rows_of(cls, **sizes: Any) -> Iterator[Self]:
+        """The row as fa3 and as fa2, with heads in groups where these are enough for the device."""
+        for fill, grouped in ((2.0, True), (0.0, False)):
+            yield cls(algo="fa3", fill=fill, grouped=grouped, **sizes)
+            yield cls(algo="fa2", fill=fill, grouped=grouped, **sizes)
 
 
 ROWS = (
-    *_rows(max_dim=64, block_q=128, modified=False),
-    *_rows(max_dim=128, block_q=80, modified=False),
-    *_rows(max_dim=128, block_q=64),
+    *WgmmaGradientTile.rows_of(max_dim=64, block_q=128, modified=False),
+    *WgmmaGradientTile.rows_of(max_dim=128, block_q=80, modified=False),
+    *WgmmaGradientTile.rows_of(max_dim=128, block_q=64),
 )

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from ..operands.dtypes import ITEM_BYTES
 from .hopper import BARRIER_BYTES, WARPGROUP_ROWS, HopperTile
 from .problem import Device, Problem
 from .products import product
-from .tile import MASK_LIST_THREADS, Buffer, Launch, MapBox, ceil_div
-from .wgmma_gradients import WgmmaGradientTile
+from .tile import MASK_LIST_THREADS, Buffer, Launch, ceil_div
+from .wgmma_gradients import HopperGradientTile, WgmmaGradientTile
 
 QUERIES = 2 * WARPGROUP_ROWS  # of a block of the second kernel
 
@@ -129,22 +127,12 @@ class WgmmaKeysTile(WgmmaGradientTile):
         }
 
     def products(self, problem: Problem) -> str:
-        """S^T = K Q^T and dP^T = V dO^T; dK += dS^T Q and dV += P^T dO, the left in registers."""
-        return "\n".join(
-            [
-                product("multiply_shared", problem, self.block_q, problem.head_dim),
-                product("multiply_shared_values", problem, self.block_q, problem.value_dim),
-                *(
-                    product("multiply_registers", problem, width, self.block_q, a="registers",
-                            b="down")
-                    for width in dict.fromkeys(self.widths(problem))
-                ),
-            ]
-        )  # fmt: skip
+        """Those for keys: the other kernel has its own."""
+        return self.key_products(problem)
 
 
 @dataclass(frozen=True, kw_only=True)
-class WgmmaQueriesTile(HopperTile):
+class WgmmaQueriesTile(HopperGradientTile):
     """The sizes of the second kernel, whose two warpgroups have 64 queries each.
 
     Parameters
@@ -153,8 +141,6 @@ class WgmmaQueriesTile(HopperTile):
         The row it belongs to, with the first kernel's sizes.
     """
 
-    backward: bool = True
-    stages: int = 2
     first: WgmmaKeysTile
 
     @property
@@ -195,24 +181,10 @@ class WgmmaQueriesTile(HopperTile):
         """What the first kernel's row has."""
         return self.first.workspace(problem)
 
-    def map_boxes(self, problem: Problem) -> tuple[MapBox, ...]:
-        """Tiles of queries and keys, as a whole."""
-        head, value = self.widths(problem)
-        return (
-            MapBox("q", self.block_q, head),
-            MapBox("k", self.block_k, head),
-            MapBox("v", self.block_k, value),
-            MapBox("dout", self.block_q, value),
-        )
-
     def constants(self, problem: Problem) -> dict[str, int | bool]:
         """Sizes that the kernel reads."""
-        head, value = self.widths(problem)
         return super().constants(problem) | {
-            "HEAD_WIDTH": head,
-            "VALUE_WIDTH": value,
             "V_STAGES": self.value_stages(problem),
-            "PERSISTS": self.persists,
             "PRODUCER_REGISTERS": 24,
         }
 
@@ -228,14 +200,7 @@ class WgmmaQueriesTile(HopperTile):
         )
 
 
-def _rows(**sizes: Any) -> Iterator[WgmmaKeysTile]:
-    """The row as fa3 and as fa2, with heads in groups where these are enough for the device."""
-    for fill, grouped in ((2.0, True), (0.0, False)):
-        for algo in ("fa3", "fa2"):
-            yield WgmmaKeysTile(algo=algo, fill=fill, grouped=grouped, **sizes)
-
-
 ROWS = (
-    *_rows(max_dim=192, block_q=96),
-    *_rows(max_dim=256, block_q=64),
+    *WgmmaKeysTile.rows_of(max_dim=192, block_q=96),
+    *WgmmaKeysTile.rows_of(max_dim=256, block_q=64),
 )
