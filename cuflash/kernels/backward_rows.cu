@@ -3,10 +3,10 @@
 //     log2_sum = lse * log2 e, so that P = exp2(score * multiplier - log2_sum)
 //     delta    = rowsum(dO * O) - dlse
 //
-// and zeros: those that dQ is added to, turns and tickets; for some engines where heads lie as well. Grid: one block per (head, query tile). A
-// row without weight, because it sees no key or none with a score above -infinity, gets
-// log2_sum = +infinity, which makes its P zero, and delta = 0, whatever dO and O hold. Its tile is
-// marked as WEIGHTLESS.
+// and zeros: those that dQ is added to (CLEARS_DQ), turns and tickets; for some engines where heads lie
+// as well. Grid: one block per (head, query tile). A row without weight, because it sees no key or none
+// with a score above -infinity, gets log2_sum = +infinity, which makes its P zero, and delta = 0,
+// whatever dO and O hold. Its tile is marked as WEIGHTLESS.
 //
 // Where engines want it (MARKS_NONFINITE), a tile is marked as NONFINITE without a look at Q: an
 // infinity or NaN in a row of Q makes all its scores, and so its lse, one, unless scores are
@@ -50,6 +50,7 @@ __device__ __forceinline__ Accumulator multiply_rows(const Element* a, const Ele
 extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
     backward_rows(const __grid_constant__ Params p) {
     constexpr int LANES = lanes_of_row(), AT_ONCE = SIDE_THREADS / LANES;
+    constexpr int BATCH = BLOCK_Q > 2 * AT_ONCE ? 4 : 2;  // rows that a thread loads at a time
     const int tile = blockIdx.x % p.query_tiles;
     const Head head = locate_head(p, blockIdx.x / p.query_tiles);
     const Element* const out = p.out + locate(p, head.index, p.out_axis_stride);
@@ -58,34 +59,58 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
     Accumulator* const log2_sums = p.row_stats + i64(blockIdx.x) * ROW_STATS;
     Accumulator* const deltas = log2_sums + BLOCK_Q;
 
+    if constexpr (CLEARS_DQ) {
+        Accumulator* const dQ = p.dq_sum + i64(blockIdx.x) * DQ_SUMS;
+        for (int i = threadIdx.x * CHUNK<Accumulator>; i < DQ_SUMS;
+             i += SIDE_THREADS * CHUNK<Accumulator>)
+            *reinterpret_cast<Vector<Accumulator>*>(dQ + i) = {};
+    }
+    if (p.turns != nullptr && threadIdx.x < TURNS) p.turns[blockIdx.x * TURNS + threadIdx.x] = 0;
+    if (blockIdx.x == 0 && int(threadIdx.x) < TICKETS) p.tickets[threadIdx.x] = 0;
+
     bool weightless = false, nonfinite = false;
-    for (int row = threadIdx.x / LANES; row < round_up(BLOCK_Q, AT_ONCE); row += AT_ONCE) {
-        const i64 q = tile * BLOCK_Q + row;
-        const bool in_memory = row < BLOCK_Q && q < p.query_length;
-        const bool valid = in_memory && q < head.query_length;
-        const Accumulator log_sum = valid ? lse[q * p.lse_row_stride] : -infinity<Accumulator>();
-        const bool empty = log_sum == -infinity<Accumulator>();
-        weightless |= valid && empty;
-        Accumulator delta = Accumulator(0);
-        if (!empty)
-            delta = multiply_rows<HEAD_DIM_V>(out + q * p.out_row_stride,
-                                              dout + q * p.dout_row_stride, threadIdx.x % LANES);
-        delta = row_sum<LANES>(delta);
-        if constexpr (MARKS_NONFINITE) {
-            nonfinite |= in_memory && !(is_finite(log_sum) && is_finite(delta));
-            if (SCORE_IS_MODIFIED && valid) {
-                const Element* const Q = head.q + q * p.q_row_stride;
-                nonfinite |= !is_finite(multiply_rows<HEAD_DIM>(Q, Q, threadIdx.x % LANES));
-            }
+#pragma unroll 1
+    for (int first = threadIdx.x / LANES; first < round_up(BLOCK_Q, AT_ONCE * BATCH);
+         first += AT_ONCE * BATCH) {
+        Accumulator log_sum[BATCH], delta[BATCH];
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {  // all of them before anything is stored
+            const int row = first + i * AT_ONCE;
+            const i64 q = tile * BLOCK_Q + row;
+            const bool valid = row < BLOCK_Q && q < head.query_length;
+            log_sum[i] = valid ? lse[q * p.lse_row_stride] : -infinity<Accumulator>();
+            delta[i] = valid ? multiply_rows<HEAD_DIM_V>(out + q * p.out_row_stride,
+                                                         dout + q * p.dout_row_stride,
+                                                         threadIdx.x % LANES)
+                             : Accumulator(0);
         }
-        if (threadIdx.x % LANES != 0 || row >= BLOCK_Q) continue;
-        if (!empty && p.dlse != nullptr)
-            delta -= p.dlse[locate(p, head.index, p.dlse_axis_stride) + q * p.dlse_row_stride];
-        log2_sums[row] = empty ? infinity<Accumulator>() : log_sum * Accumulator(LOG2_E);
-        // +infinity stands for no weight; a row with such an lse has NaN gradients.
-        if (MARKS_NONFINITE && log_sum == infinity<Accumulator>())
-            log2_sums[row] = log_sum - log_sum;
-        deltas[row] = delta;
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+            const int row = first + i * AT_ONCE;
+            const i64 q = tile * BLOCK_Q + row;
+            const bool in_memory = row < BLOCK_Q && q < p.query_length;
+            const bool valid = in_memory && q < head.query_length;
+            const bool empty = log_sum[i] == -infinity<Accumulator>();
+            weightless |= valid && empty;
+            const Accumulator product = row_sum<LANES>(empty ? Accumulator(0) : delta[i]);
+            if constexpr (MARKS_NONFINITE) {
+                nonfinite |= in_memory && !(is_finite(log_sum[i]) && is_finite(product));
+                if (SCORE_IS_MODIFIED && valid) {
+                    const Element* const Q = head.q + q * p.q_row_stride;
+                    nonfinite |= !is_finite(multiply_rows<HEAD_DIM>(Q, Q, threadIdx.x % LANES));
+                }
+            }
+            if (threadIdx.x % LANES != 0 || row >= BLOCK_Q) continue;
+            const bool has_dlse = !empty && p.dlse != nullptr;
+            log2_sums[row] = empty ? infinity<Accumulator>() : log_sum[i] * Accumulator(LOG2_E);
+            // +infinity stands for no weight; a row with such an lse has NaN gradients.
+            if (MARKS_NONFINITE && log_sum[i] == infinity<Accumulator>())
+                log2_sums[row] = log_sum[i] - log_sum[i];
+            deltas[row] =
+                product -
+                (has_dlse ? p.dlse[locate(p, head.index, p.dlse_axis_stride) + q * p.dlse_row_stride]
+                          : Accumulator(0));
+        }
     }
 
     weightless = __syncthreads_or(weightless) != 0;
@@ -93,13 +118,6 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
     if (threadIdx.x < ROW_STATS - WEIGHTLESS)
         log2_sums[WEIGHTLESS + threadIdx.x] =
             Accumulator(threadIdx.x == 0 ? weightless : threadIdx.x == 1 && nonfinite);
-
-    Accumulator* const dQ = p.dq_sum + i64(blockIdx.x) * DQ_SUMS;
-    for (int i = threadIdx.x * CHUNK<Accumulator>; i < DQ_SUMS;
-         i += SIDE_THREADS * CHUNK<Accumulator>)
-        *reinterpret_cast<Vector<Accumulator>*>(dQ + i) = {};
-    if (p.turns != nullptr && threadIdx.x < TURNS) p.turns[blockIdx.x * TURNS + threadIdx.x] = 0;
     if (LOCATES_HEADS && tile == 0 && threadIdx.x == 0)
         reinterpret_cast<GradientHead*>(p.located)[head.index] = GradientHead(p, head.index);
-    if (blockIdx.x == 0 && int(threadIdx.x) < TICKETS) p.tickets[threadIdx.x] = 0;
 }

@@ -56,7 +56,7 @@ __device__ __forceinline__ bool finds_nonfinite(const SharedMemory& smem) {
     static_assert((KeyRows::BYTES + ValueRows::BYTES) % STEP == 0, "equal shares");
     const unsigned char* const first = smem.K + (threadIdx.x - WARPGROUP) * CHUNK_BYTES;
     bool found = false;
-#pragma unroll
+#pragma unroll 4
     for (int i = 0; i < SHARE; ++i)
         found |= has_nonfinite(reinterpret_cast<const Element*>(first + i * STEP));
     return found;
@@ -118,6 +118,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
         pass(SUMS_STAGED + consumer, STAGING_THREADS);
     };
     bool found_nonfinite = false;  // whether a step of this tile of keys had such
+    bool keys_checked = false;     // whether its keys and values have been looked at
     const auto has_nonfinite_keys = [&] {
         return *reinterpret_cast<const u64*>(smem.found_nonfinite) != 0;
     };
@@ -135,6 +136,12 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
             const int row = at % KeyRows::PANEL_BYTES / KeyRows::ROW_BYTES;
             atomicOr(&smem.cleared_keys[row / 32], 1u << row % 32);
         });
+    };
+    // While products are under way.
+    const auto check_keys = [&] {
+        const bool found = __any_sync(FULL_WARP, finds_nonfinite(smem));
+        if (speaks) smem.found_nonfinite[threadIdx.x / 32 - WARPGROUP / 32] = found;
+        meet(TILES_CHANGE, BOTH);
     };
     const auto clear_queries = [&](int slot) {
         found_nonfinite = true;
@@ -158,6 +165,8 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
         multiply_shared<KeyRows, QueryRows>(S, K, Q + slot * (QueryRows::BYTES >> 4));
         commit_products();
         if (!SCORE_IS_MODIFIED) score_gradients(slot);
+        const bool is_first = slot == 0 && !keys_checked;  // of its keys
+        if (is_first) check_keys();
         wait_products<SCORE_IS_MODIFIED ? 0 : 1>(S);
         if (SCORE_IS_MODIFIED && has_nonfinite_keys()) now.score_again(S);
         now.to_probabilities(S, slope, log2_sums);
@@ -176,6 +185,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
         }
         tile.pack_probabilities(dS_pairs, dP);
         if (smem.row_stats[slot][NONFINITE] != 0 || has_nonfinite_keys()) {
+            if (is_first && has_nonfinite_keys()) change_tiles(clear_keys);
             now.hide_weightless(P_pairs, log2_sums);
             if (!SCORE_IS_MODIFIED && has_nonfinite_keys())
                 now.hide_keys(P_pairs, dS_pairs, smem.cleared_keys, consumer * SLAB);
@@ -213,6 +223,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
         wait_products<0>(dK);
         if (speaks) barriers.Q_empty[slot].arrive();
         phases.advance(slot);
+        keys_checked = true;
     };
 
     for (;; ++items) {
@@ -222,27 +233,24 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
         const int count = item.queries.count;
         if (item.opens) {
             clear_rows(dK), clear_rows(dV);
-            found_nonfinite = false;
+            found_nonfinite = keys_checked = false;
             barriers.K_full.wait(items / GROUP % 2);
-            const bool found = __any_sync(FULL_WARP, finds_nonfinite(smem));
-            if (speaks) smem.found_nonfinite[threadIdx.x / 32 - WARPGROUP / 32] = found;
-            meet(TILES_CHANGE, BOTH);
-            if (has_nonfinite_keys()) change_tiles(clear_keys);
         }
 #pragma unroll 1
         for (int i = 0; i < count; i += STAGES) {  // by twos: addresses are constants then
             take_step(item, i, Constant<0>());
             if (i + 1 < count) take_step(item, i + 1, Constant<1>());
         }
-        if (!second && count > 0) {
+        const bool has_late_dQ = !second && count > 0;  // that of the last step
+        if (has_late_dQ) {
             meet(SECOND_SCORED + (count - 1) % 2, BOTH);
             multiply_dQ((count - 1) % 2);
             wait_products<0>(dQ);
-            stage_dQ();
         }
+        __syncwarp();  // all lanes have done with the keys
+        if (speaks && item.closes) barriers.K_empty.arrive();
+        if (has_late_dQ) stage_dQ();
         if (item.closes) {
-            __syncwarp();  // all lanes have done with the keys
-            if (speaks) barriers.K_empty.arrive();
             store_key_gradients(dK, dV, p, item, item.key_tile * BLOCK_K + consumer * SLAB);
             __syncwarp();  // all rows of the warp are written
             if (found_nonfinite) add_nonfinite_gradients(p, item, consumer * SLAB + 16 * tile.warp);

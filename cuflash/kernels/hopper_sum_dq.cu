@@ -1,52 +1,63 @@
 // dQ in the caller's type: the tiles that hopper_backward.cu has left, summed over the heads that share
 // these rows, in the order of the heads. Grid: one block per (row of heads, query tile).
+//
+// The tiles are of dQ^T, in the order of its accumulators. They are turned on their way through shared
+// memory, so that whole rows of dQ are written at a time. Where blocks added in order, a part to which
+// nobody has added holds no numbers: its turn is still 0.
 #include "shared_rows.cuh"
-#include "tiles/warpgroup.cuh"
 #include "tiles/units.cuh"
+#include "tiles/warpgroup.cuh"
 
 static_assert(SIDE_THREADS == 2 * WARPGROUP, "threads hold a tile as the consumers did");
+constexpr bool SPLITS_QUERIES = DQ_QUERIES < BLOCK_Q;
 
-// Writes a consumer's part of dQ^T, whose rows are columns of dQ from first_column on. Lanes exchange
-// numbers until each has 8 columns of a query: first with the neighbour that has the next column,
-// then among four.
-__device__ __forceinline__ void store_turned_rows(Element* rows, i64 row_stride, int row_count,
-                                                  const float (&sums)[2][DQ_QUERIES / 4], int begin,
-                                                  int first_column, float factor) {
+// A tile of dQ. Rows are an odd number of 16-byte units apart: no bank conflicts.
+struct alignas(16) TurnedTile {
+    Element rows[BLOCK_Q][HEAD_WIDTH + CHUNK<Element>];
+};
+static_assert(sizeof(TurnedTile) == TURNED_BYTES, "the plan gives as much shared memory");
+
+// Stores a consumer's part of dQ^T, whose rows are columns of dQ.
+__device__ __forceinline__ void turn(TurnedTile& tile, const float (&sums)[2][DQ_QUERIES / 4],
+                                     int consumer, float factor) {
     const int warp = threadIdx.x % WARPGROUP / 32, lane = threadIdx.x % 32;
-    const bool odd = lane & 4;
+    const int first_query = SPLITS_QUERIES ? consumer * DQ_QUERIES : 0;
+    const int column = (SPLITS_QUERIES ? 0 : consumer * SLAB) + 16 * warp + lane / 8 % 2 * 8;
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
+    for (int group = 0; group < DQ_QUERIES / 16; ++group) {
+        u32 pairs[4];
 #pragma unroll
-        for (int group = 0; group < DQ_QUERIES; group += 32) {
-            Vector<u32, 4> words{};
-#pragma unroll
-            for (int m = 0; m < 4; ++m) {
-                const int j = group / 4 + 2 * m;
-                if (group + 8 * m >= DQ_QUERIES) break;
-                const float first = sums[i][j] * factor, second = sums[i][j + 1] * factor;
-                const float got = __shfl_xor_sync(FULL_WARP, odd ? first : second, 4);
-                words.at[m] = odd ? pack(got, second, Element()) : pack(first, got, Element());
-            }
-            exchange<8>(words, lane);
-            const int query = group + lane / 8 * 8 + lane % 4 * 2 + odd, row = begin + query;
-            const int column = first_column + 16 * warp + 8 * i;
-            store_where(query < DQ_QUERIES && row < row_count && column < HEAD_DIM,
-                        rows + row * row_stride + column, words);
+        for (int r = 0; r < 4; ++r) {
+            const int j = 4 * group + r / 2 * 2;
+            pairs[r] = pack(sums[r % 2][j] * factor, sums[r % 2][j + 1] * factor, Element());
         }
+        const int query = first_query + 16 * group + lane / 16 * 8 + lane % 8;
+        store_matrices_transposed(pairs, shared_address(&tile.rows[query][column]));
+    }
 }
 
 extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
     hopper_sum_dq(const __grid_constant__ Params p) {
+    extern __shared__ __align__(16) unsigned char bytes[];
+    TurnedTile& turned = *reinterpret_cast<TurnedTile*>(bytes);
     const int tile = blockIdx.x % p.query_tiles, consumer = threadIdx.x / WARPGROUP;
     const SharedRows heads(p, p.dq_axis_stride, blockIdx.x / p.query_tiles);
     float sums[2][DQ_QUERIES / 4] = {};
     for (int i = 0; i < heads.count; ++i) {
         const i64 part = (i64(heads[i]) * p.query_tiles + tile) * 2 + consumer;
-        add_stored_units<WARPGROUP>(sums, p.dq_sum + part * (SLAB * DQ_QUERIES),
-                                    threadIdx.x % WARPGROUP);
+        if (!ORDERED || p.turns[part] != 0)
+            add_stored_units<WARPGROUP>(sums, p.dq_sum + part * (SLAB * DQ_QUERIES),
+                                        threadIdx.x % WARPGROUP);
     }
-    constexpr bool SPLITS_QUERIES = DQ_QUERIES < BLOCK_Q;
-    store_turned_rows(p.dq + heads.offset, p.dq_row_stride, p.query_length, sums,
-                      tile * BLOCK_Q + (SPLITS_QUERIES ? consumer * DQ_QUERIES : 0),
-                      SPLITS_QUERIES ? 0 : consumer * SLAB, p.scale);
+    turn(turned, sums, consumer, p.scale);
+    __syncthreads();  // the whole tile is stored
+    constexpr int UNITS = round_up(HEAD_DIM, CHUNK<Element>) / CHUNK<Element>;  // of a row
+    Element* const rows = p.dq + heads.offset;
+#pragma unroll
+    for (int i = threadIdx.x; i < BLOCK_Q * UNITS; i += SIDE_THREADS) {
+        const int row = tile * BLOCK_Q + i / UNITS, column = i % UNITS * CHUNK<Element>;
+        if (row < p.query_length)
+            *reinterpret_cast<Vector<Element>*>(rows + row * p.dq_row_stride + column) =
+                *reinterpret_cast<const Vector<Element>*>(&turned.rows[i / UNITS][column]);
+    }
 }

@@ -158,6 +158,7 @@ class WarpTile(KernelTile):
                 "TICKETS": int(ordered),
                 "TURNS": 1,
                 "SIDE_THREADS": self.threads,
+                "CLEARS_DQ": True,
                 "MARKS_NONFINITE": False,
                 "LOCATES_HEADS": False,
             }

@@ -154,14 +154,20 @@ class WgmmaGradientTile(HopperGradientTile):
         q_tiles, k_tiles = self.query_tiles(problem), self.key_tiles(problem)
         rows = Launch("backward_rows", problem.head_count * q_tiles, SIDE_THREADS)
         least = 0, self.group(problem), self.group(problem)
+        shared = self.turned_bytes(problem), 0, 0
         sums = (
-            Launch(f"hopper_sum_d{name}", problem.head_count // heads * tiles, SIDE_THREADS)
-            for name, tiles, heads, fewest in zip(
-                "qkv", (q_tiles, k_tiles, k_tiles), problem.summed, least
+            Launch(f"hopper_sum_d{name}", problem.head_count // heads * tiles, SIDE_THREADS, held)
+            for name, tiles, heads, fewest, held in zip(
+                "qkv", (q_tiles, k_tiles, k_tiles), problem.summed, least, shared
             )
             if heads > fewest
         )
         return (rows, main, *sums)
+
+    def turned_bytes(self, problem: Problem) -> int:
+        """Shared memory of the kernel that turns tiles of dQ^T: rows of dQ, a chunk apart."""
+        head, _ = self.widths(problem)
+        return self.block_q * (head * ITEM_BYTES[problem.dtype] + CHUNK_BYTES)
 
     def constants(self, problem: Problem) -> dict[str, int | bool]:
         """Sizes that the kernels read."""
@@ -172,8 +178,10 @@ class WgmmaGradientTile(HopperGradientTile):
             "ROTATION": 2,
             "TICKETS": 1,
             "TURNS": TURNS,
+            "TURNED_BYTES": self.turned_bytes(problem),
             "PRODUCER_REGISTERS": 24,
             "SIDE_THREADS": SIDE_THREADS,
+            "CLEARS_DQ": not self.adds_in_order(problem),  # else the first one to add stores
             "MARKS_NONFINITE": True,
             "LOCATES_HEADS": True,
         }

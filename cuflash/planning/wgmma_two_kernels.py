@@ -104,7 +104,7 @@ class WgmmaKeysTile(WgmmaGradientTile):
             if kernel.name != "hopper_sum_dq":
                 kernels.append(kernel)
             elif problem.summed[0] > 1:
-                kernels.append(kernel._replace(name="hopper_sum_dq_rows"))
+                kernels.append(kernel._replace(name="hopper_sum_dq_rows", shared_bytes=0))
         return tuple(kernels)
 
     def launches(self, problem: Problem, device: Device) -> tuple[Launch, ...]:

@@ -590,6 +590,13 @@ def _(asm, m, ops):
     return f"emu_bulk_prefetch({asm.address(ops[0], 'global')}, {asm.value(ops[1])}, EMU_HERE);"
 
 
+@_ptx(r"cp\.async\.bulk\.prefetch\.tensor\.([1-5])d\.L2\.global(?:\.tile)?")
+def _(asm, m, ops):
+    _expect(len(ops) == 1)
+    setup, pointer = _coordinates(asm, ops[0], int(m[1]))
+    return f"{setup} emu_tensor_prefetch({pointer}, {m[1]}, c, EMU_HERE);"
+
+
 @_ptx(r"cp\.async\.bulk\.commit_group")
 def _(asm, m, ops):
     return "emu_bulk_commit();"

@@ -46,7 +46,7 @@ struct SlotPhases {
 struct Barriers {
     Barrier Q_full[STAGES], Q_empty[STAGES];
     Barrier dO_full[STAGES], dO_empty[STAGES];
-    Barrier K_full, K_empty;  // V as well
+    Barrier K_full, K_empty;  // K_full counts V as well, which is free when all of dO are
     Barrier head_full;        // where its operands lie
 
     __device__ __forceinline__ void init() {
@@ -76,7 +76,7 @@ struct SharedMemory {
     // Whether the tile's keys or values held infinities or NaN: what each of the consumers' warps found.
     alignas(8) unsigned char found_nonfinite[WARPS];
     u32 cleared_keys[BLOCK_K / 32];  // which of its keys did: a bit for each
-    alignas(16) ItemSlots<KeyItem> items;
+    alignas(16) TicketSlots<KeyItem> items;
 };
 static_assert(sizeof(SharedMemory::K) == shared_at::V &&
                   sizeof(SharedMemory::V) == shared_at::Q - shared_at::V &&
@@ -97,6 +97,8 @@ __device__ __forceinline__ int note_step(StepFacts& facts, const KeyItem& item, 
     return visit.tile;
 }
 
+constexpr int AHEAD = 2;  // steps that an item begins ahead of its first copy
+
 // The copying thread works out the items and fills the buffers as they become empty.
 __device__ __forceinline__ void copy_tiles(const Params& p, const GradientTables& tables,
                                            SharedMemory& smem) {
@@ -104,21 +106,31 @@ __device__ __forceinline__ void copy_tiles(const Params& p, const GradientTables
     SlotPhases phases;
     u32 K_parity = 0;
     KeyItemWriter items(smem.items, barriers.head_full);
-    for (;;) {
-        const KeyItem& item = items.next(p, p.tickets);
+    for (int count = 0;;) {  // of an item's steps
+        if (count < AHEAD) items.take_ticket(p.tickets);
+        const KeyItem& item = items.next(p, p.key_tiles);
         if (!item.exists) return;
-        const int count = item.queries.count;
+        const bool had_steps = count > 0;
+        count = item.queries.count;
         const auto load_keys = [&] {
             barriers.K_empty.wait(K_parity ^ 1);
             K_parity ^= 1;
-            barriers.K_full.arrive_and_expect(KeyRows::BYTES + ValueRows::BYTES);
+            load_expected_panels<KeyRows>(smem.K, barriers.K_full, &tables.k,
+                                          item.key_tile * BLOCK_K, item.located.k_position);
+        };
+        if (item.opens) {  // the last item's last dQ still needs K, while V is free
             const int row = item.key_tile * BLOCK_K;
-            load_expected_panels<KeyRows>(smem.K, barriers.K_full, &tables.k, row,
-                                          item.located.k_position);
+            prefetch_panels<KeyRows>(&tables.k, row, item.located.k_position);
+            prefetch_panels<ValueRows>(&tables.v, row, item.located.v_position);
+#pragma unroll
+            for (int slot = 0; slot < STAGES; ++slot)
+                barriers.dO_empty[slot].wait(phases.parity(slot) ^ 1);
+            if (!had_steps) barriers.K_empty.wait(K_parity ^ 1);
+            barriers.K_full.arrive_and_expect(KeyRows::BYTES + ValueRows::BYTES);
             load_expected_panels<ValueRows>(smem.V, barriers.K_full, &tables.v, row,
                                             item.located.v_position);
-        };
-        if (item.opens && count == 0) load_keys();
+            if (count == 0) load_keys();
+        }
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
             const int slot = i % STAGES;
@@ -133,11 +145,11 @@ __device__ __forceinline__ void copy_tiles(const Params& p, const GradientTables
             const i64 tile = i64(item.located.head.index) * p.query_tiles + row / BLOCK_Q;
             load_bytes(smem.row_stats[slot], p.row_stats + tile * ROW_STATS,
                        ROW_STATS * sizeof(float), Q_full);
-            if (item.opens && i == 0)
-                load_keys();  // later than queries: it waits for the last item
+            if (item.opens && i == 0) load_keys();
             barriers.dO_empty[slot].wait(parity ^ 1);
             load_panels<GradientRows>(smem.dO[slot], barriers.dO_full[slot], &tables.dout, row,
                                       item.located.dout_position);
+            if (i + AHEAD == count) items.take_ticket(p.tickets);
         }
     }
 }
@@ -168,7 +180,8 @@ __device__ __forceinline__ void watch(const Params& p, SharedMemory& smem) {
 }
 
 // An adding warp adds a consumer's parts of dQ in global memory. Where order counts it does so when the
-// part's turn has come, and hands on the turn when the sum is written.
+// part's turn has come, and hands on the turn when the sum is written; the first one stores, so that
+// nobody needs to set the sums to zero.
 __device__ __forceinline__ void add_sums(const Params& p, SharedMemory& smem, int consumer) {
     const bool speaks = threadIdx.x % 32 == 0;
     ItemReader<KeyItem> reader(smem.items);
@@ -181,10 +194,16 @@ __device__ __forceinline__ void add_sums(const Params& p, SharedMemory& smem, in
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
             const i64 part = (first_tile + item.queries[i].tile) * CONSUMERS + consumer;
+            const bool is_first = ORDERED && turn_of(p, item.located.head, item.key_tile,
+                                                     item.queries[i]) == 0;
             if (ORDERED) meet(TURN_CAME + consumer, 64);
             meet(SUMS_STAGED + consumer, STAGING_THREADS);
             if (speaks) {
-                add_bytes(p.dq_sum + part * DQ_PART, smem.dQ[consumer], sizeof(smem.dQ[consumer]));
+                float* const sums = p.dq_sum + part * DQ_PART;
+                if (is_first)
+                    store_bytes(sums, smem.dQ[consumer], sizeof(smem.dQ[consumer]));
+                else
+                    add_bytes(sums, smem.dQ[consumer], sizeof(smem.dQ[consumer]));
                 commit_writes();
                 wait_read<0>();
             }

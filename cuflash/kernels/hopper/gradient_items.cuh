@@ -28,9 +28,4 @@ struct alignas(16) KeyItem {
 
 // Takes the tickets of this block and works out its items. A causal mask leaves the first tiles of
 // keys the most queries, so they begin first.
-struct KeyItemWriter : TicketWriter<KeyItem, GROUP> {
-    using TicketWriter::TicketWriter;
-    __device__ __forceinline__ const KeyItem& next(const Params& p, u32* tickets) {
-        return TicketWriter::next(p, tickets, p.key_tiles);
-    }
-};
+using KeyItemWriter = TicketWriter<KeyItem, GROUP>;

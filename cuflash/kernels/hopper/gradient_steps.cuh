@@ -33,7 +33,8 @@ __device__ __forceinline__ void copy_steps(const Params& p, const GradientTables
     u32 K_parity = 0;
     KeyItemWriter items(smem.items, barriers.head_full);
     for (;;) {
-        const KeyItem& item = items.next(p, p.tickets + 1);
+        items.take_ticket(p.tickets + 1);
+        const KeyItem& item = items.next(p, p.key_tiles);
         if (!item.exists) return;
         const int count = item.queries.count;
         const auto load_keys = [&] {

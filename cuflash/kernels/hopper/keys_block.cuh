@@ -44,7 +44,7 @@ struct SharedMemory {
     Barriers barriers;
     StepFacts facts[STAGES];
     int nonfinite_keys;  // whether the tile of keys holds infinities or NaN
-    alignas(16) ItemSlots<KeyItem> items;
+    alignas(16) TicketSlots<KeyItem> items;
 };
 static_assert(sizeof(SharedMemory::K) == shared_at::V &&
                   sizeof(SharedMemory::V) == shared_at::Q - shared_at::V &&

@@ -50,7 +50,7 @@ struct SharedMemory {
     unsigned char V[V_STAGES][ValueRows::BYTES];
     Barriers barriers;
     KeyFacts facts[STAGES];
-    alignas(16) ItemSlots<QueryItem> items;
+    alignas(16) TicketSlots<QueryItem> items;
 };
 static_assert(sizeof(SharedMemory::Q) == shared_at::dO &&
                   sizeof(SharedMemory::dO) == shared_at::K - shared_at::dO &&
@@ -78,7 +78,8 @@ __device__ __forceinline__ void copy_tiles(const Params& p, const GradientTables
     u32 Q_parity = 0;
     TicketWriter<QueryItem, 1> items(smem.items, barriers.head_full);
     for (;;) {
-        const QueryItem& item = items.next(p, p.tickets, divide_up(p.query_length, BLOCK_Q));
+        items.take_ticket(p.tickets);
+        const QueryItem& item = items.next(p, divide_up(p.query_length, BLOCK_Q));
         if (!item.exists) return;
 #pragma unroll 1
         for (int i = 0; i < item.count(); ++i, step.advance()) {

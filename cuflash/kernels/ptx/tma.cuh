@@ -21,6 +21,16 @@ __device__ __forceinline__ void load_box(void* box, const TensorMap* map, Barrie
         : "memory");
 }
 
+// cp.async.bulk.prefetch.tensor: brings a box into the L2 cache.
+__device__ __forceinline__ void prefetch_box(const TensorMap* map, int column, int row, int a,
+                                             int b, int c) {
+    asm volatile(
+        "cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1, %2, %3, %4, %5}];"
+        :
+        : "l"(map), "r"(column), "r"(row), "r"(a), "r"(b), "r"(c)
+        : "memory");
+}
+
 // cp.async.bulk: copies bytes to shared memory; `full` counts them. They and both addresses are
 // multiples of 16.
 __device__ __forceinline__ void load_bytes(void* shared, const void* global, u32 bytes,
@@ -30,6 +40,14 @@ __device__ __forceinline__ void load_bytes(void* shared, const void* global, u32
         :
         : "l"(__cvta_generic_to_shared(shared)), "l"(global), "r"(bytes), "l"(full.address())
         : "memory");
+}
+
+// cp.async.bulk: copies bytes of shared memory to global memory.
+__device__ __forceinline__ void store_bytes(void* global, const void* shared, u32 bytes) {
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;"
+                 :
+                 : "l"(global), "l"(__cvta_generic_to_shared(shared)), "r"(bytes)
+                 : "memory");
 }
 
 // cp.reduce.async.bulk: adds floats of shared memory to floats in global memory, each addition by

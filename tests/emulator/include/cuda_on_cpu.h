@@ -122,6 +122,7 @@ void emu_tensor_store(const void* map, emu_u32 source, int rank, const int* coor
 void emu_bulk_load(emu_u32 target, const void* source, emu_u32 bytes, emu_u32 barrier, emu_where);
 void emu_bulk_store(void* target, emu_u32 source, emu_u32 bytes, int add, emu_where);
 void emu_bulk_prefetch(const void* source, emu_u32 bytes, emu_where);
+void emu_tensor_prefetch(const void* map, int rank, const int* coordinates, emu_where);
 void emu_bulk_commit();
 void emu_bulk_wait(int pending, int read_only, emu_where);
 void emu_wgmma(float* const* d, const emu_u32* a, emu_u64 a_descriptor, emu_u64 b_descriptor, int n,

@@ -376,7 +376,7 @@ static u32 box_bytes(const TensorMap& map) {
     for (int i = 0; i < map.rank; i++) bytes *= map.box[i];
     return bytes;
 }
-static TensorMap read_map(const void* address, int rank, u32 shared, const int* coordinates) {
+static TensorMap read_map(const void* address, int rank, const int* coordinates) {
     static const int spans[] = {0, 128, 64, 32};
     TensorMap map;
     memcpy(&map, address, sizeof map);
@@ -389,6 +389,10 @@ static TensorMap read_map(const void* address, int rank, u32 shared, const int* 
     if (coordinates[0] * map.item_size % 16)
         fail("TMA innermost coordinate %d is not a multiple of 16 bytes (an H200 traps: error 715)",
              coordinates[0]);
+    return map;
+}
+static TensorMap read_map(const void* address, int rank, u32 shared, const int* coordinates) {
+    TensorMap map = read_map(address, rank, coordinates);
     shared_at(shared, box_bytes(map), 128, "TMA tile");
     return map;
 }
@@ -425,6 +429,11 @@ extern "C" void emu_tensor_load(u32 target, const void* address, u32 barrier, in
     copy.bytes = box_bytes(map);
     copy.mbarrier = barrier;
     issue(std::move(copy));
+}
+extern "C" void emu_tensor_prefetch(const void* address, int rank, const int* coordinates,
+                                    emu_where where) {
+    ENTER(where);
+    read_map(address, rank, coordinates);
 }
 extern "C" void emu_tensor_store(const void* address, u32 source, int rank, const int* coordinates,
                                  int add, emu_where where) {
