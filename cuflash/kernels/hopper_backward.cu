@@ -249,12 +249,12 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
         }
         __syncwarp();  // all lanes have done with the keys
         if (speaks && item.closes) barriers.K_empty.arrive();
-        if (has_late_dQ) stage_dQ();
         if (item.closes) {
             store_key_gradients(dK, dV, p, item, item.key_tile * BLOCK_K + consumer * SLAB);
             __syncwarp();  // all rows of the warp are written
             if (found_nonfinite) add_nonfinite_gradients(p, item, consumer * SLAB + 16 * tile.warp);
         }
+        if (has_late_dQ) stage_dQ();  // last, since it may have to wait
         __syncwarp();  // all lanes have read the item
         if (speaks) smem.items.empty[items % 2].arrive();
     }

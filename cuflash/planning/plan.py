@@ -195,7 +195,7 @@ class Plan:
 
     @property
     def section(self) -> int:
-        """Heads whose keys and values share the L2 cache; blocks do one section after another.
+        """Heads that are worked on at a time, which share the L2 cache.
 
         Sections are of about one size: a small last one would leave multiprocessors idle. With a
         mask, blocks that add in order are of all heads, so that few of one head run at a time:
@@ -205,12 +205,10 @@ class Plan:
         p, group = self.problem, self.tile.group(self.problem)
         if p.mask and self.is_ordered:
             return max(1, p.head_count)
-        head_bytes = p.key_length * (p.head_dim + p.value_dim) * ITEM_BYTES[p.dtype]
         groups = p.head_count // group
-        if heads := self.tile.section(p):
-            return group * max(1, min(groups, heads // group))
-        cached = max(1, self.device.cache_bytes // 2 // max(1, head_bytes * group))
-        return group * max(1, -(-groups // max(1, round(groups / cached))))
+        cached = max(1, self.device.cache_bytes // 2 // max(1, self.tile.cached_bytes(p) * group))
+        wanted = self.tile.section(p, cached)
+        return group * max(1, -(-groups // max(1, round(groups / wanted))))
 
     def source(self, kernel: str | None = None) -> str:
         """The CUDA C source, by default of the kernel that does the work.

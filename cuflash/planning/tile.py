@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from ..masks.band import MAX_SHIFT
-from ..operands.dtypes import EVERY
+from ..operands.dtypes import EVERY, ITEM_BYTES
 from .problem import Device, Problem
 
 if TYPE_CHECKING:
@@ -169,9 +169,14 @@ class Tile:
         """How many heads in a row a block works on."""
         return 1
 
-    def section(self, problem: Problem) -> int:
-        """How many heads are worked on at a time; 0 for as many as share the L2 cache."""
-        return 0
+    def cached_bytes(self, problem: Problem) -> int:
+        """What blocks read of a head again and again: keys and values."""
+        columns = problem.head_dim + problem.value_dim
+        return problem.key_length * columns * ITEM_BYTES[problem.dtype]
+
+    def section(self, problem: Problem, cached: int) -> int:
+        """How many groups of heads are worked on at a time, where so many share the L2 cache."""
+        return cached
 
     def reject(self, problem: Problem, device: Device) -> str:
         """Why this row cannot or should not serve, or an empty string."""

@@ -15,9 +15,10 @@ from .tile import Buffer, Launch, MapBox, round_up
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Of 8, 16, 32 and 64 heads 32 were the fastest at 4k and 16k positions under a causal mask, in a
-# prototype of the kernel (H200, 2026-11-22).
-ORDERED_SECTION = 32
+# Blocks that add in order work on heads of so many columns at a time, or on more: of 1 to 128 heads
+# (H200, 2026-11-22) the fastest or within 2 % of it at 512 to 16k positions, head dims 64 and 128;
+# under a causal mask on twice as many.
+ORDERED_COLUMNS = 1024
 HEAD_BYTES = 128  # of where a head lies
 TURNS = 2  # of a tile of dQ: each warpgroup adds a part
 SIDE_THREADS = 256  # of the kernels before and after the one that does the work
@@ -39,6 +40,18 @@ class HopperGradientTile(HopperTile):
             MapBox("v", self.block_k, value),
             MapBox("dout", self.block_q, value),
         )
+
+    def cached_bytes(self, problem: Problem) -> int:
+        """What blocks read of a head again and again, and what they add to: all operands, and dQ."""
+        item = ITEM_BYTES[problem.dtype]
+        columns = problem.head_dim + problem.value_dim
+        length = problem.query_length + problem.key_length
+        q_tiles = self.query_tiles(problem)
+        return length * columns * item + q_tiles * self.dq_sum_bytes(problem)
+
+    def dq_sum_bytes(self, problem: Problem) -> int:
+        """Of a tile of dQ in the type of sums."""
+        return 0
 
     def constants(self, problem: Problem) -> dict[str, int | bool]:
         """Sizes that every such kernel reads."""
@@ -99,14 +112,16 @@ class WgmmaGradientTile(HopperGradientTile):
         """Heads that share keys and whose dK and dV one block sums."""
         return problem.group if self.grouped else 1
 
-    def section(self, problem: Problem) -> int:
-        """How many heads are worked on at a time; 0 for as many as share the L2 cache.
+    def section(self, problem: Problem, cached: int) -> int:
+        """How many groups of heads are worked on at a time, where so many share the L2 cache.
 
-        Under a causal mask or a window, blocks that add in order wait less if they are of many
-        heads, since few of one head then run at a time.
+        Blocks that add in order wait less if they are of many heads, since few of one head then
+        run at a time.
         """
-        waits = self.adds_in_order(problem) and not problem.band.is_open
-        return ORDERED_SECTION if waits else 0
+        if not self.adds_in_order(problem):
+            return cached
+        groups = max(cached, ORDERED_COLUMNS // max(1, problem.head_dim))
+        return groups if problem.band.is_open else 2 * groups
 
     def row_stats_bytes(self, problem: Problem) -> int:
         """What is kept of a tile of queries: two numbers each, and flags."""

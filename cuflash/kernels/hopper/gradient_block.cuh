@@ -110,7 +110,6 @@ __device__ __forceinline__ void copy_tiles(const Params& p, const GradientTables
         if (count < AHEAD) items.take_ticket(p.tickets);
         const KeyItem& item = items.next(p, p.key_tiles);
         if (!item.exists) return;
-        const bool had_steps = count > 0;
         count = item.queries.count;
         const auto load_keys = [&] {
             barriers.K_empty.wait(K_parity ^ 1);
@@ -125,7 +124,6 @@ __device__ __forceinline__ void copy_tiles(const Params& p, const GradientTables
 #pragma unroll
             for (int slot = 0; slot < STAGES; ++slot)
                 barriers.dO_empty[slot].wait(phases.parity(slot) ^ 1);
-            if (!had_steps) barriers.K_empty.wait(K_parity ^ 1);
             barriers.K_full.arrive_and_expect(KeyRows::BYTES + ValueRows::BYTES);
             load_expected_panels<ValueRows>(smem.V, barriers.K_full, &tables.v, row,
                                             item.located.v_position);
@@ -151,6 +149,8 @@ __device__ __forceinline__ void copy_tiles(const Params& p, const GradientTables
                                       item.located.dout_position);
             if (i + AHEAD == count) items.take_ticket(p.tickets);
         }
+        if (count == 0 && item.closes)
+            barriers.K_empty.wait(K_parity ^ 1);  // no dO tells that V has been read
     }
 }
 
