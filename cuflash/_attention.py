@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from .calls.arguments import Arguments, Options, as_options, backward_arrays, forward_arrays
 from .calls.arrays import as_array, as_mask, as_window, split_offset
 from .calls.call import BackwardCall, ForwardCall
-from .calls.run import find_call, run_call
+from .calls.run import find_call, launch_module, run_call
 from .keywords import explains_keywords
 from .planning.plan import Plan, choice_for_gradients
 from .planning.problem import Device
@@ -563,8 +564,22 @@ def attention_vjp(
         "q_lengths": q_lengths, "kv_lengths": kv_lengths, "q_offset": q_offset, "scale": scale,
         "enable_gqa": enable_gqa,
     }  # fmt: skip
-    out, lse = attention(q, k, v, algo=algo, engine=engine, return_lse=True, **options)
     backward_algo, backward_engine = choice_for_gradients(algo, engine)
+
+    def begin() -> None:
+        """Compile the gradients' kernels beside those of the forward; vjp tells of errors."""
+        with contextlib.suppress(ValueError, NotImplementedError):
+            gradients = plan(
+                q, k, v, backward=True, deterministic=deterministic, algo=backward_algo,
+                engine=backward_engine, **options,
+            )  # fmt: skip
+            launch_module().begin_to_compile(gradients, arguments.device_id)
+
+    offset, offsets = split_offset(q_offset)
+    arrays = forward_arrays(q, k, v, None, True, q_lengths, kv_lengths, offsets)
+    asked = Options(algo, engine, causal, as_window(window), offset, softcap, scale, enable_gqa)
+    arguments = Arguments(ForwardCall.operands, arrays, as_mask(mask))
+    out, lse = run_call(ForwardCall, arguments, asked, 2, before_first=begin)
 
     def vjp(dout: AnyArray, dlse: AnyArray | None = None) -> tuple[Array, Array, Array]:
         return attention_backward(

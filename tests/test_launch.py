@@ -4,6 +4,8 @@ import contextlib
 import importlib
 import itertools
 import sys
+import threading
+import time
 import types
 
 import numpy as np
@@ -66,6 +68,12 @@ class Stream:
     def synchronize(self):
         Stream.waits += 1
 
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
 
 def forget_modules():
     arrays.memory_module.cache_clear()
@@ -81,6 +89,7 @@ def launch(monkeypatch):
     cupy.cuda = types.SimpleNamespace(
         runtime=types.SimpleNamespace(getDevice=lambda: 0),
         get_current_stream=Stream,
+        Device=lambda device_id: contextlib.nullcontext(),
     )
     monkeypatch.setattr(Array, "made", [])
     monkeypatch.setattr(Stream, "waits", 0)
@@ -100,6 +109,7 @@ def launch(monkeypatch):
 
         return run
 
+    module.compiled_once = module.compiled
     monkeypatch.setattr(module, "compiled", compiled)
     yield module
     forget_modules()
@@ -578,8 +588,74 @@ def test_a_kernel_that_does_not_compile_in_words(launch, monkeypatch, said, word
 
     cuda = launch.cupy.cuda
     cuda.compiler = types.SimpleNamespace(CompileException=CompileException)
-    cuda.Device = lambda device_id: contextlib.nullcontext()
     launch.cupy.RawKernel = lambda *arguments: Kernel()
     with pytest.raises(RuntimeError) as caught:
         launch._load("source", "fa2_forward", (), 1024, 0)
     assert str(caught.value) == words
+
+
+def test_kernels_of_a_call_are_compiled_side_by_side(launch, monkeypatch):
+    q = np.zeros((2, 4, 100, 64), np.float16)
+    plan = cuflash.plan(q, q, q, backward=True, device=H200)
+    together = threading.Barrier(len(plan.kernels), timeout=20)  # which one thread cannot pass
+
+    def compiled(plan, device_id, kernel):
+        together.wait()
+        return kernel.name, device_id
+
+    monkeypatch.setattr(launch, "compiled", compiled)
+    assert launch.compile_all(plan, 3) == [(kernel.name, 3) for kernel in plan.kernels]
+
+
+def test_a_thread_waits_for_the_kernel_that_another_compiles(launch):
+    q = np.zeros((2, 4, 100, 64), np.float16)
+    plan, began, asked = cuflash.plan(q, q, q, device=H200), threading.Event(), []
+
+    class Kernel:
+        def __init__(self, source, name, options):
+            asked.append(name)
+            began.set()
+            time.sleep(0.2)
+            self.kernel = name
+
+    launch.cupy.RawKernel = Kernel
+    first = threading.Thread(target=launch.compiled_once, args=(plan, 0))
+    first.start()
+    assert began.wait(20)
+    assert launch.compiled_once(plan, 0) == plan.kernel
+    first.join()
+    assert asked == [plan.kernel]
+
+
+def test_vjp_begins_to_compile_its_gradients_with_the_forward(launch, monkeypatch):
+    begun = []
+
+    def begin(plan, device_id):
+        assert not launch.launched
+        begun.append(plan.problem)
+
+    monkeypatch.setattr(launch, "begin_to_compile", begin)
+    monkeypatch.setattr(launch, "device_facts", lambda device_id: H200)
+    q = make(2, 4, 100, 64)
+    for deterministic, expected in ((True, 1), (True, 1), (False, 1)):  # the first call of a kind
+        cuflash.attention_vjp(q, q, q, engine="mma", deterministic=deterministic)
+        assert len(begun) == expected
+    assert begun[0].backward and begun[0].deterministic
+
+
+def test_nothing_begins_to_compile_under_capture_and_errors_wait(launch, monkeypatch):
+    asked = []
+
+    def fails(plan, device_id):
+        asked.append(plan)
+        raise RuntimeError("a kernel does not compile")
+
+    monkeypatch.setattr(launch, "compile_all", fails)
+    launch.begin_to_compile("plan", 0)
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join(20)
+    assert asked == ["plan"]
+    with capturing():
+        launch.begin_to_compile("another", 0)
+    assert asked == ["plan"]

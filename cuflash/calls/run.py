@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -63,14 +64,22 @@ def _new_call(
     return call
 
 
-def run_call(kind: type[Call], arguments: Arguments, options: Options, count: int) -> list[Any]:
-    """Find the call for these arguments and run it; returns its first `count` results."""
+def run_call(
+    kind: type[Call], arguments: Arguments, options: Options, count: int,
+    before_first: Callable[[], None] | None = None,
+) -> list[Any]:  # fmt: skip
+    """Find the call for these arguments and run it; returns its first `count` results.
+
+    `before_first` is called before a GPU's kernels are compiled.
+    """
     call, addresses = find_call(kind, arguments, options), arguments.addresses
     for a, b, low, high, specs in call.apart:
         if low < (distance := addresses[b] - addresses[a]) < high:
             check_apart(a, b, *specs, distance)
     if arguments.device_id is None:
         return _run_host(call, arguments, count)
+    if before_first is not None and call.launch is None:
+        before_first()
     for name in call.anywhere:
         if addresses[name] % _LARGEST_ITEM and (wrong := _not_on_whole_items(arguments)):
             return _run_on_copies(wrong, call, arguments, options, count)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import struct
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import cupy
@@ -22,6 +25,8 @@ from .tables import tables_of
 if TYPE_CHECKING:
     from ..calls.arguments import Arguments
     from ..calls.call import Call
+
+_compiling: dict[int, threading.Lock] = {}  # by the hash of a source
 
 # Launches a call's kernels, given the operands' addresses and that of the workspace.
 Launcher: TypeAlias = Callable[[dict[str, int], int], None]
@@ -72,7 +77,36 @@ def compiled(plan: Plan, device_id: int, kernel: Launch | None = None) -> Any:
     """
     kernel = kernel or next(x for x in plan.kernels if x.name == plan.kernel)
     source, options = without_comments(plan.source(kernel.name)), plan.compile_options
-    return _load(source, kernel.name, options, kernel.shared_bytes, device_id)
+    with _compiling.setdefault(hash(source), threading.Lock()):  # a second thread waits for it
+        return _load(source, kernel.name, options, kernel.shared_bytes, device_id)
+
+
+def compile_all(plan: Plan, device_id: int) -> list[Any]:
+    """The functions of a plan's kernels on one device; several are compiled side by side."""
+    if len(plan.kernels) == 1:
+        return [compiled(plan, device_id, kernel) for kernel in plan.kernels]
+    stream = cupy.cuda.get_current_stream()
+
+    def compile_one(kernel: Launch) -> Any:
+        with cupy.cuda.Device(device_id), stream:  # it may be captured
+            return compiled(plan, device_id, kernel)
+
+    with ThreadPoolExecutor(len(plan.kernels)) as pool:
+        return list(pool.map(compile_one, plan.kernels))
+
+
+def begin_to_compile(plan: Plan, device_id: int) -> None:
+    """Compile a plan's kernels on one device while the caller goes on.
+
+    Whoever launches them waits for it, and is told what goes wrong.
+    """
+
+    def compile_them() -> None:
+        with contextlib.suppress(Exception):
+            compile_all(plan, device_id)
+
+    if not cupy.cuda.get_current_stream().is_capturing():
+        threading.Thread(target=compile_them).start()
 
 
 def prepare(call: Call, device_id: int) -> Launcher:
@@ -91,8 +125,8 @@ def prepare(call: Call, device_id: int) -> Launcher:
         if plan.map_boxes(x.name)
     }
     kernels = [
-        (compiled(plan, device_id, x), (x.grid,), (x.threads,), x.shared_bytes, tables.get(x.name))
-        for x in plan.kernels
+        (function, (x.grid,), (x.threads,), x.shared_bytes, tables.get(x.name))
+        for function, x in zip(compile_all(plan, device_id), plan.kernels)
     ]
     starts = plan.workspace_offsets
     given = len(names) - len(workspace_pointers(plan.problem))

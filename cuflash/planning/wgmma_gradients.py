@@ -42,7 +42,7 @@ class HopperGradientTile(HopperTile):
         )
 
     def cached_bytes(self, problem: Problem) -> int:
-        """What blocks read of a head again and again, and what they add to: all operands, and dQ."""
+        """What blocks read of a head again and again and add to: all operands, and dQ."""
         item = ITEM_BYTES[problem.dtype]
         columns = problem.head_dim + problem.value_dim
         length = problem.query_length + problem.key_length
