@@ -640,7 +640,8 @@ def test_vjp_begins_to_compile_its_gradients_with_the_forward(launch, monkeypatc
     for deterministic, expected in ((True, 1), (True, 1), (False, 1)):  # the first call of a kind
         cuflash.attention_vjp(q, q, q, engine="mma", deterministic=deterministic)
         assert len(begun) == expected
-    assert begun[0].backward and begun[0].deterministic
+    assert begun[0].backward
+    assert begun[0].deterministic
 
 
 def test_nothing_begins_to_compile_under_capture_and_errors_wait(launch, monkeypatch):
