@@ -32,7 +32,6 @@
 // memory 3650, exponentials 640. docs/hopper.md has what was measured.
 #include "hopper/gradient_block.cuh"
 #include "hopper/gradient_rows.cuh"
-#include "tiles/units.cuh"
 
 // Sets infinities and NaN of a tile to zero, and calls `note` with the byte where there was one. All
 // threads of both consumers take part. It goes by words, since registers are short.
@@ -52,8 +51,9 @@ __device__ __forceinline__ void clear_tile(unsigned char* tile, int bytes, const
 
 // Whether this thread finds infinities and NaN in its share of the keys and values.
 __device__ __forceinline__ bool finds_nonfinite(const SharedMemory& smem) {
-    constexpr int STEP = BOTH * CHUNK_BYTES, SHARE = (KeyRows::BYTES + ValueRows::BYTES) / STEP;
-    static_assert((KeyRows::BYTES + ValueRows::BYTES) % STEP == 0, "equal shares");
+    constexpr int STEP = BOTH * CHUNK_BYTES, BYTES = sizeof(smem.K) + sizeof(smem.V);
+    constexpr int SHARE = BYTES / STEP;
+    static_assert(BYTES % STEP == 0, "equal shares");
     const unsigned char* const first = smem.K + (threadIdx.x - WARPGROUP) * CHUNK_BYTES;
     bool found = false;
 #pragma unroll 4
@@ -81,7 +81,6 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
     const u64 Q = QueryRows::descriptor(SHARED_BASE + shared_at::Q);
     const u64 dO = GradientRows::descriptor(SHARED_BASE + shared_at::dO);
     // Of this consumer's part of dQ^T: its columns of K, and its queries of dS.
-    constexpr bool SPLITS_QUERIES = DQ_QUERIES < BLOCK_Q;
     const u64 K_columns = KeyRows::descriptor(SHARED_BASE + shared_at::K) +
                           (SPLITS_QUERIES ? 0 : KeyRows::columns(consumer * SLAB / 16));
     const u64 dS = ScoreRows::descriptor(SHARED_BASE + shared_at::dS) +
@@ -113,7 +112,9 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
     };
     const auto stage_dQ = [&] {
         meet(STAGING_FREE + consumer, STAGING_THREADS);
-        store_units<WARPGROUP>(smem.dQ[consumer], dQ, threadIdx.x % WARPGROUP);
+        with_part(consumer, [&](auto threads) {
+            store_units<threads.value>(smem.dQ[consumer], dQ, threadIdx.x % WARPGROUP);
+        });
         publish_to_async_units();
         pass(SUMS_STAGED + consumer, STAGING_THREADS);
     };
@@ -269,6 +270,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
     for (int i = threadIdx.x * CHUNK_BYTES; i < ScoreRows::BYTES; i += THREADS * CHUNK_BYTES)
         *reinterpret_cast<Vector<u32>*>(smem.dS[1] + i) = {};  // the first step reads it
+    if (PADDED_WIDTH > HEAD_WIDTH)
+        for (int i = KeyRows::BYTES + threadIdx.x * CHUNK_BYTES; i < sizeof(smem.K);
+             i += THREADS * CHUNK_BYTES)
+            *reinterpret_cast<Vector<u32>*>(smem.K + i) = {};
     if (threadIdx.x == 0) {
         extern __shared__ __align__(1024) unsigned char bytes[];
         if (shared_address(bytes) != SHARED_BASE) __trap();

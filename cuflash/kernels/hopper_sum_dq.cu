@@ -4,12 +4,10 @@
 // The tiles are of dQ^T, in the order of its accumulators. They are turned on their way through shared
 // memory, so that whole rows of dQ are written at a time. Where blocks added in order, a part to which
 // nobody has added holds no numbers: its turn is still 0.
+#include "hopper/dq_parts.cuh"
 #include "shared_rows.cuh"
-#include "tiles/units.cuh"
-#include "tiles/warpgroup.cuh"
 
 static_assert(SIDE_THREADS == 2 * WARPGROUP, "threads hold a tile as the consumers did");
-constexpr bool SPLITS_QUERIES = DQ_QUERIES < BLOCK_Q;
 
 // A tile of dQ. Rows are an odd number of 16-byte units apart: no bank conflicts.
 struct alignas(16) TurnedTile {
@@ -44,12 +42,15 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
     const SharedRows heads(p, p.dq_axis_stride, blockIdx.x / p.query_tiles);
     float sums[2][DQ_QUERIES / 4] = {};
     for (int i = 0; i < heads.count; ++i) {
-        const i64 part = (i64(heads[i]) * p.query_tiles + tile) * 2 + consumer;
-        if (!ORDERED || p.turns[part] != 0)
-            add_stored_units<WARPGROUP>(sums, p.dq_sum + part * (SLAB * DQ_QUERIES),
-                                        threadIdx.x % WARPGROUP);
+        const i64 at = i64(heads[i]) * p.query_tiles + tile;
+        if (!ORDERED || p.turns[at * 2 + consumer] != 0)
+            with_part(consumer, [&](auto threads) {
+                const float* const part = p.dq_sum + at * (BLOCK_Q * HEAD_WIDTH);
+                add_stored_units<threads.value>(sums, part + part_begin(consumer),
+                                                threadIdx.x % WARPGROUP);
+            });
     }
-    turn(turned, sums, consumer, p.scale);
+    with_part(consumer, [&](auto) { turn(turned, sums, consumer, p.scale); });
     __syncthreads();  // the whole tile is stored
     constexpr int UNITS = round_up(HEAD_DIM, CHUNK<Element>) / CHUNK<Element>;  // of a row
     Element* const rows = p.dq + heads.offset;

@@ -96,17 +96,13 @@ class WgmmaGradientTile(HopperGradientTile):
         """Name of the kernel, and of its file."""
         return "hopper_backward"
 
-    def widths(self, problem: Problem) -> tuple[int, int]:
-        """Columns of a query or key row and of a value row.
-
-        A query row has 64 or 128, since its columns are the rows of products for dQ.
-        """
-        _, value = super().widths(problem)
-        return round_up(problem.head_dim, WARPGROUP_ROWS), value
+    def padded_width(self, problem: Problem) -> int:
+        """Columns of a key row: 64 or 128, since they are the rows of products for dQ."""
+        return round_up(problem.head_dim, WARPGROUP_ROWS)
 
     def dq_part(self, problem: Problem) -> int:
-        """Queries of a warpgroup's part of dQ, which has 64 columns: all of them, or half."""
-        return self.block_q * self.widths(problem)[0] // 128
+        """Queries of a warpgroup's part of dQ, which has up to 64 columns: all of them, or half."""
+        return self.block_q * self.padded_width(problem) // 128
 
     def group(self, problem: Problem) -> int:
         """Heads that share keys and whose dK and dV one block sums."""
@@ -129,17 +125,23 @@ class WgmmaGradientTile(HopperGradientTile):
 
     def shared(self, problem: Problem) -> tuple[Buffer, ...]:
         """Tiles as the copy engine lays them out, dS, a tile of dQ, numbers of rows, barriers."""
-        head, value = (width * ITEM_BYTES[problem.dtype] for width in self.widths(problem))
+        item = ITEM_BYTES[problem.dtype]
+        head, value = (width * item for width in self.widths(problem))
         return (
-            Buffer("K", self.block_k * head),
+            Buffer("K", self.block_k * self.padded_width(problem) * item),
             Buffer("V", self.block_k * value),
             Buffer("Q", self.block_q * head, self.stages),
             Buffer("dO", self.block_q * value, self.stages),
-            Buffer("dS", self.block_k * self.block_q * ITEM_BYTES[problem.dtype], self.stages),
-            Buffer("dQ", self.dq_sum_bytes(problem)),
+            Buffer("dS", self.block_k * self.block_q * item, self.stages),
+            Buffer("dQ", self.dq_part_bytes(problem), 2),
             Buffer("row_stats", self.row_stats_bytes(problem), self.stages),
             Buffer("barriers", BARRIER_BYTES),
         )
+
+    def dq_part_bytes(self, problem: Problem) -> int:
+        """Of a warpgroup's part of a tile of dQ, of the larger part if they differ."""
+        columns = min(WARPGROUP_ROWS, self.widths(problem)[0])
+        return self.dq_part(problem) * columns * ITEM_BYTES[problem.accumulator]
 
     def dq_sum_bytes(self, problem: Problem) -> int:
         """Of a tile of dQ in the type of sums."""
@@ -232,6 +234,7 @@ class WgmmaGradientTile(HopperGradientTile):
 
 ROWS = (
     *WgmmaGradientTile.rows_of(max_dim=64, block_q=128, modified=False),
+    *WgmmaGradientTile.rows_of(max_dim=96, block_q=96, modified=False),
     *WgmmaGradientTile.rows_of(max_dim=128, block_q=80, modified=False),
     *WgmmaGradientTile.rows_of(max_dim=128, block_q=64),
 )

@@ -43,10 +43,6 @@ class WgmmaKeysTile(WgmmaGradientTile):
         """Keys of a block."""
         return WARPGROUP_ROWS
 
-    def widths(self, problem: Problem) -> tuple[int, int]:
-        """Columns of a query or key row and of a value row, in steps of the narrowest swizzle."""
-        return HopperTile.widths(self, problem)
-
     def adds_in_order(self, problem: Problem) -> bool:
         """Never: every gradient is a sum of one block."""
         return False

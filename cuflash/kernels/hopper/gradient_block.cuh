@@ -3,6 +3,7 @@
 #pragma once
 #include "dq_turns.cuh"
 #include "hopper/barriers.cuh"
+#include "hopper/dq_parts.cuh"
 #include "hopper/gradient_items.cuh"
 #include "hopper/gradient_tiles.cuh"
 #include "hopper/producer.cuh"
@@ -33,7 +34,6 @@ enum {
 };
 constexpr int BOTH = CONSUMERS * WARPGROUP;
 constexpr int STAGING_THREADS = WARPGROUP + 32;  // a consumer and the adding warp
-constexpr int DQ_PART = SLAB * DQ_QUERIES;       // numbers in a consumer's part of a tile of dQ
 
 // The slots of an item's steps take turns, from slot 0 on. Bit i is the parity of slot i's phase.
 struct SlotPhases {
@@ -64,12 +64,12 @@ struct StepFacts {
 };
 
 struct SharedMemory {
-    unsigned char K[KeyRows::BYTES];
+    unsigned char K[BLOCK_K * PADDED_WIDTH * sizeof(Element)];  // behind its columns zeros
     unsigned char V[ValueRows::BYTES];
     unsigned char Q[STAGES][QueryRows::BYTES];
     unsigned char dO[STAGES][GradientRows::BYTES];
     unsigned char dS[STAGES][ScoreRows::BYTES];
-    float dQ[CONSUMERS][DQ_PART];  // as registers hold it: unit after unit of 16 bytes a thread
+    float dQ[CONSUMERS][part_size(0)];  // of which the second part may be the smaller one
     alignas(16) float row_stats[STAGES][ROW_STATS];
     Barriers barriers;
     StepFacts facts[STAGES];
@@ -87,8 +87,6 @@ static_assert(sizeof(SharedMemory::K) == shared_at::V &&
                   sizeof(SharedMemory::row_stats) == shared_at::barriers - shared_at::row_stats,
               "the plan lays out shared memory alike");
 static_assert(sizeof(SharedMemory) <= SHARED_BYTES, "barriers and items");
-static_assert(is_laid_out<float>(tile_bytes::dq_sum, CONSUMERS* DQ_PART),
-              "the plan's tiles in the workspace are those of the kernel");
 
 // Notes what the consumers must know of an item's `i`-th step; returns the tile of queries.
 __device__ __forceinline__ int note_step(StepFacts& facts, const KeyItem& item, int i) {
@@ -184,6 +182,7 @@ __device__ __forceinline__ void watch(const Params& p, SharedMemory& smem) {
 // nobody needs to set the sums to zero.
 __device__ __forceinline__ void add_sums(const Params& p, SharedMemory& smem, int consumer) {
     const bool speaks = threadIdx.x % 32 == 0;
+    const int begin = part_begin(consumer), bytes = part_size(consumer) * sizeof(float);
     ItemReader<KeyItem> reader(smem.items);
     pass(STAGING_FREE + consumer, STAGING_THREADS);
     for (;;) {
@@ -193,17 +192,17 @@ __device__ __forceinline__ void add_sums(const Params& p, SharedMemory& smem, in
         const i64 first_tile = i64(item.located.head.index) * p.query_tiles;
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
-            const i64 part = (first_tile + item.queries[i].tile) * CONSUMERS + consumer;
+            const i64 tile = first_tile + item.queries[i].tile;
             const bool is_first = ORDERED && turn_of(p, item.located.head, item.key_tile,
                                                      item.queries[i]) == 0;
             if (ORDERED) meet(TURN_CAME + consumer, 64);
             meet(SUMS_STAGED + consumer, STAGING_THREADS);
             if (speaks) {
-                float* const sums = p.dq_sum + part * DQ_PART;
+                float* const sums = p.dq_sum + tile * (BLOCK_Q * HEAD_WIDTH) + begin;
                 if (is_first)
-                    store_bytes(sums, smem.dQ[consumer], sizeof(smem.dQ[consumer]));
+                    store_bytes(sums, smem.dQ[consumer], bytes);
                 else
-                    add_bytes(sums, smem.dQ[consumer], sizeof(smem.dQ[consumer]));
+                    add_bytes(sums, smem.dQ[consumer], bytes);
                 commit_writes();
                 wait_read<0>();
             }
@@ -212,7 +211,7 @@ __device__ __forceinline__ void add_sums(const Params& p, SharedMemory& smem, in
             if (ORDERED && speaks) {
                 wait_written<0>();
                 follow_async_units();
-                pass_turn(p.turns + part, item.key_tile + 1);
+                pass_turn(p.turns + tile * CONSUMERS + consumer, item.key_tile + 1);
             }
             __syncwarp();  // for the barriers of the next step
         }
