@@ -29,7 +29,7 @@ struct Dual {
     }
     friend __device__ __forceinline__ Dual operator*(A x, Dual y) { return y * x; }
     friend __device__ __forceinline__ Dual operator/(Dual x, A y) {
-        return {x.value / y, x.slope / y};
+        return {x.value / y, x.slope * (A(1) / y)};  // which is often the same for all scores
     }
     friend __device__ __forceinline__ Dual tanh(Dual x) {
         const A y = ::tanh(x.value);
