@@ -177,14 +177,14 @@ def test_backward_workspace(algo, engine, deterministic):
 @pytest.mark.parametrize("algo", ["fa2", "fa3"])
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_backward_workspace_on_hopper(algo, deterministic):
-    """As above, of rows of 64 or 128 numbers; two turns, one for each warpgroup; and heads."""
+    """As above, of rows of multiples of 32 numbers; two turns, of the warpgroups; and heads."""
     for d, e in ((64, 64), (40, 8), (72, 40), (128, 128)):
         plan = make_plan(backward(d=d, e=e, deterministic=deterministic), H200, algo, "wgmma")
         tiles, ordered = 6 * plan.query_tiles, plan.is_ordered
         assert ordered == deterministic
         assert plan.workspace == (
             ("row_stats", tiles * (2 * plan.block_q * 4 + 16)),
-            ("dq_sum", tiles * plan.block_q * (64 if d <= 64 else 128) * 4),
+            ("dq_sum", tiles * plan.block_q * -(-d // 32) * 32 * 4),
             *([("turns", tiles * 8)] * ordered),
             ("tickets", 4),
             ("located", 6 * 128),

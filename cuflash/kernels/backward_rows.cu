@@ -67,6 +67,9 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
     }
     if (p.turns != nullptr && threadIdx.x < TURNS) p.turns[blockIdx.x * TURNS + threadIdx.x] = 0;
     if (blockIdx.x == 0 && int(threadIdx.x) < TICKETS) p.tickets[threadIdx.x] = 0;
+    if (LOCATES_HEADS && tile == 0 && threadIdx.x % 32 == 0)
+        for (int part = threadIdx.x / 32; part < GradientHead::PARTS; part += SIDE_THREADS / 32)
+            reinterpret_cast<GradientHead*>(p.located)[head.index].find(p, head.index, part);
 
     bool weightless = false, nonfinite = false;
 #pragma unroll 1
@@ -118,6 +121,4 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
     if (threadIdx.x < ROW_STATS - WEIGHTLESS)
         log2_sums[WEIGHTLESS + threadIdx.x] =
             Accumulator(threadIdx.x == 0 ? weightless : threadIdx.x == 1 && nonfinite);
-    if (LOCATES_HEADS && tile == 0 && threadIdx.x == 0)
-        reinterpret_cast<GradientHead*>(p.located)[head.index] = GradientHead(p, head.index);
 }

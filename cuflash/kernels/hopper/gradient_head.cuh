@@ -10,15 +10,18 @@ struct alignas(16) GradientHead {
     MapPosition q_position, k_position, v_position, dout_position;
     Element *dq, *dk, *dv;  // the head's rows
 
-    __device__ __forceinline__ GradientHead(const Params& p, int index)
-        : head(locate_head(p, index)),
-          q_position(find_position(p, index, p.q_axis_stride)),
-          k_position(find_position(p, index, p.k_axis_stride)),
-          v_position(find_position(p, index, p.v_axis_stride)),
-          dout_position(find_position(p, index, p.dout_axis_stride)),
-          dq(p.dq + locate(p, index, p.dq_axis_stride)),
-          dk(p.dk + locate(p, index, p.dk_axis_stride)),
-          dv(p.dv + locate(p, index, p.dv_axis_stride)) {}
+    // Each of the PARTS is long in divisions, so several threads work them out.
+    static constexpr int PARTS = 8;
+    __device__ __forceinline__ void find(const Params& p, int index, int part) {
+        if (part == 0) head = locate_head(p, index);
+        if (part == 1) q_position = find_position(p, index, p.q_axis_stride);
+        if (part == 2) k_position = find_position(p, index, p.k_axis_stride);
+        if (part == 3) v_position = find_position(p, index, p.v_axis_stride);
+        if (part == 4) dout_position = find_position(p, index, p.dout_axis_stride);
+        if (part == 5) dq = p.dq + locate(p, index, p.dq_axis_stride);
+        if (part == 6) dk = p.dk + locate(p, index, p.dk_axis_stride);
+        if (part == 7) dv = p.dv + locate(p, index, p.dv_axis_stride);
+    }
 
     static __device__ __forceinline__ MapPosition find_position(const Params& p, int index,
                                                                 const long long* strides) {
