@@ -82,10 +82,10 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
             const i64 q = tile * BLOCK_Q + row;
             const bool valid = row < BLOCK_Q && q < head.query_length;
             log_sum[i] = valid ? lse[q * p.lse_row_stride] : -infinity<Accumulator>();
-            delta[i] = valid ? multiply_rows<HEAD_DIM_V>(out + q * p.out_row_stride,
-                                                         dout + q * p.dout_row_stride,
-                                                         threadIdx.x % LANES)
-                             : Accumulator(0);
+            delta[i] =
+                valid ? multiply_rows<HEAD_DIM_V>(out + q * p.out_row_stride,
+                                                  dout + q * p.dout_row_stride, threadIdx.x % LANES)
+                      : Accumulator(0);
         }
 #pragma unroll
         for (int i = 0; i < BATCH; ++i) {
@@ -111,8 +111,9 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
                 log2_sums[row] = log_sum[i] - log_sum[i];
             deltas[row] =
                 product -
-                (has_dlse ? p.dlse[locate(p, head.index, p.dlse_axis_stride) + q * p.dlse_row_stride]
-                          : Accumulator(0));
+                (has_dlse
+                     ? p.dlse[locate(p, head.index, p.dlse_axis_stride) + q * p.dlse_row_stride]
+                     : Accumulator(0));
         }
     }
 

@@ -15,18 +15,19 @@
 //
 // The tile of scores stands on its side, so that P^T and dS^T go from one product to the next in
 // registers (gradients.cuh has the five products). dQ sums over the keys of both consumers: their dS
-// meets in shared memory, and each computes half of dQ^T = K^T dS^T, a step apart. The first consumer
-// does so for the step before, the second for the step at hand, and the first runs half a step ahead:
-// so neither waits for the other, and while one computes weights the other has products under way.
-// The halves go through shared memory to bulk additions.
+// meets in shared memory, and each computes half of dQ^T = K^T dS^T, a step apart. One of them, the
+// leader, does so for the step before, the follower for the step at hand, and the leader runs half a
+// step ahead: so neither waits for the other, and while one computes weights the other has products
+// under way. The leader has its last half to do when the follower is done with an item: so the
+// follower begins the next one, and leads. The halves go through shared memory to bulk additions.
 //
 // Where the result must be deterministic, blocks add to a part of dQ in the order of their keys.
 //
 // A product brings 0 * NaN into rows that do not see a NaN. So tiles that may hold infinities or NaN
 // are cleared of them, which is rare: Q and dO when their scores are computed, before dK and dV, and K
-// before the first score. What keys see of infinite dO is added at the end (add_nonfinite_gradients).
-// Scores of a cleared key were -infinity (hide_keys), unless lse is not finite or scores are modified
-// (score_again).
+// with the first of them, before dQ. What keys see of infinite dO is added at the end
+// (add_nonfinite_gradients). Scores of a cleared key were -infinity (hide_keys), unless lse is not
+// finite or scores are modified (score_again).
 //
 // Floor of a step of 80 queries at D = 128: the tensor cores take 3200 clocks, the port of shared
 // memory 3650, exponentials 640. docs/hopper.md has what was measured.
@@ -62,17 +63,11 @@ __device__ __forceinline__ bool finds_nonfinite(const SharedMemory& smem) {
     return found;
 }
 
-template <int VALUE>
-struct Constant {
-    static constexpr int value = VALUE;
-    __device__ constexpr operator int() const { return VALUE; }
-};
-
 // What a consumer does.
 __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int consumer) {
     Barriers& barriers = smem.barriers;
     const bool speaks = threadIdx.x % 32 == 0;  // for its warp
-    const bool second = consumer == 1;
+    bool leads = consumer == 0;
     const Scores tile(threadIdx.x % WARPGROUP);
     const u64 K =
         KeyRows::descriptor(SHARED_BASE + shared_at::K) + consumer * KeyRows::rows(SLAB / 16);
@@ -141,8 +136,10 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
     // While products are under way.
     const auto check_keys = [&] {
         const bool found = __any_sync(FULL_WARP, finds_nonfinite(smem));
-        if (speaks) smem.found_nonfinite[threadIdx.x / 32 - WARPGROUP / 32] = found;
-        meet(TILES_CHANGE, BOTH);
+        if (speaks) {
+            smem.found_nonfinite[threadIdx.x / 32 - WARPGROUP / 32] = found;
+            barriers.K_checked.arrive();
+        }
     };
     const auto clear_queries = [&](int slot) {
         found_nonfinite = true;
@@ -169,7 +166,10 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
         const bool is_first = slot == 0 && !keys_checked;  // of its keys
         if (is_first) check_keys();
         wait_products<SCORE_IS_MODIFIED ? 0 : 1>(S);
-        if (SCORE_IS_MODIFIED && has_nonfinite_keys()) now.score_again(S);
+        if (SCORE_IS_MODIFIED) {
+            if (is_first) barriers.K_checked.wait(items / GROUP % 2);
+            if (has_nonfinite_keys()) now.score_again(S);
+        }
         now.to_probabilities(S, slope, log2_sums);
         if (facts.is_cut) now.hide(S, TileBits(p, facts.visit, consumer * SLAB));
         if (SCORE_IS_MODIFIED) {  // the slope leaves no registers for dP
@@ -185,6 +185,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
             if (SCORE_IS_MODIFIED) now.apply_slope(dP, slope);
         }
         tile.pack_probabilities(dS_pairs, dP);
+        if (!SCORE_IS_MODIFIED && is_first) barriers.K_checked.wait(items / GROUP % 2);
         if (smem.row_stats[slot][NONFINITE] != 0 || has_nonfinite_keys()) {
             if (is_first && has_nonfinite_keys()) change_tiles(clear_keys);
             now.hide_weightless(P_pairs, log2_sums);
@@ -194,7 +195,10 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
             clear_queries(slot);
         }
 
-        if (second) meet(FIRST_SCORED + slot, BOTH);
+        if (!leads)
+            meet(LEADER_SCORED + slot, BOTH);
+        else if (i == 0)
+            meet(ITEM_READ, BOTH);
 #pragma unroll
         for (int j = 0; j < BLOCK_Q / 16; ++j)
             store_matrices_transposed(
@@ -203,30 +207,31 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
         multiply_registers<GradientRows>(dV, P_pairs, dO + slot * (GradientRows::BYTES >> 4));
         commit_products();
         publish_to_async_units();
-        if (second) {
-            meet(SECOND_STORED, WARPGROUP);
+        if (leads) {
+            pass(LEADER_SCORED + slot, BOTH);
+            if (i > 0) meet(FOLLOWER_SCORED + (slot ^ 1), BOTH);
         } else {
-            pass(FIRST_SCORED + slot, BOTH);
-            if (i > 0) meet(SECOND_SCORED + (slot ^ 1), BOTH);
+            meet(OWN_WARPS + consumer, WARPGROUP);
         }
-        multiply_dQ(second ? slot : slot ^ 1);  // of no use in the first consumer's first step
+        multiply_dQ(leads ? slot ^ 1 : slot);  // of no use in the leader's first step
         wait_products<1>(dV);
         if (speaks) barriers.dO_empty[slot].arrive();
         open_products();
         multiply_registers<QueryRows>(dK, dS_pairs, Q + slot * (QueryRows::BYTES >> 4));
         commit_products();
         wait_products<1>(dQ);
-        if (second) pass(SECOND_SCORED + slot, BOTH);
-        if (second || i > 0)
+        if (!leads) pass(FOLLOWER_SCORED + slot, BOTH);
+        if (!leads || i > 0)
             stage_dQ();
         else
-            meet(FIRST_READ, WARPGROUP);
+            meet(OWN_WARPS + consumer, WARPGROUP);
         wait_products<0>(dK);
         if (speaks) barriers.Q_empty[slot].arrive();
         phases.advance(slot);
         keys_checked = true;
     };
 
+    if (!leads) pass(ITEM_READ, BOTH);
     for (;; ++items) {
         const KeyItem& item = smem.items.items[items % 2];
         smem.items.full[items % 2].wait(items / 2 % 2);
@@ -242,24 +247,30 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
             take_step(item, i, Constant<0>());
             if (i + 1 < count) take_step(item, i + 1, Constant<1>());
         }
-        const bool has_late_dQ = !second && count > 0;  // that of the last step
+        const bool has_late_dQ = leads && count > 0;  // that of the last step
         if (has_late_dQ) {
-            meet(SECOND_SCORED + (count - 1) % 2, BOTH);
+            meet(FOLLOWER_SCORED + (count - 1) % 2, BOTH);
             multiply_dQ((count - 1) % 2);
             wait_products<0>(dQ);
+            pass(ITEM_READ, BOTH);
         }
         __syncwarp();  // all lanes have done with the keys
-        if (speaks && item.closes) barriers.K_empty.arrive();
+        if (speaks && item.closes) {
+            if (!keys_checked) barriers.K_checked.arrive();  // there was no step
+            barriers.K_empty.arrive();
+        }
         if (item.closes) {
             store_key_gradients(dK, dV, p, item, item.key_tile * BLOCK_K + consumer * SLAB);
             __syncwarp();  // all rows of the warp are written
             if (found_nonfinite) add_nonfinite_gradients(p, item, consumer * SLAB + 16 * tile.warp);
         }
         if (has_late_dQ) stage_dQ();  // last, since it may have to wait
+        leads ^= count > 0;
         __syncwarp();  // all lanes have read the item
         if (speaks) smem.items.empty[items % 2].arrive();
     }
     meet(STAGING_FREE + consumer, STAGING_THREADS);  // which nobody else wants
+    if (leads) meet(ITEM_READ, BOTH);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)

@@ -26,18 +26,21 @@ constexpr __host__ __device__ int part_begin(int consumer) { return consumer * p
 static_assert(is_laid_out<float>(tile_bytes::dq_sum, BLOCK_Q* HEAD_WIDTH),
               "the plan's tiles in the workspace are those of the kernels");
 
-// Calls `use` with the threads of this consumer's part as a constant, where this thread is of them.
-template <int COUNT>
-struct Threads {
-    static constexpr int value = COUNT;
+// A number that a generic function gets as a constant.
+template <int VALUE>
+struct Constant {
+    static constexpr int value = VALUE;
+    __device__ constexpr operator int() const { return VALUE; }
 };
+
+// Calls `use` with the number of threads of this consumer's part, where this thread is one of them.
 template <typename Use>
 __device__ __forceinline__ void with_part(int consumer, const Use& use) {
     const int thread = threadIdx.x % WARPGROUP;
     if (part_threads(0) == part_threads(1) || consumer == 0) {
         if (part_threads(0) == WARPGROUP || thread < part_threads(0))
-            use(Threads<part_threads(0)>());
+            use(Constant<part_threads(0)>());
     } else if (thread < part_threads(1)) {
-        use(Threads<part_threads(1)>());
+        use(Constant<part_threads(1)>());
     }
 }

@@ -21,16 +21,19 @@ constexpr int ADDING_WARPS = 1, WATCHING_WARP = 3;  // a warp adds for each cons
 // watches. The copying thread has written it.
 constexpr int KEY_ITEM_READERS = WARPS + CONSUMERS + ORDERED;
 
-// Named barriers. Those of a pair belong to the two slots, or to the two consumers.
+// Named barriers. Those of a pair belong to the two slots, or to the two consumers. The leader is the
+// consumer that runs half a step ahead, the follower the other one.
 enum {
-    FIRST_SCORED = 1,  // the first consumer's dS is in this slot, and it has read what was there: 2
-    SECOND_SCORED = 3,  // the second consumer's dS is in this slot, and it has read it: 2
-    SECOND_STORED = 5,  // all warps of the second consumer have stored their dS
-    SUMS_STAGED = 6,    // this consumer's part of dQ is staged: 2
-    STAGING_FREE = 8,   // and has been added: 2
-    TURN_CAME = 10,     // it is this part's turn to be added: 2
-    TILES_CHANGE = 12,  // both consumers are about to change tiles, or have done so
-    FIRST_READ = 13,  // all warps of the first consumer have read what its first dQ makes no use of
+    LEADER_SCORED = 1,    // the leader's dS is in this slot, and it has read what was there: 2
+    FOLLOWER_SCORED = 3,  // the follower's dS is in this slot, and it has read it: 2
+    ITEM_READ = 5,        // the leader has read the last dS of its item
+    SUMS_STAGED = 6,      // this consumer's part of dQ is staged: 2
+    STAGING_FREE = 8,     // and has been added: 2
+    TURN_CAME = 10,       // it is this part's turn to be added: 2
+    TILES_CHANGE = 12,    // both consumers are about to change tiles, or have done so
+    // All warps of this consumer have stored their dS or, in the leader's first step, have read what
+    // dQ makes no use of: 2
+    OWN_WARPS = 13,
 };
 constexpr int BOTH = CONSUMERS * WARPGROUP;
 constexpr int STAGING_THREADS = WARPGROUP + 32;  // a consumer and the adding warp
@@ -47,12 +50,13 @@ struct Barriers {
     Barrier Q_full[STAGES], Q_empty[STAGES];
     Barrier dO_full[STAGES], dO_empty[STAGES];
     Barrier K_full, K_empty;  // K_full counts V as well, which is free when all of dO are
+    Barrier K_checked;        // for infinities and NaN
     Barrier head_full;        // where its operands lie
 
     __device__ __forceinline__ void init() {
         init_all(Q_full, 1), init_all(Q_empty, WARPS);
         init_all(dO_full, 1), init_all(dO_empty, WARPS);
-        K_full.init(1), K_empty.init(WARPS);
+        K_full.init(1), K_empty.init(WARPS), K_checked.init(WARPS);
         head_full.init(1);
     }
 };
@@ -157,21 +161,25 @@ __device__ __forceinline__ void copy_tiles(const Params& p, const GradientTables
 __device__ __forceinline__ void watch(const Params& p, SharedMemory& smem) {
     const bool speaks = threadIdx.x % 32 == 0;
     ItemReader<KeyItem> reader(smem.items);
+    int leader = 0;
     for (;;) {
         const KeyItem& item = reader.next();
         if (!item.exists) return;
+        const int count = item.queries.count;
 #pragma unroll 1
-        for (int i = 0; i < item.queries.count; ++i) {
+        for (int i = 0; i < count; ++i) {
             const Visit visit = item.queries[i];
             const u32 wanted = turn_of(p, item.located.head, item.key_tile, visit);
             const i64 tile = i64(item.located.head.index) * p.query_tiles + visit.tile;
 #pragma unroll 1
-            for (int consumer = CONSUMERS - 1; consumer >= 0; --consumer) {
+            for (int part = 1; part >= 0; --part) {  // the follower's comes first
+                const int consumer = part ^ leader;
                 if (speaks) wait_turn(p.turns + tile * CONSUMERS + consumer, wanted);
                 __syncwarp();  // the turn has come
                 meet(TURN_CAME + consumer, 64);
             }
         }
+        if (count > 0) leader ^= 1;
         __syncwarp();  // all lanes have read the item
         if (speaks) reader.release(item);
     }
@@ -193,8 +201,8 @@ __device__ __forceinline__ void add_sums(const Params& p, SharedMemory& smem, in
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
             const i64 tile = first_tile + item.queries[i].tile;
-            const bool is_first = ORDERED && turn_of(p, item.located.head, item.key_tile,
-                                                     item.queries[i]) == 0;
+            const bool is_first =
+                ORDERED && turn_of(p, item.located.head, item.key_tile, item.queries[i]) == 0;
             if (ORDERED) meet(TURN_CAME + consumer, 64);
             meet(SUMS_STAGED + consumer, STAGING_THREADS);
             if (speaks) {

@@ -16,14 +16,6 @@ __device__ __forceinline__ void load_expected_panels(unsigned char* buffer, Barr
     for (int i = 0; i < Layout::COUNT; ++i)
         load_box(buffer + i * Layout::PANEL_BYTES, map, full, i * Layout::PANEL, row, a, b, c);
 }
-// Brings them into the L2 cache.
-template <typename Layout>
-__device__ __forceinline__ void prefetch_panels(const TensorMap* map, int row,
-                                                const MapPosition& position) {
-    const int a = position.at[0], b = position.at[1], c = position.at[2];
-#pragma unroll
-    for (int i = 0; i < Layout::COUNT; ++i) prefetch_box(map, i * Layout::PANEL, row, a, b, c);
-}
 // The same, and tells `full` what to expect.
 template <typename Layout>
 __device__ __forceinline__ void load_panels(unsigned char* buffer, Barrier& full,
@@ -31,6 +23,15 @@ __device__ __forceinline__ void load_panels(unsigned char* buffer, Barrier& full
                                             const MapPosition& position) {
     full.arrive_and_expect(Layout::BYTES);
     load_expected_panels<Layout>(buffer, full, map, row, position);
+}
+
+// Brings the same rows into the L2 cache.
+template <typename Layout>
+__device__ __forceinline__ void prefetch_panels(const TensorMap* map, int row,
+                                                const MapPosition& position) {
+    const int a = position.at[0], b = position.at[1], c = position.at[2];
+#pragma unroll
+    for (int i = 0; i < Layout::COUNT; ++i) prefetch_box(map, i * Layout::PANEL, row, a, b, c);
 }
 
 // Clears the infinities and NaN of a tile of values: a product would bring 0 * NaN into rows that

@@ -24,11 +24,10 @@ __device__ __forceinline__ void load_box(void* box, const TensorMap* map, Barrie
 // cp.async.bulk.prefetch.tensor: brings a box into the L2 cache.
 __device__ __forceinline__ void prefetch_box(const TensorMap* map, int column, int row, int a,
                                              int b, int c) {
-    asm volatile(
-        "cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1, %2, %3, %4, %5}];"
-        :
-        : "l"(map), "r"(column), "r"(row), "r"(a), "r"(b), "r"(c)
-        : "memory");
+    asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1, %2, %3, %4, %5}];"
+                 :
+                 : "l"(map), "r"(column), "r"(row), "r"(a), "r"(b), "r"(c)
+                 : "memory");
 }
 
 // cp.async.bulk: copies bytes to shared memory; `full` counts them. They and both addresses are
