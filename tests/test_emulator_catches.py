@@ -1119,7 +1119,7 @@ GRADIENTS = [
     ("values are overwritten while they are read",
      r"barriers\.dO_empty\[slot\]\.wait\(phases\.parity\(slot\) \^ 1\);", ";", {}),
     ("the first to add to a part adds", r"if \(is_first\)(?=\s+store_bytes)", "if (false)", {}),
-    ("the last to add to a part stores", r"(is_first = ORDERED && turn_of.*?) == 0;",
+    ("the last to add to a part stores", r"(ORDERED && turn_of[^;]*) == 0;",
      r"\1 == item.key_tile;", {}),
     ("keys are overwritten while they are read", r"barriers\.K_empty\.wait\(K_parity \^ 1\);", "",
      {}),
