@@ -3,6 +3,7 @@
 Matrix products use small integers, which every order of summation gets exactly right.
 """
 
+import contextlib
 import functools
 import itertools
 import os
@@ -509,6 +510,7 @@ def tma_kernel(rank, store):
     bulk = f"cp.async.bulk.tensor.{rank}d"
     load = f"{bulk}.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
     given = ", ".join(f"int c{i}" for i in range(rank))
+    again = ", ".join(f"%{1 + i}" for i in range(rank))
     action = (
         'asm volatile("cp.reduce.async.bulk.tensor.2d.global.shared::cta.add.tile.bulk_group'
         ' [%0, {%2, %3}], [%1];" :: "l"(&to), "r"(tile), "r"(c0), "r"(c1) : "memory");'
@@ -523,6 +525,9 @@ extern "C" __global__ void k(u32* out, const __grid_constant__ Map map,
     extern __shared__ __align__(1024) unsigned char smem[];
     u32 tile = shared_address(smem), bar = tile + bytes;
     begin(bar, bytes);
+    if (threadIdx.x == 1)
+        asm volatile("cp.async.bulk.prefetch.tensor.{rank}d.L2.global.tile [%0, {{{again}}}];"
+                     :: "l"(&map), {names} : "memory");
     if (threadIdx.x == 0)
         asm volatile("{load} [%0], [%1, {{{coordinates}}}], [%2];"
                      :: "r"(tile), "l"(&map), "r"(bar), {names} : "memory");
@@ -551,6 +556,27 @@ def swizzle(tile, span):
 
 def all_of(conditions):
     return functools.reduce(np.logical_and, conditions)
+
+
+def test_a_prefetch_is_of_the_rank_of_its_map():
+    source = (
+        BARRIER
+        + """
+extern "C" __global__ void k(const __grid_constant__ Map map, int column) {
+    if (threadIdx.x == 0)
+        asm volatile("cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%0, {%1, %1}];"
+                     :: "l"(&map), "r"(column) : "memory");
+}"""
+    )
+    array = np.zeros((4, 8, 64), np.uint16)
+    for rank, column, message in ((2, 0, ""), (3, 0, "rank 3"), (2, 4, "multiple of 16 bytes")):
+        part = array[0] if rank == 2 else array
+        tensor = TensorMap(part, part.shape[::-1], part.strides[-2::-1], (32, 2, 2)[:rank], 64)
+        problem = (
+            pytest.raises(EmulatorError, match=message) if message else contextlib.nullcontext()
+        )
+        with problem:
+            launch(source, [], tensor, np.int32(column))
 
 
 @pytest.mark.parametrize("rank", [1, 2, 3, 4, 5])

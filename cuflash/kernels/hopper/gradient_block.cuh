@@ -99,7 +99,7 @@ __device__ __forceinline__ int note_step(StepFacts& facts, const KeyItem& item, 
     return visit.tile;
 }
 
-constexpr int AHEAD = 2;  // steps that an item begins ahead of its first copy
+constexpr int AHEAD = 2;  // copies of an item that are left when the next one's ticket is taken
 
 // The copying thread works out the items and fills the buffers as they become empty.
 __device__ __forceinline__ void copy_tiles(const Params& p, const GradientTables& tables,

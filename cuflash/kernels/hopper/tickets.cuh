@@ -15,8 +15,8 @@ struct TicketSlots : ItemSlots<Item> {
 // Takes the tickets of this block and works out its items, tiles of a head. They are dealt out in the
 // order in which they are to begin: first those with the lowest index. A block takes a ticket when its
 // last tile is nearly done, so that tickets go to blocks nearly in the order in which these become
-// free. HEADS may share a tile: their items come one after the other. An item begins a while before it
-// is wanted, for its ticket and its head come from memory.
+// free. HEADS may share a tile: their items come one after the other. A ticket comes from memory: who
+// takes it a while before the item need not wait for it.
 //
 // An item has fields located, exists and tile; work_out() makes the rest of them.
 template <typename Item, int HEADS>
