@@ -34,7 +34,7 @@ class Result(NamedTuple):
 def attention(
     q, k, v, *, algo=None, engine=None, causal=False, window=None, mask=None, softcap=None,
     q_lengths=None, kv_lengths=None, q_offset=None, scale=None, enable_gqa=False, return_lse=True,
-    out=None, mode="check", seed=0, row=None, device=H200,
+    split_keys=None, out=None, mode="check", seed=0, row=None, device=H200,
 ):  # fmt: skip
     """attention() as `device` would run it; `row` forces a row of the table, `mode` and `seed`
     are the emulator's.
@@ -42,7 +42,8 @@ def attention(
     New results are never-written memory to the kernel; `out=` counts as written, gaps included.
     """
     offset, offsets = split_offset(q_offset)
-    options = Options(algo, engine, causal, window, offset, softcap, scale, enable_gqa)
+    options = Options(algo, engine, causal, window, offset, softcap, scale, enable_gqa,
+                      split_keys=split_keys)
     given_lse = return_lse and out is not None
     arrays = forward_arrays(q, k, v, out, given_lse, q_lengths, kv_lengths, offsets)
     count = 1 + return_lse

@@ -37,6 +37,7 @@ class Options(NamedTuple):
     scale: Any = None
     enable_gqa: Any = False
     deterministic: Any = True
+    split_keys: Any = None
 
 
 # What Options(...) does of a tuple of all its fields, in less time: it is part of every call.

@@ -119,6 +119,7 @@ class Call:
             aligned=aligned and all(spec.rows_are_aligned() for spec in rows),
             backward=self.backward,
             deterministic=bool(options.deterministic),
+            split_keys=options.split_keys,
         )
         self.plan: Plan = make_plan(problem, device, options.algo, options.engine)
         self.workspace_bytes = self.plan.workspace_bytes

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..masks.band import MAX_SHIFT
-from ..operands.layout import MAX_LENGTH, Layout, MaskLayout
-from ..planning.params import LENGTHS, OPERANDS, params_dtype
+from ..operands.layout import LENGTHS, MAX_LENGTH, Layout, MaskLayout
+from ..planning.params import OPERANDS, params_dtype
 from ..planning.plan import Plan
 from ..planning.problem import Problem
 
@@ -41,6 +41,8 @@ def pack(plan: Plan, layout: Layout, scale: float, captured: tuple[float, ...]) 
     params["bottom_right"] = band.alignment == "bottom_right"
     params["shift"] = band.shift(problem.query_length, problem.key_length)
     params["query_tiles"], params["key_tiles"] = plan.query_tiles, plan.key_tiles
+    params["query_lead"] = plan.query_lead
+    params["span"], params["parts"] = plan.tile.span, plan.tile.parts(problem)
     if problem.mask:
         params["mask_axis_stride"][0, : len(layout.axes)] = layout.axis_strides["mask"]
         params["mask_rows"], params["mask_columns"] = plan.tile.scored_tiles(problem)

@@ -16,8 +16,8 @@ ORDER_BYTES = 64  # of the pointer to the order of work, which forward kernels h
 class TensorMap(NamedTuple):
     """A tensor in memory without its address, and the box that one copy moves.
 
-    Dimensions from the innermost on: columns, rows, then leading axes; an axis along which the
-    operand broadcasts has length 1. Strides count bytes and leave out the columns'. A row of the
+    Dimensions from the innermost on: columns, rows, then leading axes; of packed heads the last of
+    these comes before the rows. An axis along which the operand broadcasts has length 1. Strides count bytes and leave out the columns'. A row of the
     box spans `swizzle` bytes.
     """
 
@@ -36,16 +36,21 @@ def tensor_maps(plan: Plan, layout: Layout, kernel: str | None = None) -> dict[s
         "v": (p.key_length, p.value_dim),
         "dout": (p.query_length, p.value_dim),
     }
-    for name, rows, width in plan.map_boxes(kernel or plan.kernel):
+    for name, rows, width, packed in plan.map_boxes(kernel or plan.kernel):
         length, columns = extents[name]
         panel = 64 if width % 64 == 0 else 32
         steps = [step * item for step in (layout.rows[name], *layout.axis_strides[name])]
         dims = [size if step else 1 for size, step in zip((length, *layout.axes), steps)]
+        box = [rows] + [1] * MAP_AXES
+        if packed > 1:  # heads come before queries
+            steps, dims = [steps[-1], *steps[:-1]], [dims[-1], *dims[:-1]]
+            heads = min(packed, rows)
+            box[:2] = [heads, rows // heads]
         missing = MAP_AXES + 1 - len(steps)
         maps[name] = TensorMap(
             dims=(columns, *dims, *(1,) * missing),
             strides=tuple(step or CHUNK_BYTES for step in steps) + (CHUNK_BYTES,) * missing,
-            box=(panel, rows, *(1,) * MAP_AXES),
+            box=(panel, *box),
             swizzle=panel * item,
         )
     return maps

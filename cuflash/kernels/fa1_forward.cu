@@ -200,7 +200,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 }
             }
             if (is_last)
-                store_rows(O_regs, softmax, tile, p, head, slab.q_begin);
+                store_rows(O_regs, softmax, tile, p, head, slab.q_begin, locate_output(p, head.index));
             else
                 state.store(O_regs, softmax, tile, slab.q_begin);
             __syncwarp();  // the next load overwrites this slab's queries
@@ -213,6 +213,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         const Slab slab(p, head, index);
         if (slab.steps.count() > 0) continue;
         const Accumulator nothing[Tile::ROWS][Tile::VALUE_COLUMNS] = {};
-        store_rows(nothing, Softmax(), tile, p, head, slab.q_begin);
+        store_rows(nothing, Softmax(), tile, p, head, slab.q_begin, locate_output(p, head.index));
     }
 }

@@ -1,6 +1,7 @@
 // FlashAttention-2 forward (Dao 2023, Algorithm 1): O = softmax(Q K^T) V and its log-sum-exp.
 //
-// Grid: one block per (head, query tile), B * H * Tr in all, longest tiles first. A block keeps its
+// Grid: one block per (head, query tile), B * H * Tr in all, longest tiles first; where keys are
+// split, one for each part of the keys. A block keeps its
 // queries, and O, l and m in registers, while the key tiles stream through shared memory:
 //
 //     Q_smem  [BLOCK_Q][D]            loaded once
@@ -21,6 +22,7 @@
 #include "tiles/simt.cuh"
 #include "seams/sequence.cuh"
 #include "seams/key_tiles.cuh"
+#include "seams/parts.cuh"
 #include "seams/score.cuh"
 #include "seams/output.cuh"
 #include "tiles/engine.cuh"
@@ -49,6 +51,23 @@ __device__ __forceinline__ void load_values(Tile::Shared* V_smem, const Params& 
         head.key_length - tile * BLOCK_K, threadIdx.x);
 }
 
+__device__ __forceinline__ void load_queries(Tile::Shared* Q_smem, const Params& p,
+                                             const Head& head, int row_begin) {
+    if constexpr (PACKED == 1)
+        load_tile<BLOCK_Q, HEAD_DIM, Tile::PADDED_D, THREADS, ALIGNED, LOAD_UNROLL>(
+            Q_smem, head.q + i64(row_begin) * p.q_row_stride, p.q_row_stride,
+            head.query_length - row_begin, threadIdx.x);
+    else
+        load_rows<BLOCK_Q, HEAD_DIM, Tile::PADDED_D, THREADS, ALIGNED>(
+            Q_smem,
+            [&](int row) {
+                row += row_begin;
+                const bool valid = query_of(row) < head.query_length && row_exists(p, head, row);
+                return valid ? query_row(p, head, row) : nullptr;
+            },
+            threadIdx.x);
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     fa2_forward(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char smem[];
@@ -58,12 +77,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     Tile::Shared* const exchange = reinterpret_cast<Tile::Shared*>(smem + shared_at::exchange);
 
     const int warp = threadIdx.x / 32;
-    const Work work(p, blockIdx.x, p.query_tiles);
-    const Head head = locate_head(p, work.head);
+    const Work work(p, blockIdx.x, p.query_tiles * (SPLIT ? p.parts : 1), GROUP);
+    const int part = SPLIT ? work.tile / p.query_tiles : 0;
+    const int tile_index = SPLIT ? work.tile % p.query_tiles : work.tile;
+    const int query_tiles = p.query_tiles / GROUP_TILES, order = tile_index / GROUP_TILES;
+    Head head = locate_head(p, work.head * GROUP + tile_index % GROUP_TILES * PACKED);
+    take_part(p, head, part);
     // The last queries see most, and so start first.
-    const int query_tile = row_at(p, head, work.tile, p.query_tiles - 1 - work.tile);
+    const int query_tile = row_at(p, head, order, query_tiles - 1 - order);
     const int first_row = warp * Tile::WARP_ROWS;
-    const int q_block = query_tile * BLOCK_Q, q_begin = q_block + first_row;
+    const int block_row = query_tile * BLOCK_Q, row_begin = block_row + first_row;
+    if (!has_work(p, head, block_row, block_row + BLOCK_Q)) return;
     const KeyTiles<BLOCK_K> tiles(p, head, query_tile, BLOCK_Q);
     const Accumulator multiplier = score_multiplier(p);
 
@@ -77,9 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll
         for (int j = 0; j < Tile::VALUE_COLUMNS; ++j) O_regs[i][j] = Accumulator(0);
 
-    load_tile<BLOCK_Q, HEAD_DIM, Tile::PADDED_D, THREADS, ALIGNED, LOAD_UNROLL>(
-        Q_smem, head.q + i64(q_block) * p.q_row_stride, p.q_row_stride, head.query_length - q_block,
-        threadIdx.x);
+    load_queries(Q_smem, p, head, block_row);
 #pragma unroll
     for (int stage = 0; stage < max(1, STAGES - 1); ++stage) {
         if (stage < tiles.count()) {
@@ -117,13 +139,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             Accumulator S_regs[Tile::ROWS][Tile::COLUMNS], rescale[Tile::ROWS];
             const auto score = [&] {
                 tile.score(S_regs, K_smem + stage * K_TILE + step * Tile::PITCH);
-                modify_scores(S_regs, tile, p, head, q_begin, k_begin + step);
-                if (cut) mask_scores(S_regs, tile, p, head, q_begin, k_begin + step, bits, step);
+                modify_scores(S_regs, tile, p, head, row_begin, k_begin + step);
+                if (cut) mask_scores(S_regs, tile, p, head, row_begin, k_begin + step, bits, step);
             };
             score();
             if (softmax.update(S_regs, multiplier, rescale, score)) scale_rows(O_regs, rescale);
             // S_regs hold P from here on
-            drop_probabilities(S_regs, tile, p, head, q_begin, k_begin + step);
+            drop_probabilities(S_regs, tile, p, head, row_begin, k_begin + step);
             if constexpr (STAGES == 1) {
                 wait_copies<0>();
                 __syncthreads();  // V_i has arrived for all; nobody reads K_i any more
@@ -141,9 +163,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll 1
         for (int i = 0; i < tiles.count(); ++i) {
             const Visit visit = tiles[i];
-            add_nonfinite_values<BLOCK_K>(O_regs, softmax, tile, p, head, q_begin,
+            add_nonfinite_values<BLOCK_K>(O_regs, softmax, tile, p, head, row_begin,
                                           visit.tile * BLOCK_K, TileBits(p, visit, first_row));
         }
     }
-    store_rows(O_regs, softmax, tile, p, head, q_begin);
+    store_rows(O_regs, softmax, tile, p, head, row_begin, locate_output(p, head.index, part));
 }

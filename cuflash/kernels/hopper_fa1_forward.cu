@@ -161,7 +161,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             State::load(O_regs, slab);
         }
         if (pair.is_last())
-            store_rows(O_regs, softmax, tile, p, head, q_begin, &output);
+            store_rows(O_regs, softmax, tile, p, head, q_begin, output);
         else
             State::store(O_regs, slab);
         nonfinite = false;
@@ -240,6 +240,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int i = 0; i < p.query_tiles; ++i) {
         if (KeyTiles<STEP_K>(p, head, i, BLOCK_Q).count() > 0) continue;
         clear_rows(O_regs);
-        store_rows(O_regs, Softmax(), tile, p, head, i * BLOCK_Q + consumer * SLAB, &output);
+        store_rows(O_regs, Softmax(), tile, p, head, i * BLOCK_Q + consumer * SLAB, output);
     }
 }

@@ -38,7 +38,7 @@
 // some of them as zeros. O is a warp's rows of the result. Rare, hence slow and small.
 template <typename Softmax>
 __device__ __forceinline__ void add_nonfinite_values(const Params& p, const Item& item,
-                                                     const Softmax& softmax, int q_begin,
+                                                     const Softmax& softmax, int row_begin,
                                                      int first_row) {
     const Head head = item.head;
     const KeyTiles<BLOCK_K>& keys = item.keys;
@@ -58,20 +58,22 @@ __device__ __forceinline__ void add_nonfinite_values(const Params& p, const Item
         const TileBits bits(p, visit, first_row);
 #pragma unroll 1
         for (int row = 0; row < 16; ++row) {
-            const int q = q_begin + row, owner = row % 8 * Tile::ROW_THREADS;
+            const int index = row_begin + row, q = query_of(index);
+            const int owner = row % 8 * Tile::ROW_THREADS;
             const Accumulator origin =
                 __shfl_sync(FULL_WARP, row < 8 ? softmax.origin[0] : softmax.origin[1], owner);
             const Accumulator total =
                 __shfl_sync(FULL_WARP, row < 8 ? totals[0] : totals[1], owner);
-            if (q < 0 || q >= head.query_length || total == Accumulator(0)) continue;
+            if (!row_exists(p, head, index) || q >= head.query_length) continue;
+            if (total == Accumulator(0)) continue;
             if (!VisibleKeys(p, head, q).has(k) || !bits.has(row, i % BLOCK_K)) continue;
-            const Accumulator weight = weight_alone(p, head, q, k, origin);
+            const Accumulator weight = weight_alone(p, head, index, k, origin);
 #pragma unroll 1
             for (int column = lane; column < HEAD_DIM_V; column += 32) {
                 const Accumulator value = widen(values[column]);
                 if (is_finite(value)) continue;
-                Element& x = item.output.out[q * p.out_row_stride + column];
-                x = narrow<Element>(widen(x) + weight * value);
+                Result& x = item.output.out_row(p, index)[column];
+                x = narrow<Result>(widen(x) + weight * value);
             }
         }
     }
@@ -94,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __syncthreads();  // the barriers exist for all
 
     if (warpgroup == 0) {
-        release_registers<PRODUCER_REGISTERS>();
+        if constexpr (MOVES_REGISTERS) release_registers<PRODUCER_REGISTERS>();
         if (threadIdx.x == PLANNING_THREAD)
             plan_items(p, tables.order, smem);
         else if (threadIdx.x == COPYING_THREAD)
@@ -103,7 +105,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             clear_tiles(smem);
         return;
     }
-    claim_registers<CONSUMER_REGISTERS>();
+    if constexpr (MOVES_REGISTERS) claim_registers<CONSUMER_REGISTERS>();
     const int consumer = warpgroup - 1;
     const bool speaks = threadIdx.x % 32 == 0;  // for its warp
     const Tile tile(threadIdx.x % WARPGROUP);
@@ -122,15 +124,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const Item* item;
     Head head;
     KeyTiles<BLOCK_K> keys{};  // of this consumer's queries
-    int q_begin;
+    int row_begin;
     u32 parity = 0;    // of the phase that Q's barriers are in
     Ring<STAGES> now;  // the slot of the tile of S; that of P is the one before
 
     const auto adjust_scores = [&](const Visit& visit) {
         const int k_begin = visit.tile * BLOCK_K;
-        modify_scores(S_regs, tile, p, head, q_begin, k_begin);
+        modify_scores(S_regs, tile, p, head, row_begin, k_begin);
         if (keys.is_cut(visit))
-            mask_scores(S_regs, Tile::FromFirstColumn{tile}, p, head, q_begin,
+            mask_scores(S_regs, Tile::FromFirstColumn{tile}, p, head, row_begin,
                         k_begin + tile.column(0), TileBits(p, visit, consumer * SLAB),
                         tile.column(0));
     };
@@ -139,14 +141,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (i + 1 == keys.count() && speaks) barriers.Q_empty[consumer].arrive();
         adjust_scores(visit);
         const bool stale = softmax.update(S_regs, multiplier, rescale, [&] {
-            tile.score_alone(S_regs, item->head.q, p.q_row_stride, q_begin, p.query_length,
-                             shared_address(smem.K[now.slot]));
+            tile.score_alone(
+                S_regs,
+                [&](int row) {
+                    row += row_begin;
+                    return row_exists(p, head, row) ? query_row(p, item->head, row) : nullptr;
+                },
+                shared_address(smem.K[now.slot]));
             __syncwarp();  // all lanes have read K
             adjust_scores(keys[i]);
         });
         if (speaks) barriers.K_empty[now.slot].arrive();
         const int k_begin = visit.tile * BLOCK_K;
-        drop_probabilities(S_regs, tile, p, head, q_begin, k_begin);
+        drop_probabilities(S_regs, tile, p, head, row_begin, k_begin);
         settle(S_regs);
         now.advance();
         return stale;
@@ -178,11 +185,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     };
     const auto finish = [&] {
         const bool nonfinite = item->nonfinite[0] | item->nonfinite[1];
-        store_rows(O_regs, softmax, tile, p, item->head, q_begin, &item->output);
+        store_rows(O_regs, softmax, tile, p, item->head, row_begin, item->output);
         if (nonfinite) {
             const int row = threadIdx.x % WARPGROUP / 32 * 16;
             __syncwarp();  // all rows of the warp are written
-            add_nonfinite_values(p, *item, softmax, q_begin + row, consumer * SLAB + row);
+            add_nonfinite_values(p, *item, softmax, row_begin + row, consumer * SLAB + row);
         }
         __syncwarp();  // all lanes have read the item
         if (speaks) reader.release(*item);
@@ -195,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         keys.list = uniform(item->keys.list);
         const Part part = uniform(item->parts[consumer]);
         static_cast<KeySpan&>(keys) = part.keys;
-        q_begin = uniform(item->q_begin) + consumer * SLAB;
+        row_begin = uniform(item->row_begin) + consumer * SLAB;
         softmax = Softmax();
         clear_rows(O_regs);
         const int passed_by = part.before + part.after;

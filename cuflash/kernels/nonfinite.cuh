@@ -80,9 +80,10 @@ __device__ __forceinline__ void restore_nonfinite(S* tile, const T* rows, i64 ro
 }
 
 // ---------------------------------------------------------------- to add
-// The product of one query and one key, of which a product of tiles was part of.
-__device__ __forceinline__ Accumulator raw_score(const Params& p, const Head& head, int q, int k) {
-    const Element* const Q = head.q + q * p.q_row_stride;
+// The product of one row of the queries and one key, of which a product of tiles was part of.
+__device__ __forceinline__ Accumulator raw_score(const Params& p, const Head& head, int row,
+                                                 int k) {
+    const Element* const Q = query_row(p, head, row);
     const Element* const K = head.k + k * p.k_row_stride;
     Accumulator score = Accumulator(0);
 #pragma unroll 1
@@ -92,19 +93,21 @@ __device__ __forceinline__ Accumulator raw_score(const Params& p, const Head& he
 }
 
 // Its score.
-__device__ __forceinline__ Accumulator score_alone(const Params& p, const Head& head, int q,
+__device__ __forceinline__ Accumulator score_alone(const Params& p, const Head& head, int row,
                                                    int k) {
-    const Accumulator score = raw_score(p, head, q, k);
-    if constexpr (SCORE_IS_MODIFIED) return modify(score * p.scale, head, q, k, p);
+    const Accumulator score = raw_score(p, head, row, k);
+    if constexpr (SCORE_IS_MODIFIED)
+        return modify(score * p.scale, row_head(head, row), query_of(row), k, p);
     return score;
 }
 
 // The weight of one key in a row whose exponents have that origin: 0 if it is dropped, and 0 for a
 // score of -infinity, even in a row of nothing else.
-__device__ __forceinline__ Accumulator weight_alone(const Params& p, const Head& head, int q, int k,
-                                                    Accumulator origin) {
-    const Accumulator score = score_alone(p, head, q, k);
-    return score == -infinity<Accumulator>() || (DROPS && !keep(p, head, q, k))
+__device__ __forceinline__ Accumulator weight_alone(const Params& p, const Head& head, int row,
+                                                    int k, Accumulator origin) {
+    const Accumulator score = score_alone(p, head, row, k);
+    const bool dropped = DROPS && !keep(p, row_head(head, row), query_of(row), k);
+    return score == -infinity<Accumulator>() || dropped
                ? Accumulator(0)
                : exp2_of((score - origin) * score_multiplier(p));
 }
@@ -113,8 +116,9 @@ __device__ __forceinline__ Accumulator weight_alone(const Params& p, const Head&
 template <int KEYS, typename Softmax, typename Tile, int ROWS, int COLUMNS>
 __device__ __forceinline__ void add_nonfinite_values(Accumulator (&O)[ROWS][COLUMNS],
                                                      const Softmax& softmax, const Tile& tile,
-                                                     const Params& p, const Head& head, int q_begin,
-                                                     int k_begin, const TileBits& bits) {
+                                                     const Params& p, const Head& head,
+                                                     int row_begin, int k_begin,
+                                                     const TileBits& bits) {
 #pragma unroll 1
     for (int k = k_begin; k < min(k_begin + KEYS, head.key_length); ++k) {
         const Element* const values = head.v + k * p.v_row_stride;
@@ -127,10 +131,10 @@ __device__ __forceinline__ void add_nonfinite_values(Accumulator (&O)[ROWS][COLU
         if (finite) continue;
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
-            const int q = q_begin + tile.row(i);
-            if (q >= head.query_length || !VisibleKeys(p, head, q).has(k)) continue;
-            if (!bits.has(tile.row(i), k - k_begin)) continue;
-            const Accumulator P = weight_alone(p, head, q, k, softmax.origin[i]);
+            const int row = row_begin + tile.row(i), q = query_of(row);
+            if (!row_exists(p, head, row) || q >= head.query_length) continue;
+            if (!VisibleKeys(p, head, q).has(k) || !bits.has(tile.row(i), k - k_begin)) continue;
+            const Accumulator P = weight_alone(p, head, row, k, softmax.origin[i]);
 #pragma unroll
             for (int j = 0; j < COLUMNS; ++j) {
                 const int column = tile.value_column(j);

@@ -16,6 +16,7 @@ from .dtypes import result_dtype
 from .spec import Spec
 
 MAX_AXES = 6
+LENGTHS = ("q_lengths", "kv_lengths", "q_offset")  # integers over the batch axes
 MAX_LENGTH = 1 << 29  # positions and the sums of two of them stay within an int
 
 

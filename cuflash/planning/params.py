@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from ..operands.layout import MAX_AXES
+from ..operands.layout import LENGTHS, MAX_AXES
 from .problem import Problem
 
 # Operands that have rows along the leading axes, by direction, and their C types.
@@ -19,7 +19,6 @@ OPERANDS = {
            "v": "const Element*", "out": "const Element*", "lse": "const Accumulator*",
            "dlse": "const Accumulator*", "dq": "Element*", "dk": "Element*", "dv": "Element*"},
 }  # fmt: skip
-LENGTHS = ("q_lengths", "kv_lengths", "q_offset")  # integers over the batch axes
 # A mask's lists of tiles: given, or made in the workspace of a given array.
 _LISTS = {"mask_ranges": "int2*", "mask_entries": "int4*", "mask_order": "int*",
           "mask_bits": "unsigned int*"}  # fmt: skip
@@ -28,7 +27,7 @@ _MASK = {"": {}, "blocks": _LISTS, "elements": {"mask": "const unsigned char*"}}
 _QUERY_LISTS = {"mask_query_ranges": "int2*", "mask_query_entries": "int4*"}
 _MASK_WORKSPACE = {"": {}, "blocks": {}, "elements": {**_LISTS, "mask_states": "unsigned char*"}}
 _WORKSPACE = {
-    False: {"state": "Accumulator*"},
+    False: {"state": "Accumulator*", "part_out": "Accumulator*", "part_sums": "Accumulator*"},
     True: {"row_stats": "Accumulator*", "dq_sum": "Accumulator*", "dk_sum": "Accumulator*",
            "dv_sum": "Accumulator*", "turns": "unsigned int*", "tickets": "unsigned int*",
            "located": "void*", "nonfinite_keys": "unsigned int*"},
@@ -40,7 +39,7 @@ _SCALARS = (
     (("axis_size",), "i4 axes", "int"),
     (("axes", "heads", "head_count", "query_length", "key_length"), "i4", "int"),
     (("band_left", "band_right", "bottom_right", "shift"), "i4", "int"),
-    (("query_tiles", "key_tiles", "section"), "i4", "int"),
+    (("query_tiles", "query_lead", "key_tiles", "section", "span", "parts"), "i4", "int"),
     (("mask_axis_stride",), "i4 axes", "int"),  # in lists
     (("mask_rows", "mask_columns"), "i4", "int"),  # tiles of one list
     (("scale",), "Accumulator", "Accumulator"),

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from ..operands.dtypes import ITEM_BYTES
 from . import source
+from .choice import best_variant
+from .estimate import estimate
 from .problem import Device, Problem
-from .tile import Launch, MapBox, Tile, round_up
+from .tile import Launch, MapBox, Tile, ceil_div, round_up
 from .traffic import moved, moved_unfused
 
 if TYPE_CHECKING:
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 ALGOS: tuple[Algo, ...] = ("fa1", "fa2", "fa3")
 DEFAULT_ALGOS: tuple[Algo, ...] = ("fa2", "fa3")
 WORKSPACE_ALIGNMENT = 256  # bytes
+MOST_OTHERS = 6  # which a plan prints
 
 # The modules of the engines, the fastest first. Hopper's engine has three.
 _ENGINE_MODULES = ("wgmma", "wgmma_gradients", "wgmma_two_kernels", "mma", "simt", "numpy")
@@ -45,13 +48,16 @@ class Plan:
     tile : Tile
         The table's row that serves.
     rejected : tuple of (Tile, str)
-        Earlier rows, and why each does not serve.
+        Rows that do not serve, and why not; in backward and of fa1 only earlier ones.
+    others : tuple of (Tile, float)
+        Of a forward pass, what else would serve, and the microseconds that it is estimated to take.
     """
 
     problem: Problem
     device: Device
     tile: Tile
     rejected: tuple[tuple[Tile, str], ...] = field(default=(), compare=False)
+    others: tuple[tuple[Tile, float], ...] = field(default=(), compare=False)
 
     @property
     def algo(self) -> str:
@@ -84,9 +90,10 @@ class Plan:
         return self.tile.query_lead(self.problem)
 
     def query_range(self, tile: int) -> tuple[int, int]:
-        """Half-open range of the queries of a head's `tile`-th tile."""
-        begin = tile * self.block_q - self.query_lead
-        return max(0, begin), min(begin + self.block_q, self.problem.query_length)
+        """Half-open range of the queries of a head's `tile`-th tile, or of packed heads'."""
+        row, packed = tile * self.block_q - self.query_lead, self.tile.packed
+        end = ceil_div(row + self.block_q, packed)
+        return max(0, row // packed), min(end, self.problem.query_length)
 
     @property
     def key_tiles(self) -> int:
@@ -236,6 +243,9 @@ class Plan:
             f"traffic    {self.traffic / 1e9:.3f} GB without caches, unfused "
             f"{self.unfused_traffic / 1e9:.3f} GB",
         ]
+        if self.tile.rate:
+            lines.append(f"estimate   {estimate(self.tile, p, self.device):.1f} us")
+        lines += [f"other      {time:.1f} us: {tile}" for tile, time in self.others[:MOST_OTHERS]]
         lines += [f"rejected   {line}" for line in _reasons(self.rejected)]
         return "\n".join(lines)
 
@@ -299,6 +309,18 @@ def _first_that_serves(
         and engine in (None, row.engine)
     ]
     rejected: list[tuple[Tile, str]] = []
+    if any(row.rate for row in rows):
+        serving: list[tuple[float, Tile]] = []
+        for row in rows:
+            if reason := row.reject(problem, device):
+                rejected.append((row, reason))
+            else:
+                serving.append(best_variant(row, problem, device))
+        if serving:
+            serving.sort(key=lambda timed: timed[0])
+            others = tuple((tile, time) for time, tile in serving[1:])
+            return Plan(problem, device, serving[0][1], tuple(rejected), others)
+        rows = []
     for idle_allowed in (False, True):  # better a row that leaves multiprocessors idle than none
         rejected.clear()
         for row in rows:

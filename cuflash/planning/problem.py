@@ -9,7 +9,7 @@ from typing import Any
 
 from ..masks.band import Band
 from ..operands.dtypes import ACCUMULATORS, result_dtype
-from ..operands.layout import Layout
+from ..operands.layout import LENGTHS, Layout
 from ..operands.spec import Spec
 from ..scores import ScoreMod
 
@@ -133,11 +133,14 @@ class Problem:
     summed : tuple of int
         How many heads share one row of q, k and v, whose gradient sums over them.
     group : int
-        How many heads in a row share their keys, values and mask, where no others do; else 1.
+        How many heads in a row share their keys, values and mask; in backward where no others do,
+        in forward those of one batch entry. Else 1.
     mask : str
         "blocks" (a BlockMask), "elements" (an array of bool), or empty for none.
     mask_lists : int
         How many different masks it holds, for heads to share.
+    split_keys : int, optional
+        Keys of a part; 0 for keys in one piece. By default the plan decides.
     """
 
     dtype: str
@@ -161,6 +164,7 @@ class Problem:
     group: int = 1
     mask: str = ""
     mask_lists: int = 1
+    split_keys: int | None = None
 
     @property
     def head_count(self) -> int:
@@ -225,27 +229,38 @@ def _unmappable(layout: Layout, queries: int, keys: int, backward: bool) -> str:
     return ""
 
 
-def _group(layout: Layout) -> int:
-    """How many heads in a row share keys, values and mask, if all that share them are in a row."""
+def _group(layout: Layout, names: tuple[str, ...]) -> int:
+    """How many heads in a row share the operands of these names."""
     if not layout.axes:
         return 1
-    steps = (
-        layout.axis_strides[name][-1] for name in ("dk", "dv", "mask") if name in layout.strides
-    )
-    size = layout.axes[-1]
-    return size if not any(steps) and layout.summed[1:] == (size, size) else 1
+    shared = not any(layout.axis_strides[name][-1] for name in names if name in layout.strides)
+    return layout.axes[-1] if shared else 1
+
+
+def _forward_group(layout: Layout, heads: int) -> int:
+    """How many heads in a row share keys, values and mask, all of one batch entry."""
+    group = _group(layout, ("k", "v", "mask", *LENGTHS))
+    distinct = all(layout.axis_strides[name][-1] for name in ("q", "out", "lse")) if group > 1 else 0
+    return group if distinct and heads % group == 0 else 1
+
+
+def _backward_group(layout: Layout) -> int:
+    """How many heads in a row share keys, values and mask, if all that share them are in a row."""
+    group = _group(layout, ("dk", "dv", "mask"))
+    return group if layout.summed[1:] == (group, group) else 1
 
 
 def make_problem(
     layout: Layout, q: Spec, k: Spec, v: Spec, *, band: Band, score: ScoreMod | None,
     lengths: dict[str, str], mask: str = "", aligned: bool, backward: bool = False,
-    deterministic: bool = True,
+    deterministic: bool = True, split_keys: int | None = None,
 ) -> Problem:  # fmt: skip
     """The problem that a layout and the options pose."""
+    heads = layout.out_shape[-3] if len(layout.out_shape) > 2 else 1
     return Problem(
         dtype=result_dtype(q.dtype, k.dtype, v.dtype).name,
         leading=layout.leading,
-        heads=layout.out_shape[-3] if len(layout.out_shape) > 2 else 1,
+        heads=heads,
         query_length=q.shape[-2],
         key_length=k.shape[-2],
         head_dim=q.shape[-1],
@@ -261,7 +276,8 @@ def make_problem(
         backward=backward,
         deterministic=deterministic,
         summed=layout.summed if backward else (1, 1, 1),
-        group=_group(layout) if backward else 1,
+        group=_backward_group(layout) if backward else _forward_group(layout, heads),
         mask=mask,
         mask_lists=layout.mask.lists if layout.mask else 1,
+        split_keys=split_keys,
     )

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from ..typing import Algo, Engine
 
 MASK_LIST_THREADS = 32  # of a block of mask_lists
+MERGE_THREADS = 128  # of a block of merge_parts
+MULTIPROCESSORS = 132  # of the device that rates are of
 
 
 def ceil_div(value: int, size: int) -> int:
@@ -54,12 +56,13 @@ class Launch(NamedTuple):
 
 class MapBox(NamedTuple):
     """What one copy by a tensor map moves of an operand; `columns` are those of a row in shared
-    memory, which may take several copies.
+    memory, which may take several copies. Rows are of `packed` heads side by side.
     """
 
     operand: str
     rows: int
     columns: int
+    packed: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +82,13 @@ class Tile:
     backward : bool
         Whether the kernels compute gradients.
     fill : float
-        Thread blocks per multiprocessor from which the row is worth taking.
+        Thread blocks per multiprocessor from which a row of gradients is worth taking.
+    rate : float
+        TFLOP/s of a forward row on an H200, where all multiprocessors work on long items.
+    packed : int
+        Heads of a group whose rows lie side by side in a tile of queries, a power of two.
+    span : int
+        Keys of a part, which is worked on by itself; 0: keys are not split.
     """
 
     engine: ClassVar[Engine]
@@ -92,6 +101,20 @@ class Tile:
     block_k: int = 0
     backward: bool = False
     fill: float = 0.0
+    rate: float = 0.0
+    packed: int = 1
+    span: int = 0
+
+    @property
+    def has_variants(self) -> bool:
+        """Whether it can pack heads and split keys."""
+        return False
+
+    @property
+    def variant(self) -> str:
+        """What sets it apart from its row, in words, or an empty string."""
+        heads = f", {self.packed} heads packed" if self.packed > 1 else ""
+        return heads + (f", keys in spans of {self.span}" if self.span else "")
 
     @property
     def threads(self) -> int:
@@ -139,13 +162,33 @@ class Tile:
             rows, columns = columns, rows
         return ceil_div(rows, height), ceil_div(columns, width)
 
+    def group_tiles(self, problem: Problem) -> int:
+        """Tiles that the heads of a group take, side by side."""
+        return ceil_div(problem.group, self.packed) if self.packed > 1 else 1
+
     def query_tiles(self, problem: Problem) -> int:
-        """Tiles of queries in one head."""
-        return ceil_div(problem.query_length, self.block_q)
+        """Tiles of queries in one head, or in a group of packed heads."""
+        rows = problem.query_length * self.packed
+        return ceil_div(rows, self.block_q) * self.group_tiles(problem)
+
+    def parts(self, problem: Problem) -> int:
+        """Parts that the keys of a tile of queries are split into."""
+        return ceil_div(problem.key_length, self.span) if self.span else 1
 
     def key_tiles(self, problem: Problem) -> int:
         """Tiles of keys in one head."""
         return ceil_div(problem.key_length, self.block_k)
+
+    @property
+    def blocks_per_multiprocessor(self) -> int:
+        """Blocks that work on a multiprocessor at a time."""
+        return 1
+
+    def step_time(self, problem: Problem) -> float:
+        """Microseconds of a block for a key tile, where all multiprocessors are busy."""
+        columns = max(problem.head_dim + problem.value_dim, 1.5 * self.max_dim)  # else exponentials
+        flops = 2 * self.block_q * self.block_k * columns
+        return flops * self.blocks_per_multiprocessor * MULTIPROCESSORS / (self.rate * 1e6)
 
     def query_lead(self, problem: Problem) -> int:
         """Rows of a head's first tile of queries that lie before its first query."""
@@ -158,16 +201,18 @@ class Tile:
         """
         if self.keys_outside:
             return problem.head_count
-        tiles = self.key_tiles(problem) if self.backward else self.query_tiles(problem)
-        return problem.head_count * tiles
+        if self.backward:
+            return problem.head_count * self.key_tiles(problem)
+        groups = problem.head_count // self.group(problem)
+        return groups * self.query_tiles(problem) * self.parts(problem)
 
     def adds_in_order(self, problem: Problem) -> bool:
         """Whether blocks add to dQ one after the other, in the order of their keys."""
         return self.backward and problem.deterministic and not self.keys_outside
 
     def group(self, problem: Problem) -> int:
-        """How many heads in a row a block works on."""
-        return 1
+        """How many heads in a row a block works on, or a row of blocks where they are packed."""
+        return problem.group if self.packed > 1 else 1
 
     def cached_bytes(self, problem: Problem) -> int:
         """What blocks read of a head again and again: keys and values."""
@@ -257,6 +302,11 @@ class KernelTile(Tile):
             object.__setattr__(self, "step_q", self.block_q)
 
     @property
+    def has_variants(self) -> bool:
+        """Whether it can pack heads and split keys."""
+        return not (self.backward or self.keys_outside)
+
+    @property
     def warp_rows(self) -> int:
         """Rows of one warp: queries, or keys in backward."""
         return 16 * self.slabs
@@ -273,7 +323,8 @@ class KernelTile(Tile):
 
     def __str__(self) -> str:
         text = f"{self.kind} {self.block_q}x{self.block_k}, {self.warps} warps"
-        return text + (f", {self.stages} stages" if self.stages > 1 else "")
+        text += f", {self.stages} stages" if self.stages > 1 else ""
+        return text + self.variant
 
     def widths(self, problem: Problem) -> tuple[int, int]:
         """Columns of a query or key row and of a value row in shared memory."""
@@ -302,6 +353,8 @@ class KernelTile(Tile):
         shared = self.shared_bytes(problem)
         if shared > device.shared_bytes:
             return f"needs {shared} bytes of shared memory, the device has {device.shared_bytes}"
+        if problem.split_keys and not self.has_variants:
+            return "does not split keys"
         if self.blocks(problem) < self.fill * device.multiprocessors:
             return (
                 f"its {self.blocks(problem)} blocks leave too much of "
@@ -310,7 +363,20 @@ class KernelTile(Tile):
         return ""
 
     def workspace(self, problem: Problem) -> tuple[Buffer, ...]:
-        """Of a mask of elements: lists of tiles, and what each tile shows."""
+        """Of a mask of elements: lists of tiles, and what each tile shows. Of parts of the keys: O,
+        and of each row the softmax's origin and total.
+        """
+        if self.span:
+            rows = problem.head_count * problem.query_length * self.parts(problem)
+            item = ITEM_BYTES[problem.accumulator]
+            parts = (
+                Buffer("part_out", problem.value_dim * item, rows),
+                Buffer("part_sums", 2 * item, rows),
+            )
+            return (*self._mask_workspace(problem), *parts)
+        return self._mask_workspace(problem)
+
+    def _mask_workspace(self, problem: Problem) -> tuple[Buffer, ...]:
         if problem.mask != "elements":
             return ()
         rows, columns = self.scored_tiles(problem)
@@ -323,7 +389,7 @@ class KernelTile(Tile):
         )
 
     def launches(self, problem: Problem, device: Device) -> tuple[Launch, ...]:
-        """Lists of a mask of elements are made first; sums of gradients come last."""
+        """Lists of a mask of elements are made first; what sums parts comes last."""
         lists: tuple[Launch, ...] = ()
         if problem.mask == "elements":
             rows, columns = self.scored_tiles(problem)
@@ -332,7 +398,11 @@ class KernelTile(Tile):
                 Launch("mask_tiles", rows * columns, self.threads),
                 Launch("mask_lists", rows, MASK_LIST_THREADS),
             )
-        return (*lists, *self.around(problem, self.main_launch(problem, device)))
+        merge: tuple[Launch, ...] = ()
+        if self.span:
+            rows = problem.head_count * problem.query_length
+            merge = (Launch("merge_parts", ceil_div(rows * 32, MERGE_THREADS), MERGE_THREADS),)
+        return (*lists, *self.around(problem, self.main_launch(problem, device)), *merge)
 
     def main_launch(self, problem: Problem, device: Device) -> Launch:
         """The kernel that does the work."""
@@ -364,4 +434,8 @@ class KernelTile(Tile):
             "MASKED": bool(problem.mask),
             "MASK_ROWS": self.scored[0],
             "MASK_COLUMNS": self.scored[1],
+            "PACKED": self.packed,
+            "GROUP": self.group(problem) if not self.backward else 1,
+            "SPLIT": self.span > 0,
+            "MERGE_THREADS": MERGE_THREADS,
         }

@@ -45,6 +45,16 @@ class WarpTile(KernelTile):
         return self.warps // self.split * self.warp_rows
 
     @property
+    def has_variants(self) -> bool:
+        """Whether it can pack heads and split keys: what takes maxima has no registers for it."""
+        return super().has_variants and not self.maxima
+
+    @property
+    def blocks_per_multiprocessor(self) -> int:
+        """Blocks that work on a multiprocessor at a time."""
+        return self.min_blocks
+
+    @property
     def scored(self) -> tuple[int, int]:
         """Rows and columns of a tile of a mask's lists: fa1's warps each walk their own."""
         if self.keys_outside and not self.backward:

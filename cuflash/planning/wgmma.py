@@ -32,6 +32,11 @@ class WgmmaTile(HopperTile):
         return "hopper_fa1_forward" if self.keys_outside else "hopper_forward"
 
     @property
+    def has_variants(self) -> bool:
+        """Whether it can pack heads and split keys: three consumers have no registers for it."""
+        return super().has_variants and self.warps < 12
+
+    @property
     def scored(self) -> tuple[int, int]:
         """Rows and columns of a tile of a mask's lists."""
         return self.block_q, self.step_k
@@ -44,7 +49,8 @@ class WgmmaTile(HopperTile):
         """
         if self.keys_outside or problem.mask:
             return 0
-        return self.query_tiles(problem) * self.block_q - problem.query_length
+        tiles = self.query_tiles(problem) // self.group_tiles(problem)
+        return tiles * self.block_q - problem.query_length * self.packed
 
     def shared(self, problem: Problem) -> tuple[Buffer, ...]:
         """Tiles as the copy engine lays them out, and barriers."""
@@ -70,7 +76,7 @@ class WgmmaTile(HopperTile):
         """A warpgroup's queries; the keys that are scored at once, and their values."""
         head, value = self.widths(problem)
         return (
-            MapBox("q", WARPGROUP_ROWS, head),
+            MapBox("q", WARPGROUP_ROWS, head, self.packed),
             MapBox("k", self.step_k, head),
             MapBox("v", self.step_k, value),
         )
@@ -97,20 +103,24 @@ class WgmmaTile(HopperTile):
 
 def _both(**sizes: Any) -> tuple[WgmmaTile, WgmmaTile]:
     """The row as fa3 and as fa2."""
-    return WgmmaTile(algo="fa3", fill=1.0, **sizes), WgmmaTile(algo="fa2", fill=1.0, **sizes)
+    return WgmmaTile(algo="fa3", **sizes), WgmmaTile(algo="fa2", **sizes)
 
 
 _fa1 = partial(WgmmaTile, algo="fa1")
 
 # fmt: off
 ROWS = (
-    *_both(max_dim=64,  block_k=128, warps=12, stages=4, ping_pong=True),
-    *_both(max_dim=64,  block_k=128, warps=8,  stages=4, ping_pong=True),
-    *_both(max_dim=128, block_k=80,  warps=12, stages=4, ping_pong=True),
-    *_both(max_dim=128, block_k=128, warps=8,  stages=3, ping_pong=True),
-    *_both(max_dim=192, block_k=112, warps=8),
-    *_both(max_dim=256, block_k=80,  warps=8),
-    *_both(max_dim=256, block_k=64,  warps=8),
+    *_both(max_dim=64,  block_k=128, warps=12, stages=4, ping_pong=True, rate=560),
+    *_both(max_dim=64,  block_k=128, warps=8,  stages=4, ping_pong=True, rate=520),
+    *_both(max_dim=64,  block_k=128, warps=4,  stages=6, rate=330),
+    *_both(max_dim=128, block_k=80,  warps=12, stages=4, ping_pong=True, rate=700),
+    *_both(max_dim=128, block_k=128, warps=8,  stages=3, ping_pong=True, rate=690),
+    *_both(max_dim=128, block_k=128, warps=4,  stages=3, rate=430),
+    *_both(max_dim=192, block_k=112, warps=8,  rate=670),
+    *_both(max_dim=192, block_k=64,  warps=4,  stages=4, rate=450),
+    *_both(max_dim=256, block_k=80,  warps=8,  rate=690),
+    *_both(max_dim=256, block_k=64,  warps=8,  rate=660),
+    *_both(max_dim=256, block_k=64,  warps=4,  stages=3, rate=450),
     _fa1(max_dim=64,  block_k=768, step_k=128, warps=12, stages=1, ping_pong=True),
     _fa1(max_dim=64,  block_k=768, step_k=128, warps=8,  stages=1, ping_pong=True),
     _fa1(max_dim=128, block_k=384, step_k=128, warps=8,  stages=1, ping_pong=True),

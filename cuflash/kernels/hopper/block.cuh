@@ -48,9 +48,22 @@ __device__ __forceinline__ void plan_items(const Params& p, const int* order, Sh
     do {
         Item& item = writer.next();
         item.exists = more = list.more();
-        if (more) item.work_out(p, list.index), list.advance();
-        writer.hand_over();
+        bool idle = false;
+        if (more) idle = !item.work_out(p, list.piece()), list.advance();
+        if (!idle) writer.hand_over();
     } while (more);
+}
+
+// Copies a slab of rows from `row` on into a buffer. Of packed heads the tensor map counts these
+// before the queries.
+__device__ __forceinline__ void load_queries(unsigned char* buffer, Barrier& full,
+                                             const TensorMap* map, int row, const Item& item) {
+    MapPosition position = item.q_position;
+    if constexpr (PACKED > 1) {
+        position = {query_of(row), position.at[0], position.at[1]};
+        row = item.first_head + head_of(row);
+    }
+    load_panels<Tile::Queries>(buffer, full, map, row, position);
 }
 
 // The copying thread fills the buffers as they become empty.
@@ -73,9 +86,8 @@ __device__ __forceinline__ void copy_tiles(const Tables& tables, SharedMemory& s
 #pragma unroll 1
                 for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
                     barriers.Q_empty[consumer].wait(Q_parity ^ 1);
-                    load_panels<Tile::Queries>(smem.Q[consumer], barriers.Q_full[consumer],
-                                               &tables.q, item.q_begin + consumer * SLAB,
-                                               item.q_position);
+                    load_queries(smem.Q[consumer], barriers.Q_full[consumer], &tables.q,
+                                 item.row_begin + consumer * SLAB, item);
                 }
                 Q_parity ^= 1;
             }

@@ -2,6 +2,7 @@
 #pragma once
 #include "hopper/map_position.cuh"
 #include "seams/output.cuh"
+#include "seams/parts.cuh"
 #include "seams/sequence.cuh"
 
 // Locating a head takes divisions, which are slow. So one thread does it for all. The result stays
@@ -10,8 +11,9 @@ struct LocatedHead {
     Head head;
     HeadOutput output;
     MapPosition q_position, k_position, v_position;
+    int first_head;  // of packed heads, in their group; q_position is without
 
-    __device__ __forceinline__ void locate(const Params& p, int index) {
+    __device__ __forceinline__ void locate(const Params& p, int index, int part = 0) {
         // All loops are unrolled: an array takes longer when its indices are no constants.
         int position[MAP_AXES];
         u32 rest = index;
@@ -38,14 +40,20 @@ struct LocatedHead {
             return found;
         };
         q_position = map_position(p.q_axis_stride);
+        if constexpr (PACKED > 1) {
+            first_head = index % GROUP;
+#pragma unroll
+            for (int axis = 0; axis < MAP_AXES; ++axis)
+                if (axis >= p.axes - 1) q_position.at[axis] = 0;
+        }
         k_position = map_position(p.k_axis_stride);
         v_position = map_position(p.v_axis_stride);
-        output.out = p.out + offset(p.out_axis_stride);
-        output.lse = p.lse == nullptr ? nullptr : p.lse + offset(p.lse_axis_stride);
         head = head_at(p, index, offset(p.q_axis_stride), offset(p.k_axis_stride),
                        offset(p.v_axis_stride), offset(p.q_lengths_stride),
                        offset(p.kv_lengths_stride), offset(p.q_offset_stride),
                        offset(p.mask_axis_stride));
+        take_part(p, head, part);
+        output = locate_output(p, index, part, offset);
         if (!SCORE_IS_MODIFIED) head.batch = head.head = 0;  // nobody asks: no division
     }
 };

@@ -23,3 +23,5 @@ constexpr int ITEM_READERS = WARPS + 1 + CLEARERS;
 constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
 constexpr int CONSUMER_REGISTERS =
     (LAUNCH_REGISTERS * (CONSUMERS + 1) - PRODUCER_REGISTERS) / CONSUMERS / 8 * 8;
+// With one consumer all threads have as many as a thread can have.
+constexpr bool MOVES_REGISTERS = CONSUMERS > 1;

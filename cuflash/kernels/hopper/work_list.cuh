@@ -4,15 +4,25 @@
 #include "hopper/located_head.cuh"
 #include "hopper/roles.cuh"
 #include "seams/key_tiles.cuh"
+#include "seams/parts.cuh"
 #include "seams/sequence.cuh"
 
+// A tile of queries of one head, or group of heads, and the part of the keys that it works on.
+struct Piece {
+    int head, tile, part;
+};
+
 // The items of this block: those that `order` names or, where there is none, every gridDim.x-th.
-struct WorkList {
+struct WholeList {
+    const Params& p;
     const int* const order;
     const int count;
     int position, index;
-    __device__ __forceinline__ WorkList(const Params& p, const int* order)
-        : order(order), count(p.head_count * p.query_tiles), position(blockIdx.x) {
+    __device__ __forceinline__ WholeList(const Params& p, const int* order)
+        : p(p),
+          order(order),
+          count(p.head_count / GROUP * p.query_tiles),
+          position(blockIdx.x) {
         index = order == nullptr ? position : order[position];
     }
     __device__ __forceinline__ bool more() const { return index < count; }
@@ -20,7 +30,55 @@ struct WorkList {
         position += gridDim.x;
         index = order == nullptr ? position : order[position];
     }
+    __device__ __forceinline__ Piece piece() const {
+        const Work work(p, index, p.query_tiles, GROUP);
+        return {work.head, work.tile, 0};
+    }
 };
+
+// The same with SPLIT. The list goes through the batch, entry by entry, and has the parts of the
+// keys that some query of the entry may see: so every block gets about as many, however different
+// the lengths are.
+struct SplitList {
+    const Params& p;
+    int position, entry = -1;
+    int begin = 0, end = 0;  // the entry's items in the list
+    PartRange parts{};       // the entry's
+
+    __device__ __forceinline__ SplitList(const Params& p, const int*) : p(p), position(blockIdx.x) {
+        seek();
+    }
+    __device__ __forceinline__ bool more() const { return entry < p.head_count / p.heads; }
+    __device__ __forceinline__ void advance() {
+        position += gridDim.x;
+        seek();
+    }
+    __device__ __forceinline__ Piece piece() const {
+        int rest = position - begin;
+        const int tile = rest % p.query_tiles;
+        rest /= p.query_tiles;
+        return {entry * (p.heads / GROUP) + rest / parts.count(), tile,
+                parts.begin + rest % parts.count()};
+    }
+
+  private:
+    // Finds the entry of the item at `position`.
+    __device__ __forceinline__ void seek() {
+        const bool differ = p.q_lengths != nullptr || p.kv_lengths != nullptr || p.q_offset != nullptr;
+        while (position >= end && ++entry < p.head_count / p.heads) {
+            begin = end;
+            if (differ || entry == 0)
+                parts = PartRange(p, locate_head(p, entry * p.heads), 0, p.query_length * PACKED);
+            const int items = p.heads / GROUP * p.query_tiles * parts.count();
+            if (!differ && items > 0) {  // the entries are alike
+                entry = position / items;
+                begin = entry * items;
+            }
+            end = begin + items;
+        }
+    }
+};
+using WorkList = Select<SPLIT, SplitList, WholeList>::type;
 
 // What one consumer's queries see of an item's key tiles: it passes by those before and after.
 struct Part {
@@ -30,27 +88,28 @@ struct Part {
 
 // One item: a tile of queries of one head, and the key tiles that it visits.
 struct Item : LocatedHead {
-    int exists;   // 0 behind the last one
-    int q_begin;  // of the first tile, maybe below 0
+    int exists;     // 0 behind the last one
+    int row_begin;  // maybe below 0
     KeyTiles<BLOCK_K> keys;
     Part parts[CONSUMERS];
     int nonfinite[CLEARERS];  // whether one of those that clear values found infinities or NaN
 
-    __device__ __forceinline__ void work_out(const Params& p, int index) {
-        const Work work(p, index, p.query_tiles);
-        locate(p, work.head);
-        const int query_tile = row_at(p, head, work.tile, p.query_tiles - 1 - work.tile);
+    // Returns whether there is anything to do.
+    __device__ __forceinline__ bool work_out(const Params& p, const Piece& piece) {
+        const int tiles = p.query_tiles / GROUP_TILES, tile = piece.tile / GROUP_TILES;
+        locate(p, piece.head * GROUP + piece.tile % GROUP_TILES * PACKED, piece.part);
+        const int query_tile = row_at(p, head, tile, tiles - 1 - tile);
         // Where the last tile of queries would be a partial one the first is: it sees fewer keys.
-        const int lead = MASKED ? 0 : p.query_tiles * BLOCK_Q - p.query_length;
-        q_begin = query_tile * BLOCK_Q - lead;
-        keys = KeyTiles<BLOCK_K>(p, head, query_tile, q_begin, q_begin + BLOCK_Q);
+        row_begin = query_tile * BLOCK_Q - p.query_lead;
+        keys = KeyTiles<BLOCK_K>(p, head, query_tile, row_begin, row_begin + BLOCK_Q);
 #pragma unroll 1
         for (int i = 0; i < CONSUMERS; ++i) {
             KeyTiles<BLOCK_K> seen = keys;
-            seen.find(p, head, q_begin + i * SLAB, q_begin + (i + 1) * SLAB);
+            seen.find(p, head, row_begin + i * SLAB, row_begin + (i + 1) * SLAB);
             if (seen.count() == 0) seen.begin = seen.end = keys.begin;
             parts[i] = {seen, keys.end - seen.end, seen.begin - keys.begin};
         }
         for (int i = 0; i < CLEARERS; ++i) nonfinite[i] = 0;
+        return has_work(p, head, row_begin, row_begin + BLOCK_Q);
     }
 };

@@ -9,16 +9,25 @@
 #include "seams/sequence.cuh"
 #include "seams/tile_lists.cuh"
 
+// The first key of the part that is worked on.
+__device__ __forceinline__ int first_key(const Head& head) { return SPLIT ? head.key_begin : 0; }
+
 // Keys that some row of [q_begin, q_end) may see: [begin, end), empty as [0, 0).
 struct KeyRange {
     int begin, end;
     __device__ __forceinline__ KeyRange(const Params& p, const Head& head, int q_begin, int q_end) {
         q_end = min(q_end, head.query_length);
-        begin = max(0, q_begin + head.shift - p.band_left);
+        begin = max(first_key(head), q_begin + head.shift - p.band_left);
         end = min(head.key_length, q_end + head.shift + p.band_right);
         if (q_begin >= q_end || begin >= end) begin = end = 0;
     }
 };
+
+// Keys that the rows [row_begin, row_end) of a head's queries may see; rows below 0 do not exist.
+__device__ __forceinline__ KeyRange key_range(const Params& p, const Head& head, int row_begin,
+                                              int row_end) {
+    return KeyRange(p, head, max(query_of(row_begin), 0), query_of(row_end - 1) + 1);
+}
 
 // Entries [begin, end) of a list of key tiles.
 struct KeySpan {
@@ -34,23 +43,23 @@ struct KeyTiles : KeySpan {
     TileList list;
 
     KeyTiles() = default;
-    // Of the `row`-th tile, its queries [q_begin, q_end), of which those below 0 do not exist.
-    __device__ __forceinline__ KeyTiles(const Params& p, const Head& head, int row, int q_begin,
-                                        int q_end)
+    // Of the `row`-th tile, which has rows [begin, end), of which those below 0 do not exist.
+    __device__ __forceinline__ KeyTiles(const Params& p, const Head& head, int row, int begin,
+                                        int end)
         : list(p, head, row) {
-        find(p, head, q_begin, q_end);
+        find(p, head, begin, end);
     }
     __device__ __forceinline__ KeyTiles(const Params& p, const Head& head, int row, int rows)
         : KeyTiles(p, head, row, row * rows, (row + 1) * rows) {}
-    // Those that some of the queries [q_begin, q_end) see.
-    __device__ __forceinline__ void find(const Params& p, const Head& head, int q_begin,
-                                         int q_end) {
-        q_begin = max(q_begin, 0);
+    // Those that some of the rows [row_begin, row_end) see.
+    __device__ __forceinline__ void find(const Params& p, const Head& head, int row_begin,
+                                         int row_end) {
+        const int q_begin = max(query_of(row_begin), 0), q_end = query_of(row_end - 1) + 1;
         const KeyRange keys(p, head, q_begin, q_end);
         begin = list.find(keys.begin / SIZE);
         end = list.find(divide_up(keys.end, SIZE));
         const int q_last = min(q_end, head.query_length) - 1;
-        uncut_begin = divide_up(max(0, q_last + head.shift - p.band_left), SIZE);
+        uncut_begin = divide_up(max(first_key(head), q_last + head.shift - p.band_left), SIZE);
         uncut_end = max(0, min(head.key_length, q_begin + head.shift + p.band_right + 1)) / SIZE;
     }
     __device__ __forceinline__ Visit operator[](int i) const { return list[end - 1 - i]; }
@@ -119,6 +128,7 @@ struct VisibleKeys {
     int first, last;
     __device__ __forceinline__ VisibleKeys(const Params& p, const Head& head, int q) {
         first = q + head.shift - p.band_left;
+        if constexpr (SPLIT) first = max(first, head.key_begin);
         last = min(head.key_length - 1, q + head.shift + p.band_right);
     }
     __device__ __forceinline__ bool has(int k) const { return k >= first && k <= last; }

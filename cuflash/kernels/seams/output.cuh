@@ -4,16 +4,42 @@
 #include "seams/score.cuh"
 #include "tiles/copies.cuh"
 
-// Where a head's results go. Apart from Head, because the addresses would otherwise sit in
-// registers all through the loop over keys.
+// What becomes of O: of a part of the keys it is stored as it is, for merge_parts.cu.
+using Result = typename Select<SPLIT, Accumulator, Element>::type;
+
+// Where the results of a tile's first head go. Apart from Head, because the addresses would
+// otherwise sit in registers all through the loop over keys.
 struct HeadOutput {
-    Element* out;
-    Accumulator* lse;  // null when not wanted
+    Result* out;
+    Accumulator* lse;  // null when not wanted; of a part the origin and the total of each row
+
+    __device__ __forceinline__ Result* out_row(const Params& p, int row) const {
+        const i64 step = SPLIT ? HEAD_DIM_V : p.out_row_stride;
+        const i64 head = SPLIT ? step * p.query_length : head_stride(p, p.out_axis_stride);
+        return out + query_of(row) * step + head_of(row) * head;
+    }
+    __device__ __forceinline__ Accumulator* lse_row(const Params& p, int row) const {
+        const i64 step = SPLIT ? 2 : p.lse_row_stride;
+        const i64 head = SPLIT ? step * p.query_length : head_stride(p, p.lse_axis_stride);
+        return lse + query_of(row) * step + head_of(row) * head;
+    }
 };
 
-__device__ __forceinline__ HeadOutput locate_output(const Params& p, int index) {
-    return {p.out + locate(p, index, p.out_axis_stride),
-            p.lse == nullptr ? nullptr : p.lse + locate(p, index, p.lse_axis_stride)};
+// Where the results of a head go, of one part of the keys: there all queries of all heads lie one
+// behind the other. `offset` says how far from the first head a head is in memory with those strides.
+template <typename P, typename Offset>
+__device__ __forceinline__ HeadOutput locate_output(const P& p, int index, int part,
+                                                    const Offset& offset) {
+    if constexpr (SPLIT) {
+        const i64 row = (i64(part) * p.head_count + index) * p.query_length;
+        return {p.part_out + row * HEAD_DIM_V, p.part_sums + 2 * row};
+    } else {
+        return {p.out + offset(p.out_axis_stride),
+                p.lse == nullptr ? nullptr : p.lse + offset(p.lse_axis_stride)};
+    }
+}
+__device__ __forceinline__ HeadOutput locate_output(const Params& p, int index, int part = 0) {
+    return locate_output(p, index, part, [&](const auto* strides) { return locate(p, index, strides); });
 }
 
 // Writes the columns that a lane holds of a row, divided by the row's total; zeros if it is `empty`,
@@ -46,32 +72,59 @@ __device__ __forceinline__ Accumulator add_exponentials(Accumulator a, Accumulat
     return larger(a, b) + log_of(Accumulator(1) + smaller);
 }
 
-// Writes the slab of rows from q_begin on. A row without any weight, or at or beyond the valid query
-// length, is 0 and -infinity; with a sink, a row without weight is 0 and the sink's score.
+// How a row ends: what its sum is divided by, and its log-sum-exp. A row without any weight, or
+// beyond the valid query length, is 0 and -infinity; with a sink, one without weight is 0 and the
+// sink's score. `log_sum` works out the logarithm of the weights' sum, `total`.
+template <typename LogSum>
+struct RowEnd {
+    const LogSum& log_sum;
+    const bool empty, has_sink;
+    const Accumulator sink;
+    Accumulator divisor;
+
+    __device__ __forceinline__ RowEnd(const Params& p, const Head& head, int q, Accumulator total,
+                                      const LogSum& log_sum)
+        : log_sum(log_sum),
+          empty(q >= head.query_length || total == Accumulator(0)),
+          has_sink(sink_score(p, head) != -infinity<Accumulator>() && q < head.query_length),
+          sink(sink_score(p, head)),
+          divisor(total * kept_share(p)) {
+        if (has_sink)  // times (exp(lse) + exp(sink)) / exp(lse)
+            divisor *= Accumulator(1) + exp2_of((sink - sum()) * Accumulator(LOG2_E));
+    }
+    __device__ __forceinline__ Accumulator lse() const {
+        return has_sink ? add_exponentials(sum(), sink) : sum();
+    }
+
+  private:
+    __device__ __forceinline__ Accumulator sum() const {
+        return empty ? -infinity<Accumulator>() : log_sum();
+    }
+};
+
+// Writes the slab of rows from row_begin on, or leaves those of a part of the keys as they are.
 template <typename Tile, typename Softmax, int ROWS, int COLUMNS>
 __device__ __forceinline__ void store_rows(const Accumulator (&O)[ROWS][COLUMNS],
                                            const Softmax& softmax, const Tile& tile,
-                                           const Params& p, const Head& head, int q_begin,
-                                           const HeadOutput* located = nullptr) {
+                                           const Params& p, const Head& head, int row_begin,
+                                           const HeadOutput& output) {
     const Accumulator multiplier = score_multiplier(p);
-    const Accumulator sink = sink_score(p, head);
-    const HeadOutput output = located ? *located : locate_output(p, head.index);
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
-        const int q = q_begin + tile.row(i);
+        const int row = row_begin + tile.row(i);
+        const bool exists = row_exists(p, head, row), speaks = tile.lane % Tile::ROW_THREADS == 0;
         const Accumulator total = softmax.total(i);
-        const bool exists = q >= 0 && q < p.query_length;
-        const bool empty = q >= head.query_length || total == Accumulator(0);  // O may be anything
-        const bool has_sink = sink != -infinity<Accumulator>() && q < head.query_length;
-        const auto log_sum = [&] {
-            return empty ? -infinity<Accumulator>() : softmax.log_sum_exp(i, total, multiplier);
-        };
-        Accumulator divisor = total * kept_share(p);
-        if (has_sink)  // times (exp(lse) + exp(sink)) / exp(lse)
-            divisor *= Accumulator(1) + exp2_of((sink - log_sum()) * Accumulator(LOG2_E));
-        write_row(tile, output.out + q * p.out_row_stride, O[i], divisor, exists, empty);
-        if (exists && output.lse != nullptr && tile.lane % Tile::ROW_THREADS == 0)
-            output.lse[q * p.lse_row_stride] =
-                has_sink ? add_exponentials(log_sum(), sink) : log_sum();
+        const auto log_sum = [&] { return softmax.log_sum_exp(i, total, multiplier); };
+        const RowEnd end(p, row_head(head, row), query_of(row), total, log_sum);
+        if constexpr (SPLIT) {
+            write_row(tile, output.out_row(p, row), O[i], Accumulator(1), exists, end.empty);
+            if (exists && speaks)
+                *reinterpret_cast<Vector<Accumulator, 2>*>(output.lse_row(p, row)) = {
+                    softmax.origin[i], end.empty ? Accumulator(0) : total};
+        } else {
+            // O of an empty row may be anything.
+            write_row(tile, output.out_row(p, row), O[i], end.divisor, exists, end.empty);
+            if (exists && output.lse != nullptr && speaks) *output.lse_row(p, row) = end.lse();
+        }
     }
 }

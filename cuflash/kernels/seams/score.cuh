@@ -13,18 +13,19 @@ __device__ __forceinline__ Accumulator score_multiplier(const Params& p) {
     return SCORE_IS_MODIFIED ? Accumulator(LOG2_E) : Accumulator(p.scale * Accumulator(LOG2_E));
 }
 
-// S[i][j] is of query q_begin + tile.row(i) and key k_begin + tile.column(j), which need not exist.
+// S[i][j] is of row row_begin + tile.row(i) of the queries and of key k_begin + tile.column(j), which
+// need not exist.
 template <typename Tile, int ROWS, int COLUMNS>
 __device__ __forceinline__ void modify_scores(Accumulator (&S)[ROWS][COLUMNS], const Tile& tile,
-                                              const Params& p, const Head& head, int q_begin,
+                                              const Params& p, const Head& head, int row_begin,
                                               int k_begin) {
     if constexpr (SCORE_IS_MODIFIED) {
 #pragma unroll
         for (int i = 0; i < ROWS; ++i)
 #pragma unroll
             for (int j = 0; j < COLUMNS; ++j)
-                S[i][j] = modify(S[i][j] * p.scale, head, q_begin + tile.row(i),
-                                 k_begin + tile.column(j), p);
+                S[i][j] = modify(S[i][j] * p.scale, row_head(head, row_begin + tile.row(i)),
+                                 query_of(row_begin + tile.row(i)), k_begin + tile.column(j), p);
     }
 }
 
@@ -32,11 +33,11 @@ __device__ __forceinline__ void modify_scores(Accumulator (&S)[ROWS][COLUMNS], c
 // `bits` are the mask's of the whole tile, of which S is the part from column `step` on.
 template <typename Tile, int ROWS, int COLUMNS>
 __device__ __forceinline__ void mask_scores(Accumulator (&S)[ROWS][COLUMNS], const Tile& tile,
-                                            const Params& p, const Head& head, int q_begin,
+                                            const Params& p, const Head& head, int row_begin,
                                             int k_begin, const TileBits& bits, int step) {
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
-        const VisibleKeys visible(p, head, q_begin + tile.row(i));
+        const VisibleKeys visible(p, head, query_of(row_begin + tile.row(i)));
         const int first = visible.first - k_begin, last = visible.last - k_begin;
 #pragma unroll
         for (int j = 0; j < COLUMNS; ++j)
@@ -49,11 +50,12 @@ __device__ __forceinline__ void mask_scores(Accumulator (&S)[ROWS][COLUMNS], con
 template <typename Tile, int ROWS, int COLUMNS>
 __device__ __forceinline__ void drop_probabilities(Accumulator (&P)[ROWS][COLUMNS],
                                                    const Tile& tile, const Params& p,
-                                                   const Head& head, int q_begin, int k_begin) {
+                                                   const Head& head, int row_begin, int k_begin) {
 #pragma unroll
     for (int i = 0; i < ROWS; ++i)
 #pragma unroll
         for (int j = 0; j < COLUMNS; ++j)
-            if (!keep(p, head, q_begin + tile.row(i), k_begin + tile.column(j)))
+            if (!keep(p, row_head(head, row_begin + tile.row(i)),
+                      query_of(row_begin + tile.row(i)), k_begin + tile.column(j)))
                 P[i][j] = Accumulator(0);
 }

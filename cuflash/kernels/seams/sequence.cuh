@@ -5,9 +5,16 @@
 #pragma once
 #include "numeric.cuh"
 
+// With PACKED > 1 a tile of queries has so many heads of a group side by side, which share keys and
+// values: row r is of query r / PACKED and of the head r % PACKED behind the tile's first.
+constexpr int log2_of(int power) { return power == 1 ? 0 : 1 + log2_of(power / 2); }
+__device__ __forceinline__ int query_of(int row) { return row >> log2_of(PACKED); }
+__device__ __forceinline__ int head_of(int row) { return row & (PACKED - 1); }
+
 struct Head {
     const Element *q, *k, *v;
     int query_length, key_length;
+    int key_begin;    // of the part of keys that is worked on, which ends with key_length
     int shift;        // key q + shift is on the diagonal of query q
     int batch, head;  // positions for the score
     int index;
@@ -39,6 +46,7 @@ __device__ __forceinline__ Head head_at(const Params& p, int index, i64 q, i64 k
     head.v = p.v + v;
     head.query_length = valid_length(p.q_lengths, q_length, p.query_length);
     head.key_length = valid_length(p.kv_lengths, kv_length, p.key_length);
+    head.key_begin = 0;
     head.shift = find_shift(p, head, q_offset);
     head.batch = index / p.heads;
     head.head = index % p.heads;
@@ -73,6 +81,30 @@ __device__ __forceinline__ i64 locate(const Params& p, int index, const long lon
         index /= p.axis_size[axis];
     }
     return offset;
+}
+
+// The stride along the last axis of an operand: from one packed head to the next.
+template <typename P>
+__device__ __forceinline__ i64 head_stride(const P& p, const long long* strides) {
+    return PACKED == 1 ? 0 : strides[p.axes - 1];
+}
+
+// The head that a row of a tile is of. `head` is the tile's first, whose operands it points to.
+__device__ __forceinline__ Head row_head(Head head, int row) {
+    head.index += head_of(row), head.head += head_of(row);
+    return head;
+}
+
+// The query that a row of a tile is of, in memory. `head` is the tile's first.
+__device__ __forceinline__ const Element* query_row(const Params& p, const Head& head, int row) {
+    return head.q + query_of(row) * p.q_row_stride + head_of(row) * head_stride(p, p.q_axis_stride);
+}
+
+// Whether a row of a tile is of a query of the operands, and of a head of the group.
+__device__ __forceinline__ bool row_exists(const Params& p, const Head& head, int row) {
+    const int q = query_of(row);
+    const bool has_head = GROUP % PACKED == 0 || head.index % GROUP + head_of(row) < GROUP;
+    return q >= 0 && q < p.query_length && has_head;
 }
 
 // Which tile of which head a block works on. Heads come in sections whose operands share the L2

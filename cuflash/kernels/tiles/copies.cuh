@@ -74,3 +74,16 @@ __device__ __forceinline__ void load_tile(S* tile, const T* rows, i64 row_stride
         }
     }
 }
+
+// The same of rows that lie anywhere: `row_at(row)` says where a row is, null for one of zeros.
+template <int ROWS, int COLUMNS, int PADDED, int THREADS, bool ALIGNED, typename S, typename RowAt>
+__device__ __forceinline__ void load_rows(S* tile, const RowAt& row_at, int thread) {
+    constexpr int CHUNKS = PADDED / CHUNK<S>, PITCH = pitch<S>(PADDED);
+#pragma unroll 1
+    for (int unit = thread; unit < ROWS * CHUNKS; unit += THREADS) {
+        const int row = unit / CHUNKS, column = unit % CHUNKS * CHUNK<S>;
+        const auto* const source = row_at(row);
+        load_chunk<COLUMNS, PADDED, ALIGNED>(tile + row * PITCH + column, source + column, column,
+                                             source != nullptr);
+    }
+}

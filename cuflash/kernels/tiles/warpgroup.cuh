@@ -120,22 +120,23 @@ struct WarpgroupTile {
         commit_products();
     }
 
-    // The same by one warp, for its rows, where the others have gone on: of rows from q_begin on of
-    // the `queries` in global memory, and of K in shared memory. Of 16 columns a lane takes 4 in a
-    // row, which mma.sync counts as 2 and 2: in both operands.
-    __device__ __forceinline__ void score_alone(float (&S)[ROWS][COLUMNS], const T* q, i64 q_stride,
-                                                int q_begin, int queries, u32 K_smem) const {
+    // The same by one warp, for its rows, where the others have gone on: `query(row)` says where a
+    // row of the tile lies in global memory, null if it does not exist; K is in shared memory. Of 16
+    // columns a lane takes 4 in a row, which mma.sync counts as 2 and 2: in both operands.
+    template <typename Query>
+    __device__ __forceinline__ void score_alone(float (&S)[ROWS][COLUMNS], const Query& query,
+                                                u32 K_smem) const {
         using Four = Vector<u32, 2>;
-        const auto load = [&](int row, int column) {
-            const bool exists = row >= 0 && row < queries && column < D;
-            return exists ? *reinterpret_cast<const Four*>(q + row * q_stride + column)
-                          : Four{0, 0};
+        const T *const upper_row = query(row(0)), *const lower_row = query(row(1));
+        const auto load = [&](const T* row, int column) {
+            const bool exists = row != nullptr && column < D;
+            return exists ? *reinterpret_cast<const Four*>(row + column) : Four{0, 0};
         };
         clear_rows(S);
 #pragma unroll 1
         for (int column = lane % 4 * 4; column < padded(D); column += 16) {
-            const Four upper = load(q_begin + row(0), column);
-            const Four lower = load(q_begin + row(1), column);
+            const Four upper = load(upper_row, column);
+            const Four lower = load(lower_row, column);
             const u32 a[4] = {upper.at[0], lower.at[0], upper.at[1], lower.at[1]};
             const u32 k = K_smem + Keys::offset(lane / 4, column);
 #pragma unroll

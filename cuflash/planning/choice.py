@@ -1,0 +1,69 @@
+"""Which variants of a forward row there are for a problem: packed heads and parts of the keys."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+from .estimate import estimate
+from .problem import Device, Problem
+from .tile import Tile, ceil_div, round_up
+
+LEAST_SPAN = 256  # keys: shorter parts have too little work for what they leave to be merged
+MOST_PARTS = 128
+WAVES = (1, 2, 3, 4, 6, 8)  # items of a block that the parts are cut for
+# Where only the device knows the lengths, parts of one length let blocks get about as much. On
+# average a block should have so many; but longer ones than this gain nothing.
+UNKNOWN_SPANS = (256, 512, 1024)
+
+
+def best_variant(row: Tile, problem: Problem, device: Device) -> tuple[float, Tile]:
+    """The variant of a row that takes least, and its microseconds.
+
+    A given span says how results are summed: so nothing counts then but the queries of one group of
+    heads, and a sequence's result has the same bits in any batch and cache.
+    """
+    timed_for, timed_on = problem, device
+    if problem.split_keys:
+        timed_for = replace(
+            problem, leading=(problem.group,), heads=problem.group, key_length=problem.split_keys
+        )
+        timed_on = replace(device, multiprocessors=1)
+    tiles = (tile for tile in _variants(row, problem, device) if not tile.reject(problem, device))
+    times = ((estimate(tile, timed_for, timed_on), tile) for tile in tiles)
+    return min(times, key=lambda timed: timed[0])
+
+
+def _variants(row: Tile, problem: Problem, device: Device) -> Iterator[Tile]:
+    if not row.has_variants:
+        yield row
+        return
+    for packed in _packings(row, problem):
+        tile = replace(row, packed=packed)
+        yield from (replace(tile, span=span) for span in _spans(tile, problem, device))
+
+
+def _packings(row: Tile, problem: Problem) -> Iterator[int]:
+    """How many heads of a group a tile can have side by side."""
+    yield 1
+    if problem.group > 1 and not problem.mask:
+        packed = 1 << (min(problem.group, row.block_q) - 1).bit_length()
+        if row.block_q % packed == 0:
+            yield packed
+
+
+def _spans(tile: Tile, problem: Problem, device: Device) -> Iterable[int]:
+    """Keys of a part; 0 for keys in one piece."""
+    if problem.split_keys is not None:
+        return (problem.split_keys,)
+    keys, items = problem.key_length, tile.blocks(problem)
+    if problem.kv_lengths and tile.query_tiles(problem) <= 2 and keys > max(UNKNOWN_SPANS):
+        return UNKNOWN_SPANS
+    slots = device.multiprocessors * tile.blocks_per_multiprocessor
+    spans = {0}
+    for waves in WAVES:
+        parts = min(MOST_PARTS, waves * slots // max(1, items))
+        span = round_up(ceil_div(keys, max(1, parts)), tile.block_k)
+        if parts > 1 and LEAST_SPAN <= span < keys:
+            spans.add(span)
+    return sorted(spans)
