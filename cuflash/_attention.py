@@ -131,6 +131,7 @@ def attention(
     q_offset: Integers | None = None,
     scale: Real | None = None,
     enable_gqa: bool = False,
+    split_keys: int | None = None,
     return_lse: bool = False,
     out: AnyArray | AnyPair | None = None,
     workspace: CupyArray | None = None,
@@ -185,6 +186,13 @@ def attention(
     enable_gqa : bool
         Let q have a multiple of the heads of k and v: query head h uses key head
         `h // (Hq // Hk)`.
+    split_keys : int, optional
+        Where the multiprocessors would not all have work otherwise, as with one query and many
+        keys, several blocks work on the keys of one query, and their results are merged. By default
+        the plan decides. 0: never. A multiple of 16: in spans of so many keys, counted from key 0.
+        Kernels are then chosen without regard to the batch and the number of keys, so that a
+        sequence's result has the same bits in any batch and any cache. Not in fa1; NumPy arrays
+        are not split.
     return_lse : bool
         Also return the natural logarithm of each row's sum of exponentials.
     out : array or (array, array), optional
@@ -270,7 +278,9 @@ def attention(
     if mask is not None:
         mask = as_mask(mask)
     arrays = forward_arrays(q, k, v, out, return_lse, q_lengths, kv_lengths, offsets)
-    options = as_options((algo, engine, causal, window, offset, softcap, scale, enable_gqa, True))
+    options = as_options(
+        (algo, engine, causal, window, offset, softcap, scale, enable_gqa, True, split_keys)
+    )
     arguments = Arguments(ForwardCall.operands, arrays, mask, workspace)
     results = run_call(ForwardCall, arguments, options, 1 + bool(return_lse))
     if not return_lse:
@@ -501,6 +511,7 @@ def attention_vjp(
     q_offset: Integers | None = None,
     scale: Real | None = None,
     enable_gqa: bool = False,
+    split_keys: int | None = None,
     deterministic: bool = True,
     return_lse: bool = False,
 ) -> tuple[Array | tuple[Array, Array], Vjp[tuple[Array, Array, Array]]]:
@@ -577,7 +588,10 @@ def attention_vjp(
 
     offset, offsets = split_offset(q_offset)
     arrays = forward_arrays(q, k, v, None, True, q_lengths, kv_lengths, offsets)
-    asked = Options(algo, engine, causal, as_window(window), offset, softcap, scale, enable_gqa)
+    asked = Options(
+        algo, engine, causal, as_window(window), offset, softcap, scale, enable_gqa,
+        split_keys=split_keys,
+    )  # fmt: skip
     arguments = Arguments(ForwardCall.operands, arrays, as_mask(mask))
     out, lse = run_call(ForwardCall, arguments, asked, 2, before_first=begin)
 
@@ -607,6 +621,7 @@ def plan(
     q_offset: Integers | None = None,
     scale: Real | None = None,
     enable_gqa: bool = False,
+    split_keys: int | None = None,
     out: AnyArray | AnyPair | AnyTriple | None = None,
     device: Device | None = None,
     backward: bool = False,
@@ -618,7 +633,7 @@ def plan(
     ----------
     q, k, v, algo, engine, causal, window, mask, softcap
         As in :func:`attention`.
-    q_lengths, kv_lengths, q_offset, scale, enable_gqa
+    q_lengths, kv_lengths, q_offset, scale, enable_gqa, split_keys
         As in :func:`attention`.
     out : array or tuple of array, optional
         As in :func:`attention`; with `backward`, as `grads_out` of :func:`attention_backward`.
@@ -658,8 +673,9 @@ def plan(
         raise TypeError(f"device={device!r}: give a cuflash.Device, or None for the arrays' own")
     offset, offsets = split_offset(q_offset)
     options = Options(
-        algo, engine, causal, as_window(window), offset, softcap, scale, enable_gqa, deterministic
-    )
+        algo, engine, causal, as_window(window), offset, softcap, scale, enable_gqa, deterministic,
+        split_keys,
+    )  # fmt: skip
     integers, visible = (q_lengths, kv_lengths, offsets), as_mask(mask)
     if backward:
         inputs: dict[str, AnyArray | None]

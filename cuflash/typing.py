@@ -136,6 +136,7 @@ class ForwardOptions(MaskOptions, total=False):
 
     algo: Algo | None
     engine: Engine | None
+    split_keys: int | None
 
 
 class VjpOptions(ForwardOptions, total=False):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, NamedTuple
 
@@ -21,6 +22,7 @@ from ..scores import UNSCALED, ScoreMod, checked_scale, softcap
 from .arguments import Options
 from .arrays import OF_BATCH
 
+SPLIT_STEP = 16  # keys
 _TRAILING = {"lse": 1, "dlse": 1, **dict.fromkeys(OF_BATCH, 0)}  # axes; 2 of all others
 
 
@@ -39,6 +41,28 @@ class Apart(NamedTuple):
     low: int
     high: int
     specs: tuple[Spec, Spec]
+
+
+def checked_split(value: object) -> int | None:
+    """`split_keys` as an int or None.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is not a number of keys, or not a multiple of 16.
+    """
+    if value is None:
+        return None
+    wanted = f"give a multiple of {SPLIT_STEP}, 0 for keys in one piece, or None"
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+        if isinstance(value, bool):
+            raise TypeError
+    except TypeError:
+        raise TypeError(f"split_keys={value!r}: {wanted}") from None
+    if number < 0 or number % SPLIT_STEP:
+        raise ValueError(f"split_keys={value!r}: {wanted}")
+    return number
 
 
 class Call:
@@ -119,7 +143,7 @@ class Call:
             aligned=aligned and all(spec.rows_are_aligned() for spec in rows),
             backward=self.backward,
             deterministic=bool(options.deterministic),
-            split_keys=options.split_keys,
+            split_keys=checked_split(options.split_keys),
         )
         self.plan: Plan = make_plan(problem, device, options.algo, options.engine)
         self.workspace_bytes = self.plan.workspace_bytes

@@ -19,6 +19,7 @@ from ..planning.problem import Device
 from ..planning.source import without_comments
 from ..planning.tile import Launch
 from .arguments import pack
+from .kernel_start import starter
 from .memory import FIRST_CALL, conform, device_lists, empty, refuse_capture, workspace
 from .tables import tables_of
 
@@ -125,7 +126,7 @@ def prepare(call: Call, device_id: int) -> Launcher:
         if plan.map_boxes(x.name)
     }
     kernels = [
-        (function, (x.grid,), (x.threads,), x.shared_bytes, tables.get(x.name))
+        (starter(function, x, plan.device), tables.get(x.name))
         for function, x in zip(compile_all(plan, device_id), plan.kernels)
     ]
     starts = plan.workspace_offsets
@@ -141,9 +142,8 @@ def prepare(call: Call, device_id: int) -> Launcher:
             pack_all(params, 0, *addresses.values(), *parts)
         else:
             pack_operands(params, 0, *addresses.values())
-        for function, grid, block, shared_bytes, more in kernels:
-            args = (params,) if more is None else (params, *more(addresses))
-            function(grid, block, args, shared_bytes)
+        for start, more in kernels:
+            start((params,) if more is None else (params, *more(addresses)))
 
     return launch
 

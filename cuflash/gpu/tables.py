@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ import numpy as np
 
 from ..operands.layout import Layout
 from ..planning.plan import Plan
+from .kernel_start import driver_function
 from .memory import FIRST_CALL, empty, refuse_capture
 from .tensor_maps import MAP_BYTES, TensorMap, tables_bytes, tensor_maps
 from .work_order import work_order
@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 @functools.cache
 def _encode_function() -> Any:
     """The driver's cuTensorMapEncodeTiled, which CuPy does not wrap."""
-    driver = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
-    function = ctypes.CDLL(driver).cuTensorMapEncodeTiled
+    function = driver_function("cuTensorMapEncodeTiled")
     pointer, integer = ctypes.c_void_p, ctypes.c_int
     function.argtypes = [
         pointer, integer, ctypes.c_uint32, pointer, pointer, pointer, pointer, pointer,

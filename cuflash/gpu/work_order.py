@@ -28,15 +28,20 @@ def work_order(plan: Plan) -> NDArray[np.int32] | None:
     items come first. Each item goes to the block that is the first to be free, as hardware hands
     out blocks. The last round holds the list's length everywhere: it stands for no item.
 
-    None in backward, whose blocks take tickets, and where no order is needed, so that block b takes
+    None in backward, whose blocks take tickets; where keys are split, for which the kernel has an order
+    of its own; and where no order is needed, so that block b takes
     the items b, b + blocks and so on: if all items are equally long, if only a mask on the device
     says how long they are, or if they are so many that their order does not matter.
     """
     p, blocks = plan.problem, plan.grid
-    count = p.head_count * plan.query_tiles
-    if not plan.tile.persists or p.backward or count > MOST_ITEMS or (p.mask and p.band.is_open):
+    count = p.head_count // plan.tile.group(p) * plan.query_tiles
+    if not plan.tile.persists or p.backward or plan.tile.span or count > MOST_ITEMS:
         return None
-    lengths = [_length(plan, tile) for tile in reversed(range(plan.query_tiles))]
+    if p.mask and p.band.is_open:
+        return None
+    side_by_side = plan.tile.group_tiles(p)
+    tiles = reversed(range(plan.query_tiles // side_by_side))
+    lengths = [_length(plan, tile) for tile in tiles for _ in range(side_by_side)]
     if len(set(lengths)) == 1:
         return None
     ready = [(0.0, block) for block in range(blocks)]
@@ -56,10 +61,11 @@ def _longest_first(plan: Plan, lengths: list[float]) -> Iterator[tuple[float, in
 
     The last two sections count as one: at the end there should be many short items.
     """
-    heads, tiles = plan.problem.head_count, len(lengths)
+    group, tiles = plan.tile.group(plan.problem), len(lengths)
+    heads, section = plan.problem.head_count // group, plan.section // group
     sections: list[list[tuple[float, int]]] = []
-    for first in range(0, heads, plan.section):
-        width = min(plan.section, heads - first)
+    for first in range(0, heads, section):
+        width = min(section, heads - first)
         indices = range(first * tiles, (first + width) * tiles)
         sections.append([(lengths[i // width], index) for i, index in enumerate(indices)])
     yield from (item for section in sections[:-2] for item in section)
@@ -81,9 +87,9 @@ def _length(plan: Plan, query_tile: int) -> float:
 
 
 def _key_tiles(plan: Plan, begin: int, end: int) -> int:
-    """How many key tiles some query of a range sees; queries that do not exist see none."""
-    p = plan.problem
-    begin, end = max(begin, 0), min(end, p.query_length)
+    """How many key tiles some row of a range sees; rows that do not exist see none."""
+    p, packed = plan.problem, plan.tile.packed
+    begin, end = max(begin // packed, 0), min(-(-end // packed), p.query_length)
     if begin >= end:
         return 0
     shift = p.band.shift(p.query_length, p.key_length)

@@ -16,6 +16,7 @@
 // docs/kernels.md says what bounds its speed, and what counted.
 #include "nonfinite.cuh"
 #include "numeric.cuh"
+#include "ptx/overlap.cuh"
 #include "tiles/copies.cuh"
 #include "tiles/guarded_softmax.cuh"
 #include "tiles/mma.cuh"
@@ -76,6 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     Tile::Shared* const V_smem = reinterpret_cast<Tile::Shared*>(smem + shared_at::V);
     Tile::Shared* const exchange = reinterpret_cast<Tile::Shared*>(smem + shared_at::exchange);
 
+    if (SPLIT) admit_kernel_behind();
     const int warp = threadIdx.x / 32;
     const Work work(p, blockIdx.x, p.query_tiles * (SPLIT ? p.parts : 1), GROUP);
     const int part = SPLIT ? work.tile / p.query_tiles : 0;

@@ -25,6 +25,8 @@
 // D = 64 both bound the loop, above it the products do. At the clock that its power allows an H200
 // does products at 780 to 800 TFLOP/s. docs/hopper.md has what was measured.
 #include "numeric.cuh"
+#include "params_ahead.cuh"
+#include "ptx/overlap.cuh"
 #include "tiles/guarded_softmax.cuh"
 #include "seams/key_tiles.cuh"
 #include "seams/score.cuh"
@@ -85,6 +87,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     SharedMemory& smem = *reinterpret_cast<SharedMemory*>(bytes);
     Barriers& barriers = smem.barriers;
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
+    bring_params<THREADS / 32>(p);
     if (threadIdx.x == 0) {
         barriers.init();
         smem.items.init(ITEM_READERS);
@@ -94,6 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         prefetch_bytes(tables.order + blockIdx.x / 4 * 4, 16);  // the first item waits for it
     }
     __syncthreads();  // the barriers exist for all
+    if (SPLIT) admit_kernel_behind();
 
     if (warpgroup == 0) {
         if constexpr (MOVES_REGISTERS) release_registers<PRODUCER_REGISTERS>();

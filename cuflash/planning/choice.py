@@ -11,27 +11,28 @@ from .tile import Tile, ceil_div, round_up
 
 LEAST_SPAN = 256  # keys: shorter parts have too little work for what they leave to be merged
 MOST_PARTS = 128
+MUCH_WORK = 1024, 8192  # groups of heads, keys
 WAVES = (1, 2, 3, 4, 6, 8)  # items of a block that the parts are cut for
 # Where only the device knows the lengths, parts of one length let blocks get about as much. On
 # average a block should have so many; but longer ones than this gain nothing.
 UNKNOWN_SPANS = (256, 512, 1024)
 
 
-def best_variant(row: Tile, problem: Problem, device: Device) -> tuple[float, Tile]:
-    """The variant of a row that takes least, and its microseconds.
+def best_variants(row: Tile, problem: Problem, device: Device) -> list[tuple[float, Tile]]:
+    """The variant of a row that takes least, with its microseconds, if one serves.
 
-    A given span says how results are summed: so nothing counts then but the queries of one group of
-    heads, and a sequence's result has the same bits in any batch and cache.
+    A given span says how results are summed: so the row is that for much work of this kind, whatever
+    there is, and a sequence's result has the same bits in any batch and cache.
     """
-    timed_for, timed_on = problem, device
+    timed_for = problem
     if problem.split_keys:
+        leading = MUCH_WORK[0], problem.group
         timed_for = replace(
-            problem, leading=(problem.group,), heads=problem.group, key_length=problem.split_keys
+            problem, leading=leading, heads=problem.group, key_length=MUCH_WORK[1]
         )
-        timed_on = replace(device, multiprocessors=1)
     tiles = (tile for tile in _variants(row, problem, device) if not tile.reject(problem, device))
-    times = ((estimate(tile, timed_for, timed_on), tile) for tile in tiles)
-    return min(times, key=lambda timed: timed[0])
+    timed = ((estimate(tile, timed_for, device), tile) for tile in tiles)
+    return sorted(timed, key=lambda pair: pair[0])[:1]
 
 
 def _variants(row: Tile, problem: Problem, device: Device) -> Iterator[Tile]:

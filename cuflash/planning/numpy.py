@@ -23,7 +23,9 @@ class NumpyTile(Tile):
 
     def reject(self, problem: Problem, device: Device) -> str:
         """Why this row cannot serve, or an empty string."""
-        return "" if device.is_cpu else "the numpy engine works on NumPy arrays"
+        if not device.is_cpu:
+            return "the numpy engine works on NumPy arrays"
+        return "does not split keys" if problem.split_keys and self.keys_outside else ""
 
 
 # Threaded BLAS wants tall tiles, so that its threads seldom wait for each other, and a tile of

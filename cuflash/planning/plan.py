@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..operands.dtypes import ITEM_BYTES
 from . import source
-from .choice import best_variant
+from .choice import best_variants
 from .estimate import estimate
 from .problem import Device, Problem
 from .tile import Launch, MapBox, Tile, ceil_div, round_up
@@ -230,7 +230,8 @@ class Plan:
             f"problem    {p}",
             f"device     {self.device}",
             f"kernel     {self.kernel}, algo {self.algo}, engine {self.engine}",
-            f"tiles      {self.block_q} queries x {self.block_k} keys, {self.stages} stage(s)",
+            f"tiles      {self.block_q} queries x {self.block_k} keys, {self.stages} stage(s)"
+            f"{self.tile.variant}",
         ]
         if self.threads:
             lines += [
@@ -271,7 +272,9 @@ def choice_for_gradients(algo: str | None, engine: str | None) -> tuple[Any, Any
 def make_plan(
     problem: Problem, device: Device, algo: str | None = None, engine: str | None = None
 ) -> Plan:
-    """The first row of the table that serves `problem` on `device`.
+    """The row of the table that serves `problem` best on `device`.
+
+    Of forward rows that is the one that is estimated to take least; of others, the first.
 
     Parameters
     ----------
@@ -294,13 +297,11 @@ def make_plan(
     if engine not in (None, *ENGINES):
         known = ", ".join(map(repr, ENGINES))
         raise ValueError(f"engine={engine!r}: choose one of {known}, or None")
-    return _first_that_serves(problem, device, algo, engine)
+    return _chosen(problem, device, algo, engine)
 
 
 @functools.lru_cache(maxsize=1024)
-def _first_that_serves(
-    problem: Problem, device: Device, algo: str | None, engine: str | None
-) -> Plan:
+def _chosen(problem: Problem, device: Device, algo: str | None, engine: str | None) -> Plan:
     rows = [
         row
         for row in TILES
@@ -308,29 +309,39 @@ def _first_that_serves(
         and row.algo in ((algo,) if algo else DEFAULT_ALGOS)
         and engine in (None, row.engine)
     ]
-    rejected: list[tuple[Tile, str]] = []
-    if any(row.rate for row in rows):
-        serving: list[tuple[float, Tile]] = []
-        for row in rows:
-            if reason := row.reject(problem, device):
-                rejected.append((row, reason))
-            else:
-                serving.append(best_variant(row, problem, device))
-        if serving:
-            serving.sort(key=lambda timed: timed[0])
-            others = tuple((tile, time) for time, tile in serving[1:])
-            return Plan(problem, device, serving[0][1], tuple(rejected), others)
-        rows = []
-    for idle_allowed in (False, True):  # better a row that leaves multiprocessors idle than none
-        rejected.clear()
-        for row in rows:
-            reason = (replace(row, fill=0.0) if idle_allowed else row).reject(problem, device)
-            if not reason:
-                return Plan(problem, device, row, tuple(rejected))
-            rejected.append((row, reason))
+    if plan := _fastest(problem, device, rows) or _first_that_serves(problem, device, rows):
+        return plan
     asked = ", ".join(f"{n}={v!r}" for n, v in (("algo", algo), ("engine", engine)) if v)
+    rejected = [(row, row.reject(problem, device)) for row in rows]
     reasons = "\n".join(f"  {line}" for line in _reasons(rejected))
     reasons = reasons or "  there is no kernel of that kind"
     raise NotImplementedError(
         f"no kernel serves {problem} on {device}{' with ' + asked if asked else ''}:\n{reasons}"
     )
+
+
+def _fastest(problem: Problem, device: Device, rows: Iterable[Tile]) -> Plan | None:
+    """The variant that is estimated to take least, of those rows that serve and have a rate."""
+    rejected, timed = [], []
+    for row in rows:
+        if reason := row.reject(problem, device):
+            rejected.append((row, reason))
+        elif row.rate:
+            timed += best_variants(row, problem, device)
+    if not timed:
+        return None
+    (_, best), *others = sorted(timed, key=lambda pair: pair[0])
+    swapped = tuple((tile, time) for time, tile in others)
+    return Plan(problem, device, best, tuple(rejected), swapped)
+
+
+def _first_that_serves(problem: Problem, device: Device, rows: Iterable[Tile]) -> Plan | None:
+    """The first row that serves: better one that leaves multiprocessors idle than none."""
+    for idle_allowed in (False, True):
+        rejected: list[tuple[Tile, str]] = []
+        for row in rows:
+            reason = (replace(row, fill=0.0) if idle_allowed else row).reject(problem, device)
+            if not reason:
+                return Plan(problem, device, row, tuple(rejected))
+            rejected.append((row, reason))
+    return None

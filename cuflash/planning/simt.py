@@ -75,15 +75,15 @@ def _both(**sizes: Any) -> tuple[SimtTile, SimtTile]:
 
 # fmt: off
 _FORWARD = (
-    _fa2(dtypes=SINGLE, max_dim=16,  block_k=64, warps=4, row_lanes=4,  lane_rows=4, rate=40),
+    _fa2(dtypes=SINGLE, max_dim=16,  block_k=64, warps=4, row_lanes=4,  lane_rows=4, rate=30, item_time=1.34),
     _fa2(dtypes=SINGLE, max_dim=64,  block_k=64, warps=4, row_lanes=8,  lane_rows=8, min_blocks=2,
-         rate=40),
-    _fa2(dtypes=SINGLE, max_dim=128, block_k=64, warps=8, row_lanes=16, lane_rows=8, rate=40),
-    _fa2(dtypes=SINGLE, max_dim=128, block_k=32, warps=4, row_lanes=8,  lane_rows=4, rate=25),
-    _fa2(dtypes=EVERY,  max_dim=128, block_k=32, warps=4, row_lanes=16, lane_rows=4, rate=25),
-    _fa2(dtypes=EVERY,  max_dim=256, block_k=32, warps=4, row_lanes=16, lane_rows=4, rate=25),
-    _fa2(dtypes=EVERY,  max_dim=512, block_k=16, warps=4, row_lanes=16, lane_rows=2, rate=25),
-    _fa2(dtypes=EVERY,  max_dim=512, block_k=8,  warps=2, row_lanes=8,  lane_rows=1, rate=25),
+         rate=41, item_time=3.86),
+    _fa2(dtypes=SINGLE, max_dim=128, block_k=64, warps=8, row_lanes=16, lane_rows=8, rate=40, item_time=4.98),
+    _fa2(dtypes=SINGLE, max_dim=128, block_k=32, warps=4, row_lanes=8,  lane_rows=4, rate=34, item_time=1.29),
+    _fa2(dtypes=EVERY,  max_dim=128, block_k=32, warps=4, row_lanes=16, lane_rows=4, rate=30, item_time=0.83),
+    _fa2(dtypes=EVERY,  max_dim=256, block_k=32, warps=4, row_lanes=16, lane_rows=4, rate=27, item_time=1.33),
+    _fa2(dtypes=EVERY,  max_dim=512, block_k=16, warps=4, row_lanes=16, lane_rows=2, rate=18, item_time=1.25),
+    _fa2(dtypes=EVERY,  max_dim=512, block_k=8,  warps=2, row_lanes=8,  lane_rows=1, rate=11, item_time=0.94),
     _fa1(dtypes=SINGLE, max_dim=64,  block_k=128, warps=8, row_lanes=8,  lane_rows=4, stages=2,
          step_k=64),
     _fa1(dtypes=SINGLE, max_dim=128, block_k=64,  warps=8, row_lanes=16, lane_rows=4, stages=2),

@@ -46,12 +46,15 @@ class Buffer(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One kernel of a plan, as it is launched."""
+    """One kernel of a plan, as it is launched. One that `follows` waits by itself for the end of the
+    one before, so that it can be launched ahead of it.
+    """
 
     name: str
     grid: int
     threads: int
     shared_bytes: int = 0
+    follows: bool = False
 
 
 class MapBox(NamedTuple):
@@ -83,8 +86,12 @@ class Tile:
         Whether the kernels compute gradients.
     fill : float
         Thread blocks per multiprocessor from which a row of gradients is worth taking.
-    rate : float
-        TFLOP/s of a forward row on an H200, where all multiprocessors work on long items.
+    rate, item_time : float
+        Of a forward row on an H200, as asv_bench/calibrate.py measures them: TFLOP/s where all
+        multiprocessors work on long items, and the microseconds that an item takes beside.
+    reads_once : bool
+        Whether it is for keys that one tile of queries reads: few of them are under way at a time,
+        of which memory makes more than of many.
     packed : int
         Heads of a group whose rows lie side by side in a tile of queries, a power of two.
     span : int
@@ -102,6 +109,8 @@ class Tile:
     backward: bool = False
     fill: float = 0.0
     rate: float = 0.0
+    item_time: float = 1.0
+    reads_once: bool = False
     packed: int = 1
     span: int = 0
 
@@ -355,6 +364,8 @@ class KernelTile(Tile):
             return f"needs {shared} bytes of shared memory, the device has {device.shared_bytes}"
         if problem.split_keys and not self.has_variants:
             return "does not split keys"
+        if self.span and problem.head_count * problem.query_length * 32 >= 1 << 31:
+            return "too many rows to merge"
         if self.blocks(problem) < self.fill * device.multiprocessors:
             return (
                 f"its {self.blocks(problem)} blocks leave too much of "
@@ -401,7 +412,7 @@ class KernelTile(Tile):
         merge: tuple[Launch, ...] = ()
         if self.span:
             rows = problem.head_count * problem.query_length
-            merge = (Launch("merge_parts", ceil_div(rows * 32, MERGE_THREADS), MERGE_THREADS),)
+            merge = (Launch("merge_parts", ceil_div(rows * 32, MERGE_THREADS), MERGE_THREADS, follows=True),)
         return (*lists, *self.around(problem, self.main_launch(problem, device)), *merge)
 
     def main_launch(self, problem: Problem, device: Device) -> Launch:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..operands.dtypes import ITEM_BYTES
 from .hopper import BARRIER_BYTES, WARPGROUP_ROWS, HopperTile
-from .problem import Problem
+from .problem import Device, Problem
 from .products import product
 from .tile import Buffer, MapBox
 
@@ -25,6 +25,13 @@ class WgmmaTile(HopperTile):
 
     stages: int = 2
     ping_pong: bool = False
+
+    def reject(self, problem: Problem, device: Device) -> str:
+        """Why this row cannot or should not serve, or an empty string."""
+        rows = problem.query_length * (problem.group if not problem.mask else 1)
+        if self.reads_once and rows > self.block_q:
+            return "is for keys that one tile of queries reads"
+        return super().reject(problem, device)
 
     @property
     def kernel(self) -> str:
@@ -110,17 +117,21 @@ _fa1 = partial(WgmmaTile, algo="fa1")
 
 # fmt: off
 ROWS = (
-    *_both(max_dim=64,  block_k=128, warps=12, stages=4, ping_pong=True, rate=560),
-    *_both(max_dim=64,  block_k=128, warps=8,  stages=4, ping_pong=True, rate=520),
-    *_both(max_dim=64,  block_k=128, warps=4,  stages=6, rate=330),
-    *_both(max_dim=128, block_k=80,  warps=12, stages=4, ping_pong=True, rate=700),
-    *_both(max_dim=128, block_k=128, warps=8,  stages=3, ping_pong=True, rate=690),
-    *_both(max_dim=128, block_k=128, warps=4,  stages=3, rate=430),
-    *_both(max_dim=192, block_k=112, warps=8,  rate=670),
-    *_both(max_dim=192, block_k=64,  warps=4,  stages=4, rate=450),
-    *_both(max_dim=256, block_k=80,  warps=8,  rate=690),
-    *_both(max_dim=256, block_k=64,  warps=8,  rate=660),
-    *_both(max_dim=256, block_k=64,  warps=4,  stages=3, rate=450),
+    *_both(max_dim=64,  block_k=128, warps=12, stages=4, ping_pong=True, rate=657, item_time=1.63),
+    *_both(max_dim=64,  block_k=128, warps=8,  stages=4, ping_pong=True, rate=529, item_time=1.41),
+    *_both(max_dim=64,  block_k=128, warps=4,  stages=6, rate=373, item_time=1.28),
+    *_both(max_dim=64,  block_k=64,  warps=4,  stages=4, rate=300, item_time=1.28, reads_once=True),
+    *_both(max_dim=128, block_k=80,  warps=12, stages=4, ping_pong=True, rate=867, item_time=1.97),
+    *_both(max_dim=128, block_k=128, warps=8,  stages=3, ping_pong=True, rate=833, item_time=1.88),
+    *_both(max_dim=128, block_k=128, warps=4,  stages=3, rate=578, item_time=1.54),
+    *_both(max_dim=128, block_k=32,  warps=4,  stages=4, rate=300, item_time=1.54, reads_once=True),
+    *_both(max_dim=192, block_k=112, warps=8,  rate=874, item_time=2.23),
+    *_both(max_dim=192, block_k=64,  warps=4,  stages=4, rate=640, item_time=1.73),
+    *_both(max_dim=192, block_k=32,  warps=4,  stages=4, rate=300, item_time=1.73, reads_once=True),
+    *_both(max_dim=256, block_k=80,  warps=8,  rate=879, item_time=2.47),
+    *_both(max_dim=256, block_k=64,  warps=8,  rate=835, item_time=2.59),
+    *_both(max_dim=256, block_k=64,  warps=4,  stages=3, rate=726, item_time=2.21),
+    *_both(max_dim=256, block_k=32,  warps=4,  stages=4, rate=300, item_time=2.21, reads_once=True),
     _fa1(max_dim=64,  block_k=768, step_k=128, warps=12, stages=1, ping_pong=True),
     _fa1(max_dim=64,  block_k=768, step_k=128, warps=8,  stages=1, ping_pong=True),
     _fa1(max_dim=128, block_k=384, step_k=128, warps=8,  stages=1, ping_pong=True),

@@ -703,6 +703,11 @@ def _(asm, m, ops):
     return f"{kind} v = {value}; emu_store_strong({pointer}, &v, sizeof v, {release}, EMU_HERE);"
 
 
+@_ptx(r"griddepcontrol\.(wait|launch_dependents)")
+def _(asm, m, ops):
+    return ""  # kernels run one after the other
+
+
 _ORDERS = {"acquire": 1, "release": 2, "acq_rel": 3}
 _ATOMIC_TYPES = {"f32": 0, "s32": 1, "u32": 2, "b32": 2, "f64": 3, "u64": 4, "b64": 4, "s64": 5}
 _OPERATIONS = {"add": 0, "max": 1, "min": 2, "exch": 3, "cas": 4, "or": 5, "and": 6, "xor": 7}

@@ -1,0 +1,96 @@
+"""What the estimate of a forward plan reckons with, measured: cuflash/planning/estimate.py.
+
+    python asv_bench/calibrate.py [--engines wgmma mma simt] [--ms 20]
+
+Every row of the table works on items of one length, the same number of them for each thread block:
+few and many items, short and long ones, of keys that all heads share and the L2 cache holds. A
+call's time is `start + items (key tiles * step + item)`. Printed are, for each row at its largest
+head dim, `rate` (TFLOP/s of the steps alone) and `item_time` (us), as the table has them, and the
+start (us).
+
+The planning package's tables and constants are of an H200 with its clocks as they come.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import functools
+import statistics
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import gpu as bench
+
+import cuflash
+from cuflash.calls.arguments import Arguments, Options, forward_arrays
+from cuflash.calls.call import ForwardCall
+from cuflash.calls.run import find_call, launch_module
+from cuflash.planning.plan import TILES, Plan
+
+ITEMS, KEY_TILES = (4, 16), (2, 34)
+DTYPES = {"wgmma": "bf16", "mma": "bf16", "simt": "fp32"}
+
+
+def rows(engines):
+    """The forward rows of those engines that serve the type, but fa2 where fa3 has the same."""
+    names = {"bf16": "bfloat16", "fp32": "float32"}
+    for row in TILES:
+        serves = row.engine in engines and names[DTYPES[row.engine]] in row.dtypes
+        if row.rate and serves and (row.persists or row.engine != "wgmma"):
+            yield row
+
+
+def call_with(row, items: int, key_tiles: int):
+    """A call in which every block works on so many items of so many key tiles."""
+    dtype = DTYPES[row.engine]
+    device = bench.need_gpu().cuda.Device()
+    heads = device.attributes["MultiProcessorCount"] * row.blocks_per_multiprocessor
+    width, keys = row.max_dim, key_tiles * row.block_k
+    q = bench.draw((1, heads, items * row.block_q, width), dtype)
+    k, v = (bench.draw((1, 1, keys, width), dtype) for _ in range(2))
+    arrays = forward_arrays(q.cupy, k.cupy, v.cupy, None, False, None, None, None)
+    arguments = Arguments(ForwardCall.operands, arrays)
+    call = copy.copy(find_call(ForwardCall, arguments, Options()))
+    call.plan, call.launch = Plan(call.plan.problem, call.plan.device, row), None
+    call.workspace_bytes = call.plan.workspace_bytes
+    return functools.partial(launch_module().run, call, arguments, 1)
+
+
+def measure(row, milliseconds: float) -> tuple[float, float, float]:
+    """(rate, item_time, start) of a row."""
+    meter, (few, many), (short, long) = bench.meter(), ITEMS, KEY_TILES
+    work = [(few, short), (many, short), (many, long)]
+    columns = meter.measure([call_with(row, *x) for x in work], milliseconds)
+    shortest, short_ones, long_ones = map(statistics.median, columns)
+    step = (long_ones - short_ones) / (many * (long - short))
+    item = (short_ones - shortest) / (many - few) - short * step
+    start = shortest - few * (short * step + item)
+    multiprocessors = bench.need_gpu().cuda.Device().attributes["MultiProcessorCount"]
+    flops = 4 * row.block_q * row.block_k * row.max_dim * row.blocks_per_multiprocessor
+    return flops * multiprocessors / step / 1e6, item, start
+
+
+def main(arguments=None) -> None:
+    """Measure the rows asked for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--engines", nargs="+", default=list(DTYPES), choices=list(DTYPES))
+    parser.add_argument("--ms", type=float, default=20, help="GPU time per call")
+    options = parser.parse_args(arguments)
+    print(cuflash.__name__, ", ".join(f"{key} {value}" for key, value in bench.facts().items()))
+    for row in rows(options.engines):
+        try:
+            rate, item, start = measure(row, options.ms)
+        except Exception as error:
+            print(f"{row} D {row.max_dim}: {bench.in_words(error)}")
+            continue
+        print(f"{row} D {row.max_dim}: rate={rate:.0f}, item_time={item:.2f}, start {start:.1f} us")
+        bench.release()
+
+
+if __name__ == "__main__":
+    main()
