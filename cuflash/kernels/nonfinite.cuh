@@ -95,7 +95,7 @@ __device__ __forceinline__ Accumulator raw_score(const Params& p, const Head& he
 __device__ __forceinline__ Accumulator score_alone(const Params& p, const Head& head, int q,
                                                    int k) {
     const Accumulator score = raw_score(p, head, q, k);
-    if constexpr (SCORE_IS_MODIFIED) return modify(score * p.scale, head, q, k, p);
+    if constexpr (SCORE_IS_MODIFIED) return score_of(score, head, q, k, p).value;
     return score;
 }
 
