@@ -104,14 +104,16 @@ _fa1 = partial(WgmmaTile, algo="fa1")
 
 # fmt: off
 ROWS = (
-    *_both(max_dim=64,  block_k=128, warps=12, stages=4, ping_pong=True),
+    *_both(max_dim=64,  block_k=128, warps=12, stages=4, ping_pong=True, modified=False),
+    *_both(max_dim=64,  block_k=112, warps=12, stages=4, ping_pong=True),
     *_both(max_dim=64,  block_k=128, warps=8,  stages=4, ping_pong=True),
     *_both(max_dim=128, block_k=80,  warps=12, stages=4, ping_pong=True),
     *_both(max_dim=128, block_k=128, warps=8,  stages=3, ping_pong=True),
     *_both(max_dim=192, block_k=112, warps=8),
     *_both(max_dim=256, block_k=80,  warps=8),
     *_both(max_dim=256, block_k=64,  warps=8),
-    _fa1(max_dim=64,  block_k=768, step_k=128, warps=12, stages=1, ping_pong=True),
+    _fa1(max_dim=64,  block_k=768, step_k=128, warps=12, stages=1, ping_pong=True, modified=False),
+    _fa1(max_dim=64,  block_k=784, step_k=112, warps=12, stages=1, ping_pong=True),
     _fa1(max_dim=64,  block_k=768, step_k=128, warps=8,  stages=1, ping_pong=True),
     _fa1(max_dim=128, block_k=384, step_k=128, warps=8,  stages=1, ping_pong=True),
     _fa1(max_dim=192, block_k=224, step_k=112, warps=8,  stages=1),
