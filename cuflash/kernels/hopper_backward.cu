@@ -173,6 +173,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
         score_gradients(slot);
         if (!SCORE_IS_MODIFIED && is_first) check_keys();
         wait_products<1>(S);
+        if (SCORE_IS_MODIFIED) settle(dK), settle(dV);  // else two registers too few at D = 128
         now.to_probabilities(S, slope, P_pairs, log2_sums);
         if (facts.is_cut) {
             now.hide(S, TileBits(p, facts.visit, consumer * SLAB));

@@ -61,7 +61,7 @@ struct GradientStep {
                     left[e] = is_kept(i, j) ? S[i][j] : Accumulator(0);
                     if constexpr (STORES_DSCORE)
                         slope[i][j] = score.slope;
-                    else  // never -0
+                    else  // never -0, which is for hidden pairs
                         S[i][j] = multiply_add(S[i][j], score.slope, Accumulator(0));
                 }
             }
