@@ -407,7 +407,9 @@ def forward_bound(
     which moves tanh by at most 2 u_acc |x| (1 - tanh(x)^2) <= 2 u_acc |tanh x|; tanh itself is
     good to 2 ulp, which is 4 u_acc relative (CUDA documents at most 2 for tanhf, 1 for tanh); the
     product by the stored c adds 2 u_acc. In all 8 u_acc |c tanh(s / c)|, to be added to sigma,
-    where |c tanh(s / c)| <= min(c, max |s|) and max |s| <= scale max(|q||k|).
+    where |c tanh(s / c)| <= min(c, max |s|) and max |s| <= scale max(|q||k|). Kernels multiply by
+    scale / c, rounded once, in the place of scale, so that sigma has that already. Their tanh of
+    half types is good to 6 u_acc (docs/numerics.md), and the product adds 2 u_acc: 8 as well.
 
     **Weights.** The weight exp(s_j - m) / l changes relatively by the error of s_j, and by the
     weighted mean of all such errors through l: 2 sigma. The difference s_j - m is rounded as
@@ -528,7 +530,7 @@ def backward_bound(
     **Softcap's slope.** An error sigma_x of the argument (sigma without softcap's own part)
     moves t by f sigma_x / c, and f by 2 |t| times that. t itself is off by 8 u_acc |t|, and
     squaring, subtracting and multiplying c and 1 / c into it round three to four numbers of at
-    most 1:
+    most 1, and what kernels have for half types is good to 8 u_acc:
 
         slope_error = 2 f sigma_x / c + 20 u_acc.
 

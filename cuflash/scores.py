@@ -31,6 +31,9 @@ class ScoreMod:
     captures : tuple of (str, float)
         Scalars the expression uses. Their values are run-time arguments of the kernel:
         another value compiles nothing.
+    unit : str
+        The captured scalar that scores are measured in, before and after: the score becomes
+        ``unit * expression(score / unit)``, whose slope is the expression's. Empty for 1.
 
     Examples
     --------
@@ -40,6 +43,7 @@ class ScoreMod:
 
     expression: str
     captures: tuple[tuple[str, float], ...] = ()
+    unit: str = ""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -57,8 +61,10 @@ class ScoreMod:
     ) -> NDArray[Any]:  # fmt: skip
         """The expression on NumPy arrays that broadcast together, in the precision of `score`."""
         score = np.asarray(score)
+        unit = self._unit(score.dtype)
+        score = score if unit is None else score / unit
         found: NDArray[Any] = self._evaluate(score, score.dtype, batch, head, q, k)
-        return found
+        return found if unit is None else unit * found
 
     def derivative(
         self, score: ArrayLike, batch: Positions = 0, head: Positions = 0, q: Positions = 0,
@@ -79,11 +85,17 @@ class ScoreMod:
     ) -> tuple[NDArray[Any], NDArray[Any]]:  # fmt: skip
         """The expression and its derivative, from one evaluation."""
         score = np.asarray(score)
-        one = score.dtype.type(1)
+        unit, one = self._unit(score.dtype), score.dtype.type(1)
+        score = score if unit is None else score / unit
         result = self._evaluate(_Dual(score, one), score.dtype, batch, head, q, k)
         if not isinstance(result, _Dual):  # The expression does not read `score`.
-            return result, np.zeros(np.shape(result), score.dtype)
-        return result.value, np.broadcast_to(result.slope, np.shape(result.value))
+            result = _Dual(result, score.dtype.type(0))
+        value = result.value if unit is None else unit * result.value
+        return value, np.broadcast_to(result.slope, np.shape(value))
+
+    def _unit(self, dtype: np.dtype[Any]) -> Any:
+        """The value of the unit, None for 1."""
+        return dtype.type(dict(self.captures)[self.unit]) if self.unit else None
 
     def _evaluate(
         self, score: NDArray[Any] | _Dual, dtype: np.dtype[Any], batch: Positions, head: Positions,
@@ -158,7 +170,7 @@ def checked_scale(value: object, accumulator: str) -> float:
     return number
 
 
-def softcap(value: object, accumulator: str = "float32") -> ScoreMod:
+def softcap(value: object, accumulator: str = "float32", scale: float = 1.0) -> ScoreMod:
     """`value * tanh(score / value)`: bounds scores smoothly to +-value.
 
     Raises
@@ -166,7 +178,8 @@ def softcap(value: object, accumulator: str = "float32") -> ScoreMod:
     TypeError
         If `value` is not a real number.
     ValueError
-        If `value` is not in the range that scores of type `accumulator` allow.
+        If `value` is not in the range that scores of type `accumulator` allow, or `scale / value`,
+        which kernels multiply q.k by, is no such scale.
     """
     low, high = _SOFTCAPS[accumulator]
     number = _real("softcap", value, "a positive number")
@@ -175,7 +188,13 @@ def softcap(value: object, accumulator: str = "float32") -> ScoreMod:
             f"softcap={reprlib.repr(value)}: give a positive number from {low:.2g} to {high:.2g}, "
             f"for sums in {accumulator}, or None for no softcap"
         )
-    return ScoreMod("softcap * tanh(score / softcap)", (("softcap", number),))
+    low, high = _SCALES[accumulator]
+    if scale and not low <= scale / number <= high:
+        raise ValueError(
+            f"scale={scale:.2g} and softcap={number:.2g}: scale / softcap must be 0 or a number "
+            f"from {low:.2g} to {high:.2g}, for sums in {accumulator}"
+        )
+    return ScoreMod("tanh(score)", (("softcap", number),), unit="softcap")
 
 
 def _real(name: str, value: object, wanted: str) -> float:

@@ -25,7 +25,7 @@ KINDS = {
     "plain": {},
     "unaligned": {"aligned": False},
     "lengths": {"q_lengths": "int32", "kv_lengths": "int32", "q_offset": "int32"},
-    "score": {"score": "softcap * tanh(score / softcap)", "captures": ("softcap",)},
+    "score": {"score": "tanh(score)", "captures": ("softcap",), "unit": "softcap"},
     "blocks": {"mask": "blocks"},
     "elements": {"mask": "elements", "mask_lists": 4},
     "any order": {"deterministic": False},

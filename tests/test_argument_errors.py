@@ -141,6 +141,12 @@ ERRORS = {
     "softcap NaN": ((Q, K, V), {"softcap": math.nan}, ValueError, "softcap=nan: give a positive"),
     "softcap word": ((Q, K, V), {"softcap": "20"}, TypeError, "softcap='20': give a positive"),
     "softcap True": ((Q, K, V), {"softcap": True}, TypeError, "softcap=True: give a positive"),
+    "softcap and scale": (
+        (Q, K, V),
+        {"softcap": 2.0**100, "scale": 2.0**-30},
+        ValueError,
+        r"scale=9.3e-10 and softcap=1.3e\+30: scale / softcap must be 0 or a number from 1.2e-38",
+    ),
     "softcap array": ((Q, K, V), {"softcap": np.ones(2)}, TypeError, "softcap=array"),
     "scale": ((Q, K, V), {"scale": -1.0}, ValueError, "scale=-1.0: give 0 or a number from"),
     "scale NaN": ((Q, K, V), {"scale": math.nan}, ValueError, "scale=nan: give 0 or a number from"),

@@ -55,9 +55,9 @@ BIAS = [
     (r"(head\.list = list;)", r"\1 const i64 pairs = i64(p.query_length) * p.key_length; "
      r"head.dbias = (float*)p.q_offset + (i64(p.head_count) + index) * pairs; "
      r"head.bias = head.dbias - p.head_count * pairs;"),
-    (r"return (softcap \* tanh\(score / softcap\));",
+    (r"return (tanh\(score\));",
      r"const bool exists = q >= 0 && q < located.query_length && k < located.key_length; return \1 "
-     r"+ Accumulator(exists ? located.bias[(long long)q * p.key_length + k] : 0.0f);"),
+     r"+ Accumulator(exists ? located.bias[(long long)q * p.key_length + k] : 0.0f) / softcap;"),
     (EMPTY["store_dscore"], r"\1 p\2 head\3 head.dbias[i64(q) * p.key_length + k] += dscore;"),
 ]  # fmt: skip
 
@@ -96,9 +96,9 @@ class Hooked:
     """Attention with a bias behind softcap, dropout and sinks, and its bounds, in float64.
 
     `kept` is what dropout multiplies P by. The bounds are those of `reference.forward_bound` and
-    `reference.backward_bound`, of P after dropout where P meets V or dout. The sum of a score and a
-    bias b is rounded: 2 u_acc |b|. A sink s adds exp(s - lse) to l, and the exponent is rounded:
-    u_acc (|s| + 2 |lse|).
+    `reference.backward_bound`, of P after dropout where P meets V or dout. A bias b is divided by
+    the score's unit, and the sum of the two is rounded: 2 u_acc |b|. A sink s adds exp(s - lse)
+    to l, and the exponent is rounded: u_acc (|s| + 2 |lse|).
     """
 
     def __init__(self, q, k, v, softcap=None, bias=0.0, kept=1.0, sinks=-np.inf, **mask):
@@ -321,7 +321,7 @@ WRONG_FORWARD = [
      "sinks"),
     ("rows that see nothing have no sink", r"has_sink = ", "has_sink = !empty && ", "fa1 simt",
      "sinks"),
-    ("the bias of the next query", r"(modify\(S\[i\]\[j\] \* p\.scale, head, q_begin)", r"\1 + 1",
+    ("the bias of the next query", r"(score_of\(S\[i\]\[j\], head, q_begin)", r"\1 + 1",
      "fa2 simt", "bias"),
 ]  # fmt: skip
 WRONG_BACKWARD = [
@@ -341,7 +341,7 @@ WRONG_BACKWARD = [
      "fa2 mma", "bias"),
     ("pairs that do not exist have a dscore", r"if \(q < head\.query_length && k < .*?\)(?=\s+sto)",
      "", "fa2 mma", "bias lengths"),
-    ("the bias of the next query", r"(modify\(score, head, q_begin)", r"\1 + 1", "fa2 simt",
+    ("the bias of the next query", r"(score_of\(S\[i\]\[j\], head, q_begin)", r"\1 + 1", "fa2 simt",
      "bias"),
 ]  # fmt: skip
 

@@ -175,8 +175,9 @@ def test_an_expression_sees_positions_and_captures():
      "tanh(score)", "exp(-score)", "log(score)", "sqrt(score)", "abs(score)", "abs(-score)", "2.5",
      "slope * tanh(exp(score / slope) - sqrt(score) * k)"],
 )  # fmt: skip
-def test_a_derivative_is_the_limit_of_differences(expression):
-    score = ScoreMod(expression, (("slope", 1.5),))
+@pytest.mark.parametrize("unit", ["", "slope"])
+def test_a_derivative_is_the_limit_of_differences(expression, unit):
+    score = ScoreMod(expression, (("slope", 1.5),), unit)
     points, k, step = np.linspace(0.3, 2, 6).reshape(2, 3), np.arange(3), 1e-5
     value, got = score.linearize(points, k=k)
     np.testing.assert_array_equal(value, score.evaluate(points, k=k))

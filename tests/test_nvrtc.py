@@ -20,6 +20,7 @@ from compile_kernels import Compiled, compile_source, messages, newest_library, 
 from cuflash.operands.dtypes import ITEM_BYTES
 from cuflash.planning.plan import TILES, Plan, Tile, make_plan
 from cuflash.planning.problem import Device, Problem
+from cuflash.scores import softcap
 
 REGISTERS = 65536  # of a multiprocessor
 ARCHES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_100", "sm_120")
@@ -60,15 +61,23 @@ class Kernel(NamedTuple):
     head_dim: int
     name: str = ""
     mask: str = ""
+    capped: bool = False
 
     def __str__(self):
         text = f"{self.row}, D {self.head_dim}, {self.dtype}, {self.arch}"
         text += ", mask" if self.mask else ""
+        text += ", softcap" if self.capped else ""
         return f"{text}, {self.name}" if self.name else text
 
     @property
     def problem(self) -> Problem:
-        return problem(self.dtype, self.head_dim, self.row.backward, self.mask)
+        made = problem(self.dtype, self.head_dim, self.row.backward, self.mask)
+        if not self.capped:
+            return made
+        score = softcap(30.0)
+        return dataclasses.replace(
+            made, score=score.expression, captures=score.names, unit=score.unit
+        )
 
     @property
     def plan(self) -> Plan:
@@ -115,10 +124,12 @@ def kernels(arch, dtypes) -> list[Kernel]:
 
 
 def every_row() -> list[Kernel]:
-    """All rows for sm_90a: mma and wgmma in bf16, without and with a mask; simt in two types."""
+    """All rows for sm_90a: mma and wgmma in bf16, without and with a mask or softcap; simt in two
+    types.
+    """
     mma = [x for x in kernels("sm_90a", ["bfloat16"]) if x.row.engine in ("mma", "wgmma")]
     simt = [x for x in kernels("sm_90a", ["float32", "float64"]) if x.row.engine == "simt"]
-    return mma + masked(mma) + simt
+    return mma + masked(mma) + capped(mma) + simt
 
 
 def masked(made: list[Kernel]) -> list[Kernel]:
@@ -126,6 +137,12 @@ def masked(made: list[Kernel]) -> list[Kernel]:
     main = [x._replace(mask="elements") for x in made if not x.name]
     main = [x for x in main if not x.reject()]
     return main + [main[0]._replace(name=name) for name in ("mask_tiles", "mask_lists")]
+
+
+def capped(made: list[Kernel]) -> list[Kernel]:
+    """The kernels of `made` that compute scores, with softcap."""
+    scoring = [x for x in made if x.name in ("", "hopper_backward_queries")]
+    return [y for x in scoring if not (y := x._replace(capped=True)).reject()]
 
 
 def one_row_each() -> list[Kernel]:
@@ -182,7 +199,8 @@ def test_every_architecture_has_its_kernels():
 def whole_matrix() -> dict[str, Kernel]:
     """All kernels that may have a budget, by name."""
     made = [kernel for arch in (*ARCHES, "sm_90a") for kernel in kernels(arch, ITEM_BYTES)]
-    made += masked(kernels("sm_90a", ["bfloat16"]))
+    halves = kernels("sm_90a", ["bfloat16"])
+    made += masked(halves) + capped([x for x in halves if x.row.engine != "simt"])
     names = {str(kernel): kernel for kernel in made}
     assert len(names) == len(made)  # a name tells a row
     return names

@@ -215,9 +215,14 @@ def test_an_offset_is_a_parameter(algo, engine, backward):
 def test_score_expression():
     text = plan(score="score * slope", captures=("slope",)).source()
     lines = '#line 1 "score expression"\n    return score * slope;'
-    assert f"    const Accumulator slope = p.slope;\n{lines}" in text
+    assert f"    [[maybe_unused]] const Accumulator slope = p.slope;\n{lines}" in text
+    assert "score_unit(const Params& p) { return Accumulator(1); }" in text
+    assert "score_scale(const Params& p) { return p.scale; }" in text
     assert "constexpr bool SCORE_IS_MODIFIED = true;" in text
     assert '#line 1 "score expression"\n    return score;' in plan().source()
+    text = plan(score="tanh(score)", captures=("cap",), unit="cap").source()
+    assert "score_unit(const Params& p) { return p.cap; }" in text
+    assert "score_scale(const Params& p) { return p.score_scale; }" in text
 
 
 def test_numpy_plans_have_no_source():
@@ -259,6 +264,7 @@ def test_packing():
     assert params["band_left"] == (1 << 30) - 1
     assert params["bottom_right"] == params["shift"] == 0
     assert params["softcap"] == 7
+    assert params["score_scale"] == np.float32(0.5 / 7)
     assert params["scale"] == 0.5
     assert params["query_tiles"] == -(-100 // made.block_q)
     assert params["head_count"] == 6

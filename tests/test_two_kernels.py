@@ -83,7 +83,8 @@ def test_each_kernel_has_tensor_maps_of_its_own():
 def test_registers_suffice(d, e, kind):
     require_nvrtc()
     score = softcap(2.0)
-    more = {"blocks": {"mask": kind}, "score": {"score": score.expression, "captures": score.names}}
+    changed = {"score": score.expression, "captures": score.names, "unit": score.unit}
+    more = {"blocks": {"mask": kind}, "score": changed}
     plan = plan_of(d, e, **more.get(kind, {}))
     for kernel in (KEYS, QUERIES):
         compiled = compile_source(without_comments(plan.source(kernel)), "sm_90a")

@@ -116,7 +116,7 @@ class Call:
         # Kernels tell hidden keys by -infinity times the scale, unless a score is changed.
         self.score: ScoreMod | None = UNSCALED if self.scale == 0 else None
         if options.softcap is not None:
-            self.score = softcap(options.softcap, accumulator)
+            self.score = softcap(options.softcap, accumulator, self.scale)
         lengths = {name: given.get(name) for name in OF_BATCH}
         mask = given.get("mask")
         broadcast = {**lengths, "mask": mask, "enable_gqa": bool(options.enable_gqa)}

@@ -53,6 +53,8 @@ def pack(plan: Plan, layout: Layout, scale: float, captured: tuple[float, ...]) 
     params["scale"] = scale
     for name, value in zip(problem.captures, captured):
         params[name] = value
+    if problem.unit:
+        params["score_scale"] = scale / captured[problem.captures.index(problem.unit)]
     return params
 
 

@@ -24,7 +24,6 @@
 // docs/kernels.md says what bounds its speed, and what was tried.
 #pragma once
 #include "dq_turns.cuh"
-#include "dual_number.cuh"
 #include "nonfinite.cuh"
 #include "row_stats.cuh"
 #include "seams/hooks.cuh"
@@ -96,11 +95,8 @@ __device__ __forceinline__ void to_probabilities(Accumulator (&S)[ROWS][COLUMNS]
         for (int j = 0; j < COLUMNS; ++j) {
             const int column = tile.column(j);
             if constexpr (SCORE_IS_MODIFIED) {
-                using Number = Dual<Accumulator>;
-                const Number score(S[i][j] * p.scale, Accumulator(1));
-                const Number modified = modify(score, head, q_begin + column, k, p);
-                S[i][j] = modified.value;
-                slope[i][j] = modified.slope;
+                const auto score = score_of(S[i][j], head, q_begin + column, k, p);
+                S[i][j] = score.value, slope[i][j] = score.slope;
             }
             S[i][j] = exp2_of(multiply_add(S[i][j], multiplier, -log2_sums[column]));
             if (CUT && (column < first || column > last)) S[i][j] = Accumulator(-0.0);

@@ -163,20 +163,22 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
         open_products();
         multiply_shared<KeyRows, QueryRows>(S, K, Q + slot * (QueryRows::BYTES >> 4));
         commit_products();
-        if (!SCORE_IS_MODIFIED) score_gradients(slot);
         const bool is_first = slot == 0 && !keys_checked;  // of its keys
-        if (is_first) check_keys();
-        wait_products<SCORE_IS_MODIFIED ? 0 : 1>(S);
         if (SCORE_IS_MODIFIED) {
-            if (is_first) barriers.K_checked.wait(items / GROUP % 2);
-            if (has_nonfinite_keys()) now.score_again(S);
+            if (is_first) check_keys(), barriers.K_checked.wait(items / GROUP % 2);
+            if (has_nonfinite_keys()) {
+                wait_products<0>(S);
+                now.score_again(S);
+            }
         }
-        now.to_probabilities(S, slope, log2_sums);
-        if (facts.is_cut) now.hide(S, TileBits(p, facts.visit, consumer * SLAB));
-        if (SCORE_IS_MODIFIED) {  // the slope leaves no registers for dP
-            now.pack_kept(P_pairs, S);
-            if (!STORES_DSCORE) now.apply_slope(S, slope);
-            score_gradients(slot);
+        score_gradients(slot);
+        if (!SCORE_IS_MODIFIED && is_first) check_keys();
+        wait_products<1>(S);
+        if (SCORE_IS_MODIFIED) settle(dK), settle(dV);  // else two registers too few at D = 128
+        now.to_probabilities(S, slope, P_pairs, log2_sums);
+        if (facts.is_cut) {
+            now.hide(S, TileBits(p, facts.visit, consumer * SLAB));
+            if (SCORE_IS_MODIFIED) now.hide_pairs(P_pairs, S);
         }
         wait_products<0>(dP);
         now.to_score_gradients(dP, S, deltas);

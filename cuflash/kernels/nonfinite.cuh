@@ -97,7 +97,7 @@ __device__ __forceinline__ Accumulator score_alone(const Params& p, const Head& 
                                                    int k) {
     const Accumulator score = raw_score(p, head, row, k);
     if constexpr (SCORE_IS_MODIFIED)
-        return modify(score * p.scale, row_head(head, row), query_of(row), k, p);
+        return score_of(score, row_head(head, row), query_of(row), k, p).value;
     return score;
 }
 

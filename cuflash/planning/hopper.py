@@ -21,17 +21,30 @@ BARRIER_BYTES = 1024  # of shared memory, with what else is not tiles
 
 @dataclass(frozen=True, kw_only=True)
 class HopperTile(KernelTile):
-    """A row whose warpgroups have 64 rows each; four more warps copy tiles."""
+    """A row whose warpgroups have 64 rows each; four more warps copy tiles.
+
+    Parameters
+    ----------
+    modified : bool
+        Whether there are registers to change scores in.
+    """
 
     engine: ClassVar[Engine] = "wgmma"
     compile_options: ClassVar[tuple[str, ...]] = ("-arch=sm_90a",)
 
     dtypes: tuple[str, ...] = HALF
+    modified: bool = True
 
     @property
     def threads(self) -> int:
         """Threads of one block."""
         return 32 * self.warps + WARPGROUP
+
+    def reject(self, problem: Problem, device: Device) -> str:
+        """Why this row cannot or should not serve, or an empty string."""
+        if problem.score and not self.modified:
+            return "has no registers for modified scores"
+        return super().reject(problem, device)
 
     def missing(self, problem: Problem, device: Device) -> str:
         """What the device or the operands lack, or an empty string."""

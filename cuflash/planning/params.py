@@ -85,6 +85,8 @@ def _fields(problem: Problem) -> Iterator[tuple[tuple[str, ...], str, str]]:
     yield from _SCALARS
     if problem.mask == "elements":
         yield from _ELEMENT_SCALARS
+    if problem.unit:
+        yield ("score_scale",), "Accumulator", "Accumulator"  # by which q.k is in the score's unit
 
 
 def fields(problem: Problem) -> Iterator[tuple[str, str, int, str]]:

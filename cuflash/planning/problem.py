@@ -116,7 +116,8 @@ class Problem:
     band : Band
         Causal mask and window.
     score : str
-        The score modification's expression, empty for none; `captures` names its scalars.
+        The score modification's expression, empty for none; `captures` names its scalars, and
+        `unit` the one among them that scores are measured in.
     q_lengths, kv_lengths : str
         Integer type of the lengths, empty where there are none.
     q_offset : str
@@ -153,6 +154,7 @@ class Problem:
     band: Band = Band()
     score: str = ""
     captures: tuple[str, ...] = ()
+    unit: str = ""
     q_lengths: str = ""
     kv_lengths: str = ""
     q_offset: str = ""
@@ -203,7 +205,7 @@ class Problem:
         if self.mask:
             text += f", mask of {self.mask}"
         if self.score:
-            text += f", score {self.score}"
+            text += f", score {self.score}" + (f" in units of {self.unit}" if self.unit else "")
         for name in ("q_lengths", "kv_lengths", "q_offset"):
             if getattr(self, name):
                 text += f", {name}"
@@ -268,6 +270,7 @@ def make_problem(
         band=band,
         score=score.expression if score else "",
         captures=score.names if score else (),
+        unit=score.unit if score else "",
         q_lengths=lengths.get("q_lengths", ""),
         kv_lengths=lengths.get("kv_lengths", ""),
         q_offset=lengths.get("q_offset", ""),

@@ -50,10 +50,18 @@ def _namespace(name: str, values: dict[str, int]) -> str:
 
 
 def _score_function(problem: Problem) -> str:
-    """The expression with the names it may use; Head, defined further on, is a template's."""
-    names = problem.captures
-    captures = "".join(f"    const Accumulator {name} = p.{name};\n" for name in names)
+    """The expression with the names it may use, and what its scores are measured in.
+
+    Head, defined further on, is a template's.
+    """
+    unit = f"p.{problem.unit}" if problem.unit else "Accumulator(1)"
+    scale = "p.score_scale" if problem.unit else "p.scale"
+    captures = "".join(
+        f"    [[maybe_unused]] const Accumulator {name} = p.{name};\n" for name in problem.captures
+    )
     return f"""\
+__device__ __forceinline__ Accumulator score_unit(const Params& p) {{ return {unit}; }}
+__device__ __forceinline__ Accumulator score_scale(const Params& p) {{ return {scale}; }}
 template <typename T, typename Head>
 __device__ __forceinline__ T modify(T score, const Head& located, int q, int k, const Params& p) {{
     [[maybe_unused]] const int batch = located.batch, head = located.head;

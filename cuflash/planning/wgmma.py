@@ -117,7 +117,9 @@ _fa1 = partial(WgmmaTile, algo="fa1")
 
 # fmt: off
 ROWS = (
-    *_both(max_dim=64,  block_k=128, warps=12, stages=4, ping_pong=True, rate=657, item_time=1.63),
+    *_both(max_dim=64,  block_k=128, warps=12, stages=4, ping_pong=True, modified=False, rate=657,
+           item_time=1.63),
+    *_both(max_dim=64,  block_k=112, warps=12, stages=4, ping_pong=True, rate=640, item_time=1.63),
     *_both(max_dim=64,  block_k=128, warps=8,  stages=4, ping_pong=True, rate=529, item_time=1.41),
     *_both(max_dim=64,  block_k=128, warps=4,  stages=6, rate=373, item_time=1.28),
     *_both(max_dim=64,  block_k=64,  warps=4,  stages=4, rate=300, item_time=1.28, reads_once=True),
@@ -132,7 +134,8 @@ ROWS = (
     *_both(max_dim=256, block_k=64,  warps=8,  rate=835, item_time=2.59),
     *_both(max_dim=256, block_k=64,  warps=4,  stages=3, rate=726, item_time=2.21),
     *_both(max_dim=256, block_k=32,  warps=4,  stages=4, rate=300, item_time=2.21, reads_once=True),
-    _fa1(max_dim=64,  block_k=768, step_k=128, warps=12, stages=1, ping_pong=True),
+    _fa1(max_dim=64,  block_k=768, step_k=128, warps=12, stages=1, ping_pong=True, modified=False),
+    _fa1(max_dim=64,  block_k=784, step_k=112, warps=12, stages=1, ping_pong=True),
     _fa1(max_dim=64,  block_k=768, step_k=128, warps=8,  stages=1, ping_pong=True),
     _fa1(max_dim=128, block_k=384, step_k=128, warps=8,  stages=1, ping_pong=True),
     _fa1(max_dim=192, block_k=224, step_k=112, warps=8,  stages=1),

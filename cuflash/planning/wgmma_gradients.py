@@ -69,22 +69,17 @@ class WgmmaGradientTile(HopperGradientTile):
 
     Parameters
     ----------
-    modified : bool
-        Whether there are registers for the derivative of a modified score.
     grouped : bool
         Whether a block has all heads that share keys, so that it sums their dK and dV.
     """
 
     warps: int = 8
-    modified: bool = True
     grouped: bool = False
 
     def reject(self, problem: Problem, device: Device) -> str:
         """Why this row cannot or should not serve, or an empty string."""
         if self.grouped and problem.group == 1:
             return "sums over heads in a row that share keys, here none do"
-        if problem.score and not self.modified:
-            return "has no registers for modified scores"
         return super().reject(problem, device)
 
     def blocks(self, problem: Problem) -> int:
@@ -236,6 +231,7 @@ class WgmmaGradientTile(HopperGradientTile):
 
 ROWS = (
     *WgmmaGradientTile.rows_of(max_dim=64, block_q=128, modified=False),
+    *WgmmaGradientTile.rows_of(max_dim=64, block_q=96),
     *WgmmaGradientTile.rows_of(max_dim=96, block_q=96, modified=False),
     *WgmmaGradientTile.rows_of(max_dim=128, block_q=80, modified=False),
     *WgmmaGradientTile.rows_of(max_dim=128, block_q=64),

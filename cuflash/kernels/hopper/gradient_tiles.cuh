@@ -1,7 +1,6 @@
 // Tiles of a backward kernel on wgmma: how they lie in shared memory, and what a warpgroup does to a
 // tile of scores. It stands on its side: rows are keys, columns queries. Reads the prelude.
 #pragma once
-#include "dual_number.cuh"
 #include "nonfinite.cuh"
 #include "row_stats.cuh"
 #include "seams/hooks.cuh"
@@ -39,27 +38,41 @@ struct GradientStep {
         }
     };
 
-    // P^T from S^T, and `slope`, the derivative of the modified score by the score.
+    // P^T from S^T. Where scores are modified, P is times the derivative of the modified score by the
+    // score, and `kept` is what dropout leaves of P itself, packed; if something has to be told of P
+    // without that derivative, it goes to `slope` instead.
     __device__ __forceinline__ void to_probabilities(Accumulator (&S)[ROWS][Scores::COLUMNS],
                                                      Accumulator (&slope)[ROWS][Scores::COLUMNS],
-                                                     const Stats& log2_sums) const {
+                                                     Packed& kept, const Stats& log2_sums) const {
         const Accumulator multiplier = score_multiplier(p);
 #pragma unroll
         for (int m = 0; m < PAIRS; ++m) {
             const Pair log2_sum = log2_sums[m];
+            Accumulator left[2 * ROWS];
 #pragma unroll
             for (int e = 0; e < 2 * ROWS; ++e) {
                 const int i = e / 2, j = 2 * m + e % 2;
+                Dual<Accumulator> score(S[i][j], Accumulator(1));
+                if constexpr (SCORE_IS_MODIFIED)
+                    score =
+                        score_of(S[i][j], head, q_begin + tile.column(j), k_begin + tile.row(i), p);
+                S[i][j] = exp2_of(multiply_add(score.value, multiplier, -log2_sum.at[e % 2]));
                 if constexpr (SCORE_IS_MODIFIED) {
-                    using Number = Dual<Accumulator>;
-                    const Number score(S[i][j] * p.scale, Accumulator(1));
-                    const Number modified =
-                        modify(score, head, q_begin + tile.column(j), k_begin + tile.row(i), p);
-                    S[i][j] = modified.value, slope[i][j] = modified.slope;
+                    left[e] = is_kept(i, j) ? S[i][j] : Accumulator(0);
+                    if constexpr (STORES_DSCORE)
+                        slope[i][j] = score.slope;
+                    else  // never -0, which is for hidden pairs
+                        S[i][j] = multiply_add(S[i][j], score.slope, Accumulator(0));
                 }
-                S[i][j] = exp2_of(multiply_add(S[i][j], multiplier, -log2_sum.at[e % 2]));
             }
+            if constexpr (SCORE_IS_MODIFIED)
+#pragma unroll
+                for (int i = 0; i < ROWS; ++i)
+                    pair_of(kept, i, m) = pack(left[2 * i], left[2 * i + 1], Element());
         }
+    }
+    static __device__ __forceinline__ u32& pair_of(Packed& packed, int i, int m) {
+        return packed[m / 2][m % 2 * 2 + i];
     }
 
     // Sets the weights of hidden pairs to -0, whatever their scores and lse are. The sign tells it from
@@ -76,6 +89,20 @@ struct GradientStep {
         }
         bits.hide(P, Accumulator(-0.0), tile, 0);
     }
+    // The same of packed ones, where `weights` are hidden.
+    static __device__ __forceinline__ void hide_pairs(
+        Packed& P, const Accumulator (&weights)[ROWS][Scores::COLUMNS]) {
+#pragma unroll
+        for (int m = 0; m < PAIRS; ++m)
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i)
+                hide_pair(pair_of(P, i, m), is_negative_zero(weights[i][2 * m]),
+                          is_negative_zero(weights[i][2 * m + 1]));
+    }
+    static __device__ __forceinline__ void hide_pair(u32& pair, bool lower, bool upper) {
+        if (lower) pair = pair & 0xffff0000 | 0x8000;
+        if (upper) pair = pair & 0xffff | 0x80000000;
+    }
     // The scores again, from global memory: with the infinities and NaN that the products do not see.
     __device__ __forceinline__ void score_again(Accumulator (&S)[ROWS][Scores::COLUMNS]) const {
 #pragma unroll
@@ -88,15 +115,15 @@ struct GradientStep {
             }
     }
 
-    // Multiplies P^T or dS^T by the slope.
+    // Multiplies dS^T by the slope.
     __device__ __forceinline__ void apply_slope(
-        Accumulator (&P)[ROWS][Scores::COLUMNS],
+        Accumulator (&dS)[ROWS][Scores::COLUMNS],
         const Accumulator (&slope)[ROWS][Scores::COLUMNS]) const {
 #pragma unroll
         for (int i = 0; i < ROWS; ++i)
 #pragma unroll
             for (int j = 0; j < Scores::COLUMNS; ++j)
-                if (!is_negative_zero(P[i][j])) P[i][j] *= slope[i][j];
+                if (!is_negative_zero(dS[i][j])) dS[i][j] *= slope[i][j];
     }
 
     // What dropout leaves of P^T, packed.
@@ -141,11 +168,9 @@ struct GradientStep {
         for (int m = 0; m < PAIRS; ++m) {
             const Pair log2_sum = log2_sums[m];
 #pragma unroll
-            for (int i = 0; i < ROWS; ++i) {
-                u32& pair = P[m / 2][m % 2 * 2 + i];
-                if (log2_sum.at[0] == infinity<Accumulator>()) pair = pair & 0xffff0000 | 0x8000;
-                if (log2_sum.at[1] == infinity<Accumulator>()) pair = pair & 0xffff | 0x80000000;
-            }
+            for (int i = 0; i < ROWS; ++i)
+                hide_pair(pair_of(P, i, m), log2_sum.at[0] == infinity<Accumulator>(),
+                          log2_sum.at[1] == infinity<Accumulator>());
         }
     }
 

@@ -82,16 +82,11 @@ struct PackedStep {
                 for (int e = 0; e < 2; ++e) {
                     const int j = 2 * m + e, q = q_begin + tile.column(j);
                     const int k = k_begin + tile.row(i);
-                    Accumulator score = S[i][j], slope = Accumulator(1);
-                    if constexpr (SCORE_IS_MODIFIED) {
-                        using Number = Dual<Accumulator>;
-                        const Number plain(score * p.scale, Accumulator(1));
-                        const Number modified = modify(plain, head, q, k, p);
-                        score = modified.value, slope = modified.slope;
-                    }
-                    P[e] =
-                        exp2_of(multiply_add(score, multiplier, WEIGHT_EXPONENT - log2_sums.at[e]));
-                    sloped[e] = P[e] * slope;
+                    Dual<Accumulator> score(S[i][j], Accumulator(1));
+                    if constexpr (SCORE_IS_MODIFIED) score = score_of(S[i][j], head, q, k, p);
+                    P[e] = exp2_of(
+                        multiply_add(score.value, multiplier, WEIGHT_EXPONENT - log2_sums.at[e]));
+                    sloped[e] = P[e] * score.slope;
                     kept[e] = !DROPS || keep(p, head, q, k) ? P[e] : Accumulator(0);
                 }
                 if (DROPS) pair_of(weights.all(), i, m) = pack(P[0], P[1], Element());

@@ -1,7 +1,6 @@
 // What a warpgroup of hopper_backward_queries.cu does to a tile of scores, whose rows are queries.
 // Reads the prelude.
 #pragma once
-#include "dual_number.cuh"
 #include "hopper/query_items.cuh"
 #include "row_stats.cuh"
 #include "seams/hooks.cuh"
@@ -52,15 +51,12 @@ struct QueryStep {
         for (int i = 0; i < ROWS; ++i)
 #pragma unroll
             for (int j = 0; j < COLUMNS; ++j) {
-                Accumulator score = S[i][j], slope = Accumulator(1);
-                if constexpr (SCORE_IS_MODIFIED) {
-                    using Number = Dual<Accumulator>;
-                    const Number plain(score * p.scale, Accumulator(1));
-                    const Number modified =
-                        modify(plain, head, q_begin + tile.row(i), k_begin + tile.column(j), p);
-                    score = modified.value, slope = modified.slope;
-                }
-                S[i][j] = exp2_of(multiply_add(score, multiplier, -stats.log2_sums[i])) * slope;
+                Dual<Accumulator> score(S[i][j], Accumulator(1));
+                if constexpr (SCORE_IS_MODIFIED)
+                    score =
+                        score_of(S[i][j], head, q_begin + tile.row(i), k_begin + tile.column(j), p);
+                S[i][j] = exp2_of(multiply_add(score.value, multiplier, -stats.log2_sums[i])) *
+                          score.slope;
             }
     }
 

@@ -1,8 +1,9 @@
 // Seam 3, what value: the scores of one step, changed and masked, and P after dropout.
 //
 // Reads the prelude: Params, SCORE_IS_MODIFIED and modify(score, head, q, k, p), which holds the
-// score expression. Backward calls it with a dual number (dual_number.cuh).
+// score expression. Scores are then in units of score_unit(p).
 #pragma once
+#include "dual_number.cuh"
 #include "numeric.cuh"
 #include "seams/hooks.cuh"
 #include "seams/key_tiles.cuh"
@@ -10,7 +11,13 @@
 
 // What the online softmax multiplies scores by: scale * log2 e where nothing else touches them.
 __device__ __forceinline__ Accumulator score_multiplier(const Params& p) {
-    return SCORE_IS_MODIFIED ? Accumulator(LOG2_E) : Accumulator(p.scale * Accumulator(LOG2_E));
+    return (SCORE_IS_MODIFIED ? score_unit(p) : p.scale) * Accumulator(LOG2_E);
+}
+
+// The modified score of a product q.k, and its derivative by the score before.
+__device__ __forceinline__ Dual<Accumulator> score_of(Accumulator product, const Head& head, int q,
+                                                      int k, const Params& p) {
+    return modify(Dual<Accumulator>(product * score_scale(p), Accumulator(1)), head, q, k, p);
 }
 
 // S[i][j] is of row row_begin + tile.row(i) of the queries and of key k_begin + tile.column(j), which
@@ -24,8 +31,9 @@ __device__ __forceinline__ void modify_scores(Accumulator (&S)[ROWS][COLUMNS], c
         for (int i = 0; i < ROWS; ++i)
 #pragma unroll
             for (int j = 0; j < COLUMNS; ++j)
-                S[i][j] = modify(S[i][j] * p.scale, row_head(head, row_begin + tile.row(i)),
-                                 query_of(row_begin + tile.row(i)), k_begin + tile.column(j), p);
+                S[i][j] = score_of(S[i][j], row_head(head, row_begin + tile.row(i)),
+                                   query_of(row_begin + tile.row(i)), k_begin + tile.column(j), p)
+                              .value;
     }
 }
 

@@ -392,6 +392,18 @@ inline float emu_flush(float x) {
 inline float emu_exp2_approx(float x) { return emu_flush(__builtin_exp2f(emu_flush(x))); }
 inline float emu_log2_approx(float x) { return __builtin_log2f(emu_flush(x)); }
 inline float emu_tanh_approx(float x) { return __builtin_tanhf(x); }
+// The smaller or larger magnitude, with the sign of the product; NaN if one of the two is NaN.
+inline float emu_signed_magnitude(float magnitude, float a, float b) {
+    if (a != a || b != b) return __builtin_nanf("");
+    return __builtin_copysignf(magnitude,
+                               __builtin_copysignf(1.0f, a) * __builtin_copysignf(1.0f, b));
+}
+inline float emu_min_of_magnitudes(float a, float b) {
+    return emu_signed_magnitude(__builtin_fminf(__builtin_fabsf(a), __builtin_fabsf(b)), a, b);
+}
+inline float emu_max_of_magnitudes(float a, float b) {
+    return emu_signed_magnitude(__builtin_fmaxf(__builtin_fabsf(a), __builtin_fabsf(b)), a, b);
+}
 inline float __expf(float x) { return emu_exp2_approx(x * 1.4426950408889634f); }
 inline float __exp10f(float x) { return emu_exp2_approx(x * 3.3219280948873626f); }
 inline float __logf(float x) { return __builtin_logf(x); }
