@@ -6,6 +6,7 @@ Lengths follow from the tiles that the plan chooses, so they stay at the edges w
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import zlib
 from dataclasses import dataclass, field
@@ -19,6 +20,9 @@ from cuflash.planning.plan import make_plan
 from cuflash.planning.problem import Device, Problem
 
 H200 = Device(90, "NVIDIA H200", multiprocessors=132)
+# With so few multiprocessors a small problem keeps them busy: it gets the tiles of a large one, and
+# blocks that persist get several items each.
+FEW = dataclasses.replace(H200, multiprocessors=2)
 DTYPES = {"mma": HALF, "simt": EVERY, "wgmma": HALF}
 ALGOS_OF = {"mma": ("fa1", "fa2"), "simt": ("fa1", "fa2"), "wgmma": ("fa1", "fa2", "fa3")}
 KERNELS = [(algo, engine) for engine, algos in ALGOS_OF.items() for algo in algos]
@@ -89,6 +93,11 @@ class Case:
     def call(self):
         """The keyword arguments of attention()."""
         return dict(self.options, algo=self.algo, engine=self.engine)
+
+    @property
+    def meaning(self):
+        """The options that say what the result is, not how it is computed."""
+        return {name: x for name, x in self.options.items() if name != "split_keys"}
 
     def operands(self):
         """q, k and v as NumPy views of memory laid out as the case says; the same each time."""
@@ -321,10 +330,10 @@ def owner(view):
 
 
 def tile_of(algo, engine, dtype, head_dim=None, value_dim=None, backward=False):
-    """The table's row that serves small problems of these head dims."""
+    """The table's row that serves problems of these head dims."""
     head_dim = head_dim or DIMS[engine]
     problem = Problem(dtype, (1,), 64, 64, head_dim, value_dim or head_dim, backward=backward)
-    return make_plan(problem, H200, algo, engine).tile
+    return make_plan(problem, FEW, algo, engine).tile
 
 
 def _next_prime(n):
@@ -449,6 +458,44 @@ class _Cases:
         self.add("lengths at the edges", dtype, (3, 2, n + 1, dim), (3, 2, m + 1, dim), causal=True,
                  q_lengths=np.int32([n - 1, n, n + 1]),
                  kv_lengths=np.int32([m, m + 1, m - 1]))  # fmt: skip
+
+    def splits(self):
+        """Parts of the keys, and heads of a group in one tile of queries."""
+        if self.algo == "fa1":
+            return
+        _, block_k, dim = self.sizes(self.dtypes[0])
+        m, few = 3 * block_k + 5, (2, 4, 3, dim)
+        keys = (2, 2, m, dim)
+        bands = [{}, {"causal": True}, {"window": (block_k, 2)}, {"causal": "top_left"}]
+        for i, (span, band) in enumerate(itertools.product((block_k, 48, 4096, 0), bands)):
+            name = f"splits of {span} {_text(band)}"
+            self.add(name, self.turn(), few, keys, split_keys=span, enable_gqa=True, **band)
+            self.add(f"{name} hidden", self.turn(), keys, keys, split_keys=span, **band,
+                     poison="hidden", kv_lengths=np.int32([m - 9, 20 * i]))  # fmt: skip
+        lengths = {"q_lengths": np.int32([3, 1]), "kv_lengths": np.int32([m - 50, 33])}
+        for span in (block_k, 16):
+            for more in ({}, {"causal": True}, {"softcap": 20.0}, {"window": (9, 4)}):
+                self.add(f"splits of {span} with lengths {_text(more)}", self.turn(), few, keys,
+                         split_keys=span, enable_gqa=True, **more, **lengths)  # fmt: skip
+        for shapes in (((5, 1, dim), (1, m, dim)), ((1, 7, 2, dim), (1, 1, m, dim)),
+                       ((70, 2, dim), (1, m, dim)), ((2, 90, dim), (2, m, dim)),
+                       ((3, 130, 1, dim), (3, 1, m, dim))):  # fmt: skip
+            self.add(f"splits of {shapes}", self.turn(), *shapes, split_keys=block_k, causal=True)
+        for layout in ("bnhd", "padded", "odd", "reversed"):
+            self.add(f"splits of {layout} heads", self.dtypes[0], few, (2, 1, m, dim),
+                     split_keys=block_k, layouts=dict.fromkeys(("q", "k", "out"), layout))  # fmt: skip
+        rng = np.random.default_rng(0)
+        self.add("splits with a mask", self.turn(), few, keys, split_keys=block_k, enable_gqa=True,
+                 mask=rng.random((2, 1, 3, m)) < 0.3)  # fmt: skip
+        self.add("splits with lengths none", self.turn(), few, keys, split_keys=block_k,
+                 enable_gqa=True, kv_lengths=np.int32([0, 0]))  # fmt: skip
+        for poison in ("visible", "infinite keys", "weightless keys", "weightless rows"):
+            self.add(f"splits {poison}", self.turn(), few, keys, split_keys=block_k,
+                     enable_gqa=True, poison=poison)  # fmt: skip
+        for dims in ((40, 72), (128, 128), (256, 256)):
+            d, e = dims
+            self.add(f"splits of head dims {dims}", self.turn(), (*few[:3], d), (*keys[:3], d),
+                     (*keys[:3], e), split_keys=64, enable_gqa=True, causal=True)  # fmt: skip
 
     def offsets(self):
         """Diagonals that the caller places: one for all, then one for each batch entry."""
@@ -733,6 +780,9 @@ class _BackwardCases(_Cases):
         if self.engine != "wgmma" or not any(self.misfits(*x) for x in case.layouts.items()):
             self.list.append(case)
 
+    def splits(self):
+        """Gradients do not split keys."""
+
     def misfits(self, name, layout):
         """Whether wgmma does not take such an array."""
         return layout in UNMAPPABLE and (name in ("q", "k", "v", "dout") or layout != "reversed")
@@ -927,7 +977,7 @@ def _all_cases(kind, kernels):
 
 FAMILIES = (
     "edges windows softcaps lengths heads axes strides dims wide masked extremes blocks elements "
-    "scales orders offsets"
+    "scales orders offsets splits"
 ).split()
 CASES = _all_cases(_Cases, KERNELS)
 BACKWARD_CASES = _all_cases(_BackwardCases, BACKWARD_KERNELS)

@@ -119,7 +119,7 @@ def check(cupy, case):
     out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
     plan = cuflash.plan(q, k, v, **options)
     assert out.dtype == q.dtype
-    assert_forward_close(out, lse, *host, plan=plan, **case.options)
+    assert_forward_close(out, lse, *host, plan=plan, **case.meaning)
 
     # Again into memory that holds NaN, and, where the case says so, in its layout.
     layout = case.layouts.get("out", "dense")
@@ -135,7 +135,7 @@ def check(cupy, case):
     after = memory_of(cupy, given, like)
     owner(like).view(np.uint8)[...] = after
     # Another layout may mean another kernel, with other roundings: within the bound again.
-    assert_forward_close(np.ascontiguousarray(like), given_lse, *host, plan=plan, **case.options)
+    assert_forward_close(np.ascontiguousarray(like), given_lse, *host, plan=plan, **case.meaning)
     like[...] = np.nan
     assert (owner(like).view(np.uint8) == before).all(), "wrote beside the rows of out"
 
@@ -150,7 +150,7 @@ def check_backward(cupy, case):
     dout, q, k, v, out, lse, dlse = (None if x is None else to_device(cupy, x) for x in host)
     options = dict(options_on_device(cupy, case.call()), dlse=dlse)
     grads = cuflash.attention_backward(dout, q, k, v, out, lse, **options)
-    named = dict(case.options, dlse=host[-1])
+    named = dict(case.meaning, dlse=host[-1])
     assert_backward_close(grads, *host[:4], plan=case, **named)
 
     # Again into memory that holds NaN, and, where the case says so, in its layout.

@@ -531,8 +531,8 @@ def test_any_problem(algo, problem):
 def test_extremes(case):
     """What the kernels are tested on: scores of -infinity, weights of 0, infinite values."""
     q, k, v = case.operands()
-    out, lse = cuflash.attention(q, k, v, algo=case.algo, return_lse=True, **case.options)
-    tolerance.assert_forward_close(out, lse, q, k, v, **case.options)
+    out, lse = cuflash.attention(q, k, v, algo=case.algo, return_lse=True, **case.meaning)
+    tolerance.assert_forward_close(out, lse, q, k, v, **case.meaning)
 
 
 @pytest.mark.parametrize("sign", [1, -1])

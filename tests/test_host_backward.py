@@ -417,6 +417,6 @@ def test_any_problem(algo, problem):
 def test_extremes(case):
     """What the kernels are tested on: scores of -infinity, weights of 0, infinite values."""
     dout, q, k, v, out, lse, dlse = case.inputs()
-    options = dict(case.options, algo=case.algo, dlse=dlse)
+    options = dict(case.meaning, algo=case.algo, dlse=dlse)
     grads = cuflash.attention_backward(dout, q, k, v, out, lse, **options)
-    tolerance.assert_backward_close(grads, dout, q, k, v, dlse=dlse, **case.options)
+    tolerance.assert_backward_close(grads, dout, q, k, v, dlse=dlse, **case.meaning)

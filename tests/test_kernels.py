@@ -15,6 +15,7 @@ from cases import (
     DIMS,
     DTYPES,
     FAR,
+    FEW,
     H200,
     HUGE,
     KERNELS,
@@ -55,14 +56,11 @@ EACH_BACKWARD_TYPE = pytest.mark.parametrize(
     ("algo", "engine", "dtype"), [x for x in KERNELS_AND_DTYPES if x[:2] in BACKWARD_KERNELS]
 )
 COUNTED = {"mma": "mma", "wgmma": "wgmma", "simt": "accesses"}  # as a measure of work
-# Of two multiprocessors, so that blocks which persist get several items each.
-SMALL_H200 = dataclasses.replace(H200, multiprocessors=2)
 SENTINEL = 7.0
 
 
 def run(case, **more):
-    device = SMALL_H200 if case.algo == "fa3" else H200
-    return attention(*case.operands(), **case.call(), device=device, **more)
+    return attention(*case.operands(), **case.call(), device=FEW, **more)
 
 
 def out_of(case):
@@ -81,7 +79,7 @@ def out_of(case):
 
 def assert_close(case, result):
     q, k, v = case.operands()
-    return assert_forward_close(result.out, result.lse, q, k, v, plan=result.plan, **case.options)
+    return assert_forward_close(result.out, result.lse, q, k, v, plan=result.plan, **case.meaning)
 
 
 def random(rng, dtype, *shape):
@@ -138,14 +136,14 @@ def test_case(group):
 def run_backward(case, **more):
     dout, q, k, v, out, lse, dlse = case.inputs()
     given = {"dlse": dlse, "grads_out": case.grads_out(SENTINEL)}
-    given["device"] = SMALL_H200 if case.algo == "fa3" else H200
+    given["device"] = FEW if case.algo == "fa3" else H200
     return attention_backward(dout, q, k, v, out, lse, **given, **case.call(), **more)
 
 
 def check_backward(case, **more):
     result = run_backward(case, **more)
     dout, q, k, v, _, _, dlse = case.inputs()
-    assert_backward_close(result[:3], dout, q, k, v, dlse=dlse, plan=result.plan, **case.options)
+    assert_backward_close(result[:3], dout, q, k, v, dlse=dlse, plan=result.plan, **case.meaning)
     if case.grads_out() is not None:
         for name, gradient in zip(("dq", "dk", "dv"), result[:3], strict=True):
             assert_written_inside(gradient, name)
@@ -216,7 +214,7 @@ def test_long_rows_on_hopper(algo, dim, causal):
     q, k, v = (rng.standard_normal((3, 700, dim)).astype(ml_dtypes.bfloat16) for _ in range(3))
     options = {"causal": causal, "algo": algo, "engine": "wgmma", "mode": "fast"}
     results = [
-        attention(q, k, v, seed=seed, device=SMALL_H200, **options) for seed in (EAGER, 0, 1)
+        attention(q, k, v, seed=seed, device=FEW, **options) for seed in (EAGER, 0, 1)
     ]
     assert_forward_close(*results[0][:2], q, k, v, causal=causal)
     for result in results[1:]:
@@ -231,7 +229,7 @@ def test_no_products_for_keys_that_no_query_sees(algo, band, length):
     """Consumers of 64 queries pass by such tiles, and those without queries do nothing."""
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((2, length, 128)).astype(np.float16) for _ in range(3))
-    result = attention(q, k, v, algo=algo, engine="wgmma", device=SMALL_H200, **band)
+    result = attention(q, k, v, algo=algo, engine="wgmma", device=FEW, **band)
     assert_forward_close(*result[:2], q, k, v, **band)
     visible = Band.from_options(**band).to_dense(length, length)
     step, products = result.plan.block_k, 0
@@ -256,7 +254,7 @@ def test_no_products_for_keys_that_no_query_sees(algo, band, length):
 def test_scores_that_grow(algo, engine, dtype, dim, growth):
     """Tile by tile, in the order in which keys are visited."""
     q, k, v = growing_scores((2, 500, dim), dtype, growth)
-    result = attention(q, k, v, algo=algo, engine=engine, device=SMALL_H200)
+    result = attention(q, k, v, algo=algo, engine=engine, device=FEW)
     assert_forward_close(*result[:2], q, k, v)
 
 
@@ -517,7 +515,7 @@ def test_fa3_equals_fa2_bit_by_bit(dtype):
     rng, dim = np.random.default_rng(19), DIMS["wgmma"]
     q, (k, v) = random(rng, dtype, 3, 2, 400, dim), random(rng, dtype, 2, 3, 2, 300, dim)
     for options in ({}, {"causal": True}, {"kv_lengths": np.int32([300, 0, 7])}):
-        kernel = {"engine": "wgmma", "device": SMALL_H200, "mode": "fast", **options}
+        kernel = {"engine": "wgmma", "device": FEW, "mode": "fast", **options}
         fa2, fa3 = (attention(q, k, v, algo=a, **kernel) for a in ("fa2", "fa3"))
         assert (fa2.plan.grid, fa3.plan.grid) == (18, 2)
         assert fa2.out.tobytes() == fa3.out.tobytes()
