@@ -11,14 +11,16 @@ from cases import H200, on_row
 from emulator import Memory, Module
 from emulator.memory import TensorMap
 
+from cuflash.calls.append import AppendCall
 from cuflash.calls.arguments import Arguments, Options, backward_arrays, forward_arrays
-from cuflash.calls.arrays import as_mask, conform, split_offset
+from cuflash.calls.arrays import as_integers, as_mask, conform, split_offset
 from cuflash.calls.call import BackwardCall, ForwardCall
 from cuflash.calls.run import find_call
 from cuflash.gpu.arguments import pack
 from cuflash.gpu.tensor_maps import tables_bytes, tensor_maps
 from cuflash.gpu.work_order import work_order
 from cuflash.masks.tile_lists import tile_lists
+from cuflash.planning.append import OPERANDS
 from cuflash.planning.plan import Plan
 
 
@@ -75,6 +77,32 @@ def attention_backward(
     )
     arrays = backward_arrays(inputs, grads_out, q_lengths, kv_lengths, offsets)
     return Gradients(*_run(BackwardCall, arrays, options, 3, mask, mode, seed, row, device))
+
+
+def append_kv(
+    k_cache, v_cache, k, v, start, *, lengths=None, page_table=None, mode="check", seed=0
+):
+    """append_kv() as a GPU would run it; returns its plan. NumPy's checks of integers are left out:
+    a device does not see these."""
+    arrays = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
+    first, starts = split_offset(start)
+    count, counts = split_offset(lengths)
+    for name, x in (("start", starts), ("lengths", counts), ("page_table", page_table)):
+        if x is not None:
+            arrays[name] = as_integers(name, x)
+    memory = Memory()
+    addresses = dict.fromkeys(OPERANDS, 0) | {name: memory.place(x) for name, x in arrays.items()}
+    call = AppendCall(Arguments(OPERANDS, arrays).specs(), addresses, on_host=False)
+    params = call.params.copy()
+    for name, address in addresses.items():
+        params[name] = address
+    params["first"], params["count"] = first or 0, call.tokens if count is None else count
+    (kernel,) = call.plan.kernels
+    module = Module(call.plan.source(), mode=mode)
+    module.launch(kernel.name, kernel.grid, kernel.threads, [params], seed=seed, memory=memory)
+    memory.fetch()
+    memory.close()
+    return call.plan
 
 
 def _run(kind, arrays, options, count, mask, mode, seed, row, device):

@@ -14,7 +14,7 @@ from ..numpy_engine.tiles import head_masks
 from ..operands.checks import check_out, check_read
 from ..operands.dtypes import result_dtype
 from ..operands.layout import Layout, check_shapes, make_layout
-from ..operands.spec import Spec, clearance, conformed
+from ..operands.spec import Spec, check_apart, clearance, conformed
 from ..planning.plan import Plan, make_plan
 from ..planning.problem import Device, make_problem
 from ..scores import UNSCALED, ScoreMod, checked_scale, softcap
@@ -39,6 +39,22 @@ class Apart(NamedTuple):
     low: int
     high: int
     specs: tuple[Spec, Spec]
+
+
+def apart_of(pairs: Iterable[tuple[str, str]], given: dict[str, Spec]) -> tuple[Apart, ...]:
+    """Those of the pairs of which both are given."""
+    return tuple(
+        Apart(a, b, *clearance(given[a], given[b]), (given[a], given[b]))
+        for a, b in pairs
+        if a in given and b in given
+    )
+
+
+def keep_apart(pairs: tuple[Apart, ...], addresses: dict[str, int]) -> None:
+    """Raise a ValueError for a result that overlaps what it must not."""
+    for a, b, low, high, specs in pairs:
+        if low < (distance := addresses[b] - addresses[a]) < high:
+            check_apart(a, b, *specs, distance)
 
 
 class Call:
@@ -147,11 +163,7 @@ class Call:
         )
         self.staged = tuple(Copy(name, specs[name]) for name in self.written if name in changed)
         others = [*expected, *OF_BATCH, *(["mask"] if mask_kind == "elements" else [])]
-        self.apart = tuple(
-            Apart(a, b, *clearance(given[a], given[b]), (given[a], given[b]))
-            for a, b in self._pairs(others)
-            if a in given and b in given
-        )
+        self.apart = apart_of(self._pairs(others), given)
         return specs
 
     def _pairs(self, names: Iterable[str]) -> list[tuple[str, str]]:

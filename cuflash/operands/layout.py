@@ -145,7 +145,7 @@ def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
         return False
 
 
-def _batch_steps(name: str, spec: Spec, batch: tuple[int, ...], given: str) -> tuple[int, ...]:
+def batch_steps(name: str, spec: Spec, batch: tuple[int, ...], given: str) -> tuple[int, ...]:
     """Element strides of lengths or offsets along the batch axes."""
     if not _broadcasts(spec.shape, batch):
         raise ValueError(
@@ -280,7 +280,7 @@ def make_layout(
     for name, integers in of_batch.items():
         steps = (0,) * len(batch)
         if integers is not None:
-            steps = _batch_steps(name, integers, batch, given)
+            steps = batch_steps(name, integers, batch, given)
         strides[name] = steps + (0,) * (len(heads) + (group > 1))
     mask_layout = None
     if mask is not None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from ..operands.layout import MAX_AXES
 from .problem import Problem
+
+# Name, NumPy type, count and C type of a struct's field.
+Field: TypeAlias = tuple[str, str, int, str]
 
 # Operands that have rows along the leading axes, by direction, and their C types.
 OPERANDS = {
@@ -88,8 +91,8 @@ def _fields(problem: Problem) -> Iterator[tuple[tuple[str, ...], str, str]]:
         yield from _ELEMENT_SCALARS
 
 
-def fields(problem: Problem) -> Iterator[tuple[str, str, int, str]]:
-    """(name, NumPy type, count, C type) of every field; captured scalars come last."""
+def fields(problem: Problem) -> Iterator[Field]:
+    """Every field; captured scalars come last."""
     for names, kind, c_type in _fields(problem):
         numpy_type, _, repeated = kind.partition(" ")
         if numpy_type == "Accumulator":
@@ -103,8 +106,12 @@ def fields(problem: Problem) -> Iterator[tuple[str, str, int, str]]:
 @functools.lru_cache(maxsize=256)
 def params_dtype(problem: Problem) -> np.dtype[Any]:
     """NumPy's view of the kernel's Params struct."""
+    return struct_dtype(fields(problem))
+
+
+def struct_dtype(struct: Iterable[Field]) -> np.dtype[Any]:
+    """NumPy's view of a struct of C."""
     columns: list[Any] = [
-        (name, kind, (count,)) if count > 1 else (name, kind)
-        for name, kind, count, _ in fields(problem)
+        (name, kind, (count,)) if count > 1 else (name, kind) for name, kind, count, _ in struct
     ]
     return np.dtype(columns, align=True)
