@@ -136,12 +136,7 @@ class ForwardOptions(MaskOptions, total=False):
 
     algo: Algo | None
     engine: Engine | None
-
-
-class VjpOptions(ForwardOptions, total=False):
-    """Options of :func:`cuflash.attention_vjp` but `return_lse`."""
-
-    deterministic: bool
+    page_table: AnyArray | None
 
 
 class BackwardOptions(MaskOptions, total=False):
@@ -150,3 +145,7 @@ class BackwardOptions(MaskOptions, total=False):
     algo: Algo | None
     engine: Engine | None
     deterministic: bool
+
+
+class VjpOptions(BackwardOptions, total=False):
+    """Options of :func:`cuflash.attention_vjp` but `return_lse`."""

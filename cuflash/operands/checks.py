@@ -59,6 +59,26 @@ def check_pages(table: Spec, batch: int, name: str, pool: Spec) -> None:
         )
 
 
+def check_pools(q: Spec, k: Spec, v: Spec, table: Spec, has_lengths: bool) -> None:
+    """Raise a ValueError where k and v are no pools for the queries, or keys have no lengths."""
+    for name, spec, axes in (
+        ("q", q, "batch, heads, length"),
+        ("k", k, "pages, heads, page_size"),
+        ("v", v, "pages, heads, page_size"),
+    ):
+        if len(spec.shape) != 4:
+            raise ValueError(
+                f"{name} has shape {spec.shape}: with a page_table it needs axes ({axes}, head dim)"
+            )
+    check_pages(table, q.shape[0], "k", k)
+    if (k.shape[0], k.shape[2]) != (v.shape[0], v.shape[2]):
+        raise ValueError(
+            f"k and v have shapes {k.shape} and {v.shape}: pages and page_size must be equal"
+        )
+    if not has_lengths:
+        raise ValueError("page_table goes with kv_lengths: say how many keys each batch entry has")
+
+
 def check_page_numbers(
     table: NDArray[np.integer[Any]], spans: Iterable[range], pages: int, page_size: int
 ) -> None:

@@ -75,6 +75,16 @@ def check_shapes(q: Spec, k: Spec, v: Spec) -> None:
         raise ValueError(f"lengths up to {MAX_LENGTH} are supported: {q.shape}, {k.shape}")
 
 
+def unpaged(pool: Spec, page_table: Spec) -> Spec:
+    """The keys of all batch entries as if an entry's pages lay one behind another.
+
+    Strides are those within a page, and 0 from one batch entry to the next.
+    """
+    batch, pages = page_table.shape
+    _, heads, page_size, columns = pool.shape
+    return Spec((batch, heads, pages * page_size, columns), (0, *pool.strides[1:]), pool.dtype)
+
+
 def _heads_fit(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> bool:
     """Whether operands of these shapes fit, with grouped heads where they need that."""
     heads = max(k[-3], v[-3])
@@ -230,7 +240,7 @@ def make_layout(
     q: Spec, k: Spec, v: Spec, out: Spec | None = None, lse: Spec | None = None, *,
     gradients: Mapping[str, Spec] | None = None, q_lengths: Spec | None = None,
     kv_lengths: Spec | None = None, q_offset: Spec | None = None, mask: Spec | None = None,
-    enable_gqa: bool = False,
+    page_table: Spec | None = None, enable_gqa: bool = False,
 ) -> Layout:  # fmt: skip
     """Broadcast the operands' leading axes.
 
@@ -247,6 +257,8 @@ def make_layout(
         Over the batch axes: all leading axes but the heads.
     mask : Spec, optional
         Of bool, broadcastable to (..., H, N, M).
+    page_table : Spec, optional
+        Then k and v are pools of pages.
     enable_gqa : bool
 
     Returns
@@ -258,6 +270,8 @@ def make_layout(
     ValueError
         Where axes do not fit; the message names the caller's shapes.
     """
+    if page_table is not None:
+        k, v = unpaged(k, page_table), unpaged(v, page_table)
     check_shapes(q, k, v)
     whole, group = _leading_axes(q, k, v, enable_gqa)
     batch, heads = whole[:-1], whole[-1:]

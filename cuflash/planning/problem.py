@@ -138,6 +138,8 @@ class Problem:
         "blocks" (a BlockMask), "elements" (an array of bool), or empty for none.
     mask_lists : int
         How many different masks it holds, for heads to share.
+    page_size : int
+        Keys of a page, of which a table gives each batch entry its own; 0 for keys in a row.
     """
 
     dtype: str
@@ -161,6 +163,7 @@ class Problem:
     group: int = 1
     mask: str = ""
     mask_lists: int = 1
+    page_size: int = 0
 
     @property
     def head_count(self) -> int:
@@ -203,6 +206,8 @@ class Problem:
         for name in ("q_lengths", "kv_lengths", "q_offset"):
             if getattr(self, name):
                 text += f", {name}"
+        if self.page_size:
+            text += f", pages of {self.page_size}"
         if self.backward:
             text += ", backward" if self.deterministic else ", backward in any order"
         return text if self.aligned else text + ", rows not aligned to 16 bytes"
@@ -238,8 +243,8 @@ def _group(layout: Layout) -> int:
 
 def make_problem(
     layout: Layout, q: Spec, k: Spec, v: Spec, *, band: Band, score: ScoreMod | None,
-    lengths: dict[str, str], mask: str = "", aligned: bool, backward: bool = False,
-    deterministic: bool = True,
+    lengths: dict[str, str], mask: str = "", page_size: int = 0, aligned: bool,
+    backward: bool = False, deterministic: bool = True,
 ) -> Problem:  # fmt: skip
     """The problem that a layout and the options pose."""
     return Problem(
@@ -264,4 +269,5 @@ def make_problem(
         group=_group(layout) if backward else 1,
         mask=mask,
         mask_lists=layout.mask.lists if layout.mask else 1,
+        page_size=page_size,
     )

@@ -291,6 +291,8 @@ class KernelTile(Tile):
             return f"serves {', '.join(self.dtypes)}, not {problem.dtype}"
         if reason := self.missing(problem, device):
             return reason
+        if problem.page_size:
+            return "pages: not served"
         if max(problem.head_dim, problem.value_dim) > self.max_dim:
             return f"serves head dims up to {self.max_dim}"
         if problem.mask:
