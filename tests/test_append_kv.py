@@ -206,10 +206,11 @@ ERRORS = [
     wrong(with_option(start=[16, -1]), ValueError, "start is -1 for batch entry 1: positions"),
     wrong(with_option(lengths=8), ValueError, "lengths is 8: k and v have 7 tokens"),
     wrong(with_option(lengths=[7, -1]), ValueError, "lengths is -1 for batch entry 1: k and v"),
-    wrong(with_option(start=42), ValueError, "start is 42: with 7 tokens that is beyond the 48 "
-          "positions of the cache"),
-    wrong(with_option(start=[0, 42]), ValueError, "start is 42 for batch entry 1: with 7 tokens"),
-    wrong(with_option(start=[13, 2**63]), ValueError, "for batch entry 1: with 7 tokens"),
+    wrong(with_option(start=42), ValueError, "start: 7 tokens from position 42 on do not fit, "
+          "the cache has 48 positions"),
+    wrong(with_option(start=[0, 42]), ValueError, "start: 7 tokens from position 42 on for batch "
+          "entry 1 do not fit"),
+    wrong(with_option(start=[13, 2**63]), ValueError, f"7 tokens from position {2**63 - 1} on for"),
     wrong(with_option(start=[13, 26]), ValueError, "page_table[1, 2] is 99: there are 5 pages, and "
           "keys 26 to 32 of that batch entry are asked for"),
     wrong(with_option(start=[13, 15]), ValueError, "page_table[1, 0] is -7: there are 5 pages"),
@@ -385,7 +386,7 @@ def test_gpu_refuses_what_numbers_show(cupy):
     arrays = [on_device(cupy, x) for x in matrices]
     for options, message in (
         ({"start": -1}, "start is -1"),
-        ({"start": 34}, "start is 34"),
+        ({"start": 34}, "7 tokens from position 34 on do not fit"),
         ({"start": 0, "lengths": 8}, "lengths is 8"),
     ):
         with pytest.raises(ValueError, match=message):

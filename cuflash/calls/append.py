@@ -36,7 +36,7 @@ Launcher: TypeAlias = Callable[[dict[str, int], int, int], None]
 
 
 @functools.cache
-def _append_module() -> ModuleType:
+def append_module() -> ModuleType:
     """`cuflash.gpu.append`, which imports CuPy: a CPU does without."""
     from ..gpu import append
 
@@ -91,8 +91,8 @@ class AppendCall:
             raise ValueError(f"lengths is {count}{where}: k and v have {self.tokens} tokens")
         if start + count > self.capacity:
             raise ValueError(
-                f"start is {start}{where}: with {count} tokens that is beyond the "
-                f"{self.capacity} positions of the cache"
+                f"start: {count} tokens from position {start} on{where} do not fit, the cache has "
+                f"{self.capacity} positions"
             )
 
 
@@ -157,7 +157,7 @@ def append(
     if arguments.device_id is None:
         _append_on_host(call, arrays, first, count)
     elif not call.is_empty:
-        _append_module().run(call, arguments, first or 0, count or 0)
+        append_module().run(call, arguments, first or 0, count or 0)
 
 
 def find_append(arguments: Arguments) -> AppendCall:

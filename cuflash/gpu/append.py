@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import cupy
 
-from ..planning.append import NUMBERS, OPERANDS
+from ..planning.append import NUMBERS, OPERANDS, PARAMS
 from .launch import compiled, device_facts
 
 if TYPE_CHECKING:
@@ -19,9 +19,10 @@ def prepare(call: AppendCall, device_id: int) -> Launcher:
     """A function that launches a call's kernel on the current stream."""
     device_facts(device_id)  # which raises where kernels cannot run
     assert call.plan is not None
-    function = compiled(call.plan, device_id)
-    template = call.params.view(f"V{call.params.itemsize}")
-    grid, block = (call.plan.grid,), (call.plan.kernels[0].threads,)
+    (kernel,) = call.plan.kernels
+    function = compiled(call.plan, device_id, kernel)
+    grid, block = (kernel.grid,), (kernel.threads,)
+    template = call.params.view(f"V{PARAMS.itemsize}")  # CuPy describes each field of a structure
     pack = struct.Struct(f"{len(OPERANDS)}Q{len(NUMBERS)}q").pack_into
 
     def launch(addresses: dict[str, int], first: int, count: int) -> None:

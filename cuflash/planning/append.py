@@ -48,6 +48,7 @@ def _fields() -> Iterator[Field]:
 
 
 _FIELDS = tuple(_fields())
+PARAMS = struct_dtype(_FIELDS)  # NumPy's view of the argument
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def plan_append(
     ValueError
         For rows that no unit fits.
     """
-    params = np.zeros(1, struct_dtype(_FIELDS))
+    params = np.zeros(1, PARAMS)
     units, columns = [], []
     for rows, cache in (("k", "k_cache"), ("v", "v_cache")):
         pair = given[cache], given[rows]
