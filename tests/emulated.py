@@ -36,7 +36,7 @@ class Result(NamedTuple):
 def attention(
     q, k, v, *, algo=None, engine=None, causal=False, window=None, mask=None, softcap=None,
     q_lengths=None, kv_lengths=None, q_offset=None, scale=None, enable_gqa=False, return_lse=True,
-    out=None, mode="check", seed=0, row=None, device=H200,
+    page_table=None, out=None, mode="check", seed=0, row=None, device=H200,
 ):  # fmt: skip
     """attention() as `device` would run it; `row` forces a row of the table, `mode` and `seed`
     are the emulator's.
@@ -46,7 +46,8 @@ def attention(
     offset, offsets = split_offset(q_offset)
     options = Options(algo, engine, causal, window, offset, softcap, scale, enable_gqa)
     given_lse = return_lse and out is not None
-    arrays = forward_arrays(q, k, v, out, given_lse, q_lengths, kv_lengths, offsets)
+    lengths = q_lengths, kv_lengths
+    arrays = forward_arrays(q, k, v, out, given_lse, *lengths, offsets, page_table)
     count = 1 + return_lse
     return Result(*_run(ForwardCall, arrays, options, count, mask, mode, seed, row, device))
 

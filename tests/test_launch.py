@@ -486,6 +486,26 @@ def test_lengths_of_the_host_beside_device_arrays(launch):
             cuflash.attention(q, k, v, kv_lengths=kv_lengths)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_pages_of_a_call(launch, masked):
+    q, table, lengths = make(2, 8, 100, 64), make(2, 6, dtype=np.int32), make(2, dtype=np.int64)
+    k, v = (Array(np.zeros((9, 16, 4, d), np.float16).swapaxes(1, 2)) for d in (64, 32))
+    arrays = forward_arrays(q, k, v, None, False, None, lengths, None, table)
+    mask = Array(np.ones((100, 96), bool)) if masked else None
+    arguments = Arguments(ForwardCall.operands, arrays, mask)
+    call = find_call(ForwardCall, arguments, OPTIONS, H200)
+    assert (call.plan.problem.page_size, call.plan.problem.page_table) == (16, "int32")
+    launch.run(call, arguments, 1)
+    params = launch.launched[-1][-1]
+    pointers = {"k": k, "v": v, "page_table": table, "kv_lengths": lengths}
+    for name, x in (pointers | ({"mask": mask} if masked else {})).items():
+        assert params[name] == x.data.ptr
+    assert (params["pages"], params["key_length"]) == (9, 96)
+    assert (params["k_page_stride"], params["v_page_stride"]) == (16 * 4 * 64, 16 * 4 * 32)
+    assert (params["k_row_stride"], params["v_row_stride"]) == (4 * 64, 4 * 32)
+    assert params["page_table_stride"].tolist() == [6, 1]
+
+
 @pytest.mark.parametrize("kind", [ForwardCall, BackwardCall])
 def test_empty_calls_launch_nothing(launch, kind):
     given = {name: make(2, 3, 0 if name in "kv" else 5, 8) for name in "qkv"}

@@ -1,16 +1,21 @@
-"""attention(page_table=...): keys and values in pages, on NumPy arrays."""
+"""attention(page_table=...): keys and values in pages, on NumPy arrays and in kernels."""
 
 import re
 
+import emulated
+import emulator
 import numpy as np
 import pytest
 from cases import numpy_dtype, place
+from compile_kernels import compile_source, require_nvrtc
 from tolerance import assert_forward_close
 
 import cuflash
 from cuflash import reference
 from cuflash.numpy_engine import tiles
-from cuflash.planning.problem import Device
+from cuflash.operands.dtypes import ITEM_BYTES
+from cuflash.planning.plan import TILES, make_plan
+from cuflash.planning.problem import Device, Problem
 
 H200 = Device(90, "NVIDIA H200", multiprocessors=132)
 QUERIES, PAGES, POOL = 5, 4, 9
@@ -195,12 +200,15 @@ def test_the_plan_says_pages():
     assert cuflash.plan(*(x[:2] for x in (q, q, q))).problem.page_size == 0
 
 
-def test_gpus_do_not_serve_pages():
+def test_which_kernels_read_pages():
     q, k, v, options = arrays_of("half")
-    with pytest.raises(NotImplementedError, match="pages: not served") as caught:
-        cuflash.plan(q, k, v, **options, device=H200)
-    for engine in ("wgmma", "mma", "simt"):
-        assert re.search(f"{engine} .*pages: not served", str(caught.value))
+    plan = cuflash.plan(q, k, v, **options, device=H200)
+    assert (plan.algo, plan.engine) == ("fa2", "mma")
+    assert re.search("fa3 wgmma .*pages: not served", str(plan))
+    assert cuflash.plan(q, k, v, **options, device=Device(75)).engine == "simt"
+    for choice in ({"algo": "fa1"}, {"algo": "fa3"}, {"engine": "wgmma"}):
+        with pytest.raises(NotImplementedError, match="pages: not served"):
+            cuflash.plan(q, k, v, **options, **choice, device=H200)
 
 
 # ---------------------------------------------------------------------------------- errors
@@ -292,3 +300,153 @@ def test_the_name_that_others_have():
     options["block_table"] = options.pop("page_table")
     with pytest.raises(TypeError, match="page_table= says which pages"):
         cuflash.attention(q, k, v, **options)
+
+
+# -------------------------------------------------------------------------------- the kernels
+needs_emulator = pytest.mark.skipif(
+    emulator.available() is not None, reason=str(emulator.available())
+)
+HALVES = ("half", "bfloat16")
+
+
+def engines(name):
+    """Of the kernels that serve a case."""
+    return ("mma", "simt") if name in HALVES else ("simt",)
+
+
+EACH_KERNEL = pytest.mark.parametrize(
+    ("name", "engine"), [(name, engine) for name in CASES for engine in engines(name)]
+)
+
+
+@EACH_KERNEL
+@needs_emulator
+def test_emulator(name, engine):
+    q, k, v, options = arrays_of(name)
+    result = emulated.attention(q, k, v, **options, engine=engine)
+    assert_forward_close(result.out, result.lse, q, k, v, plan=result.plan, **options)
+
+
+def wild(page_size=16, dtype="float16", dims=(32, 24), tokens=300, spare=2):
+    """Operands of which some keys are on no page, as a table on a device may say."""
+    rng = np.random.default_rng(page_size)
+    pages = -(-tokens // page_size) + spare
+    q = rng.standard_normal((2, 4, 70, dims[0])).astype(numpy_dtype(dtype))
+    k, v = (rng.standard_normal((2 * pages, 2, page_size, d)).astype(q.dtype) for d in dims)
+    table = rng.permutation(2 * pages).reshape(2, pages)
+    table[0, 1], table[0, -1], table[1, 0], table[1, 2] = -1, 2**62, 2 * pages, -(2**63)
+    lengths = np.array([tokens, tokens - 2 * page_size + 5])
+    for b, length in enumerate(lengths):
+        unused = table[b, -(-length // page_size) :]
+        for x in (k, v):
+            x[unused[(unused >= 0) & (unused < len(x))]] = np.nan
+    more = {"kv_lengths": lengths, "page_table": table, "enable_gqa": True}
+    return place(q, "dense"), place(k, "bnhd"), place(v, "bnhd"), more
+
+
+WILD = [
+    ("mma", {"page_size": 16, "spare": 0}, {}),
+    ("mma", {"page_size": 48}, {"causal": True}),
+    ("mma", {"page_size": 128, "dtype": "bfloat16"}, {"window": (40, 20), "softcap": 3.0}),
+    ("mma", {"page_size": 32, "dims": (128, 128)}, {}),
+    ("mma", {"page_size": 64, "dims": (256, 200)}, {"q_lengths": [70, 30]}),
+    ("mma", {"page_size": 16, "dims": (37, 5)}, {"causal": "top_left"}),
+    ("mma", {"page_size": 16}, {"mask": np.random.default_rng(5).random((4, 70, 336)) < 0.3}),
+    ("simt", {"page_size": 16, "dtype": "float32"}, {"causal": True}),
+    ("simt", {"page_size": 48, "dtype": "float64", "dims": (20, 33)}, {}),
+    ("simt", {"page_size": 32, "dtype": "float32", "dims": (300, 300), "tokens": 70}, {}),
+]  # fmt: skip
+EACH_WILD = pytest.mark.parametrize(("engine", "shape", "more"), WILD)
+
+
+@EACH_WILD
+@needs_emulator
+def test_emulator_hides_what_is_on_no_page(engine, shape, more):
+    q, k, v, options = wild(**shape)
+    options |= more
+    for seed in (0, 1, emulator.EAGER):
+        result = emulated.attention(q, k, v, **options, engine=engine, seed=seed)
+        assert_forward_close(result.out, result.lse, q, k, v, plan=result.plan, **options)
+
+
+@pytest.mark.parametrize(
+    "row", [x for x in TILES if x.threads and x.reads_pages and not x.backward], ids=str
+)
+@needs_emulator
+def test_emulator_on_every_row(row):
+    q, k, v, options = wild(48, row.dtypes[0], (row.max_dim, row.max_dim), 110)
+    result = emulated.attention(q, k, v, **options, engine=row.engine, row=row)
+    assert_forward_close(result.out, result.lse, q, k, v, plan=result.plan, **options)
+
+
+@needs_emulator
+def test_emulator_counts_the_keys_that_are_there():
+    """A score of 0 for each: lse is the logarithm of their number."""
+    q, k, v, options = wild(16)
+    for engine in ("mma", "simt"):
+        lse = emulated.attention(0 * q, k, v, **options, engine=engine).lse
+        counts = options["kv_lengths"] - np.array([16, 32])
+        np.testing.assert_allclose(lse, np.log(counts)[:, None, None] + 0 * lse, rtol=1e-6)
+
+
+@needs_emulator
+def test_emulator_on_infinities_in_pages():
+    """They reach the rows that see them, and no other."""
+    q, k, v, options = wild(16)
+    v[options["page_table"][0, 3], :, 5, 2] = np.inf
+    v[options["page_table"][1, 1], 0, 7, 3] = np.nan
+    for engine in ("mma", "simt"):
+        result = emulated.attention(q, k, v, **options, causal=True, engine=engine)
+        assert_forward_close(result.out, result.lse, q, k, v, causal=True, **options)
+        assert not np.isfinite(result.out).all()
+
+
+def paged_plans():
+    """A plan per element type and kind of table, with and without what else changes the code."""
+    for dtype in ITEM_BYTES:
+        for page_size, table, more in (
+            (16, "int32", {}),
+            (48, "int64", {"mask": "elements", "aligned": False}),
+            (128, "int32", {"score": "score * 2", "q_lengths": "int64"}),
+        ):
+            problem = Problem(
+                dtype, (8, 4), 300, 4096, 128, 64, heads=4, page_size=page_size, page_table=table,
+                **{"kv_lengths": "int64"} | more,
+            )  # fmt: skip
+            yield make_plan(problem, Device(90))
+
+
+@pytest.mark.parametrize(
+    "plan", list(paged_plans()), ids=lambda x: f"{x.tile} {x.problem.page_size}"
+)
+def test_nvrtc(plan):
+    require_nvrtc()
+    for arch in ("sm_80", "sm_90", "sm_120"):
+        assert compile_source(plan.source(), arch).messages == ()
+
+
+# ---------------------------------------------------------------------------------- a GPU
+@pytest.fixture(scope="module")
+def cupy():
+    return pytest.importorskip("cupy")
+
+
+def check_on_device(cupy, q, k, v, engine, **options):
+    arrays = [cupy.asarray(x) for x in (q, k, v)]
+    given = {n: cupy.asarray(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
+    out, lse = cuflash.attention(*arrays, **given, engine=engine, return_lse=True)
+    assert_forward_close(out, lse, q, k, v, **options)
+
+
+@pytest.mark.gpu
+@EACH_KERNEL
+def test_gpu(cupy, name, engine):
+    q, k, v, options = arrays_of(name)
+    check_on_device(cupy, q, k, v, engine, **options)
+
+
+@pytest.mark.gpu
+@EACH_WILD
+def test_gpu_hides_what_is_on_no_page(cupy, engine, shape, more):
+    q, k, v, options = wild(**shape)
+    check_on_device(cupy, q, k, v, engine, **options | more)

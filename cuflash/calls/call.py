@@ -141,6 +141,7 @@ class Call:
             lengths={name: spec.dtype.name for name, spec in lengths.items() if spec is not None},
             mask=mask_kind,
             page_size=self.page_size,
+            page_table=table.dtype.name if table else "",
             aligned=aligned and all(spec.rows_are_aligned() for spec in rows),
             backward=self.backward,
             deterministic=bool(options.deterministic),

@@ -32,6 +32,15 @@ class MaskLayout(NamedTuple):
     strides: tuple[int, int]  # of rows and columns
 
 
+class PageLayout(NamedTuple):
+    """Where pages of k and of v begin, and where their numbers stand; strides count elements."""
+
+    pool_size: int
+    k_stride: int
+    v_stride: int
+    table_strides: tuple[int, ...]  # of batch entries and of pages
+
+
 class Layout(NamedTuple):
     """Where the rows of every operand lie.
 
@@ -50,6 +59,7 @@ class Layout(NamedTuple):
     axis_strides: dict[str, tuple[int, ...]]
     summed: tuple[int, int, int]
     mask: MaskLayout | None = None
+    pages: PageLayout | None = None
 
 
 def check_shapes(q: Spec, k: Spec, v: Spec) -> None:
@@ -270,7 +280,10 @@ def make_layout(
     ValueError
         Where axes do not fit; the message names the caller's shapes.
     """
+    pages = None
     if page_table is not None:
+        k_stride, v_stride = (x.element_strides()[0] for x in (k, v))
+        pages = PageLayout(k.shape[0], k_stride, v_stride, page_table.element_strides())
         k, v = unpaged(k, page_table), unpaged(v, page_table)
     check_shapes(q, k, v)
     whole, group = _leading_axes(q, k, v, enable_gqa)
@@ -308,5 +321,5 @@ def make_layout(
     q_sum, k_sum, v_sum = (count // math.prod(x.shape[:-2]) if count else 1 for x in (q, k, v))
     summed = q_sum, k_sum, v_sum
     return Layout(
-        out_shape, lse_shape, leading, strides, rows, axes, axis_strides, summed, mask_layout
+        out_shape, lse_shape, leading, strides, rows, axes, axis_strides, summed, mask_layout, pages
     )

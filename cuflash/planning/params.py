@@ -29,6 +29,7 @@ _LISTS = {"mask_ranges": "int2*", "mask_entries": "int4*", "mask_order": "int*",
 _MASK = {"": {}, "blocks": _LISTS, "elements": {"mask": "const unsigned char*"}}
 # Backward: the lists of a mask for tiles of queries, made of those for tiles of keys.
 _QUERY_LISTS = {"mask_query_ranges": "int2*", "mask_query_entries": "int4*"}
+_PAGES = {"page_table": "const PageNumber*"}
 _MASK_WORKSPACE = {"": {}, "blocks": {}, "elements": {**_LISTS, "mask_states": "unsigned char*"}}
 _WORKSPACE = {
     False: {"state": "Accumulator*"},
@@ -48,6 +49,10 @@ _SCALARS = (
     (("mask_rows", "mask_columns"), "i4", "int"),  # tiles of one list
     (("scale",), "Accumulator", "Accumulator"),
 )
+_PAGE_SCALARS = (
+    (("pages", "k_page_stride", "v_page_stride"), "i8", "long long"),
+    (("page_table_stride",), "i8 2", "long long"),
+)
 _ELEMENT_SCALARS = (
     (("mask_height", "mask_width", "list_axes"), "i4", "int"),
     (("list_axis_size",), "i4 axes", "int"),
@@ -57,9 +62,11 @@ _ELEMENT_SCALARS = (
 
 
 def pointers(problem: Problem) -> tuple[str, ...]:
-    """Names of the struct's leading fields, all pointers: operands, lengths, mask, workspace."""
-    operands, mask, workspace = _pointer_types(problem)
-    return (*operands, *LENGTHS, *mask, *workspace)
+    """Names of the struct's leading fields, all pointers: operands, lengths, pages, mask and
+    workspace.
+    """
+    operands, others, workspace = _pointer_types(problem)
+    return (*operands, *LENGTHS, *others, *workspace)
 
 
 def workspace_pointers(problem: Problem) -> tuple[str, ...]:
@@ -68,25 +75,28 @@ def workspace_pointers(problem: Problem) -> tuple[str, ...]:
 
 
 def _pointer_types(problem: Problem) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
-    """C types of the operands, the mask and the parts of the workspace."""
+    """C types of the operands, of pages and mask, and of the parts of the workspace."""
     workspace = {**_MASK_WORKSPACE[problem.mask], **_WORKSPACE[problem.backward]}
     if problem.backward and problem.mask:
         workspace |= _QUERY_LISTS
-    return OPERANDS[problem.backward], _MASK[problem.mask], workspace
+    pages = _PAGES if problem.page_size else {}
+    return OPERANDS[problem.backward], pages | _MASK[problem.mask], workspace
 
 
 def _fields(problem: Problem) -> Iterator[tuple[tuple[str, ...], str, str]]:
     """(names, NumPy type, C type) of the fields before the captured scalars."""
-    operands, mask, workspace = _pointer_types(problem)
+    operands, others, workspace = _pointer_types(problem)
     for name, c_type in operands.items():
         yield (name,), "u8", c_type
     yield LENGTHS, "u8", "const Length*"
-    for name, c_type in (mask | workspace).items():
+    for name, c_type in (others | workspace).items():
         yield (name,), "u8", c_type
     yield tuple(f"{x}_row_stride" for x in operands), "i8", "long long"
     yield tuple(f"{x}_axis_stride" for x in operands), "i8 axes", "long long"
     yield tuple(f"{x}_stride" for x in LENGTHS), "i8 axes", "long long"
     yield from _SCALARS
+    if problem.page_size:
+        yield from _PAGE_SCALARS
     if problem.mask == "elements":
         yield from _ELEMENT_SCALARS
 
@@ -98,7 +108,7 @@ def fields(problem: Problem) -> Iterator[Field]:
         if numpy_type == "Accumulator":
             numpy_type = problem.accumulator
         for name in names:
-            yield name, numpy_type, MAX_AXES if repeated else 1, c_type
+            yield name, numpy_type, MAX_AXES if repeated == "axes" else int(repeated or 1), c_type
     for name in problem.captures:
         yield name, problem.accumulator, 1, "Accumulator"
 

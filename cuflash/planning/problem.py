@@ -140,6 +140,8 @@ class Problem:
         How many different masks it holds, for heads to share.
     page_size : int
         Keys of a page, of which a table gives each batch entry its own; 0 for keys in a row.
+    page_table : str
+        Integer type of that table, empty where there is none.
     """
 
     dtype: str
@@ -164,6 +166,7 @@ class Problem:
     mask: str = ""
     mask_lists: int = 1
     page_size: int = 0
+    page_table: str = ""
 
     @property
     def head_count(self) -> int:
@@ -243,8 +246,8 @@ def _group(layout: Layout) -> int:
 
 def make_problem(
     layout: Layout, q: Spec, k: Spec, v: Spec, *, band: Band, score: ScoreMod | None,
-    lengths: dict[str, str], mask: str = "", page_size: int = 0, aligned: bool,
-    backward: bool = False, deterministic: bool = True,
+    lengths: dict[str, str], mask: str = "", page_size: int = 0, page_table: str = "",
+    aligned: bool, backward: bool = False, deterministic: bool = True,
 ) -> Problem:  # fmt: skip
     """The problem that a layout and the options pose."""
     return Problem(
@@ -270,4 +273,5 @@ def make_problem(
         mask=mask,
         mask_lists=layout.mask.lists if layout.mask else 1,
         page_size=page_size,
+        page_table=page_table,
     )

@@ -79,6 +79,7 @@ def prelude(problem: Problem, tile: Tile) -> str:
             f"using Element = {C_TYPES[problem.dtype]};",
             f"using Accumulator = {C_TYPES[problem.accumulator]};",
             f"using Length = {C_INTEGERS[integers]};",
+            f"using PageNumber = {C_INTEGERS[problem.page_table]};",
             *constants,
             *_geometry(problem, tile),
             params_struct(tuple(fields(problem))),

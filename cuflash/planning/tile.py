@@ -283,6 +283,11 @@ class KernelTile(Tile):
         """What the engine lacks on that device or for that problem, or an empty string."""
         return ""
 
+    @property
+    def reads_pages(self) -> bool:
+        """Whether keys may lie in pages."""
+        return False
+
     def reject(self, problem: Problem, device: Device) -> str:
         """Why this row cannot or should not serve, or an empty string."""
         if device.is_cpu:
@@ -291,7 +296,7 @@ class KernelTile(Tile):
             return f"serves {', '.join(self.dtypes)}, not {problem.dtype}"
         if reason := self.missing(problem, device):
             return reason
-        if problem.page_size:
+        if problem.page_size and not self.reads_pages:
             return "pages: not served"
         if max(problem.head_dim, problem.value_dim) > self.max_dim:
             return f"serves head dims up to {self.max_dim}"
@@ -366,4 +371,5 @@ class KernelTile(Tile):
             "MASKED": bool(problem.mask),
             "MASK_ROWS": self.scored[0],
             "MASK_COLUMNS": self.scored[1],
+            "PAGE_SIZE": problem.page_size,
         }
