@@ -1,6 +1,7 @@
 """Exact attention for NumPy and CuPy arrays, with CUDA C kernels compiled at run time."""
 
 from . import reference
+from ._append_kv import append_kv
 from ._attention import attention, attention_backward, attention_vjp, plan
 from .masks.block_mask import BlockMask
 from .planning.plan import Plan
@@ -11,6 +12,7 @@ __all__ = [
     "BlockMask",
     "Device",
     "Plan",
+    "append_kv",
     "attention",
     "attention_backward",
     "attention_vjp",

@@ -132,6 +132,7 @@ def attention(
     scale: Real | None = None,
     enable_gqa: bool = False,
     split_keys: int | None = None,
+    page_table: AnyArray | None = None,
     return_lse: bool = False,
     out: AnyArray | AnyPair | None = None,
     workspace: CupyArray | None = None,
@@ -193,6 +194,12 @@ def attention(
         Kernels are then chosen without regard to the batch and the number of keys, so that a
         sequence's result has the same bits in any batch and any cache. Not in fa1; NumPy arrays
         are not split.
+    page_table : array of int, shape (B, pages), optional
+        Caches in pages: k has shape (P, H, page_size, D), v (P, H, page_size, Dv), page_size a
+        multiple of 16, and key j of batch entry b is row `j % page_size` of page
+        `page_table[b, j // page_size]`. M is `pages * page_size`; `kv_lengths` says how many keys
+        there are, and entries that these do not need may hold anything. :func:`append_kv` writes
+        such caches. No gradients.
     return_lse : bool
         Also return the natural logarithm of each row's sum of exponentials.
     out : array or (array, array), optional
@@ -212,7 +219,8 @@ def attention(
     Raises
     ------
     ValueError
-        If shapes, lengths, devices, `out` or an option's value do not fit.
+        If shapes, lengths, devices, `out` or an option's value do not fit, and, of NumPy arrays,
+        for a key that is needed on a page that is none.
     TypeError
         For types that are not supported.
     NotImplementedError
@@ -255,6 +263,16 @@ def attention(
     >>> cuflash.attention(q[:, :, :1], k, v, kv_lengths=np.array([40, 70])).shape
     (2, 8, 1, 64)
 
+    The same cache in pages of 16 keys, here of a pool in which they lie one behind another:
+
+    >>> padding = [(0, 0), (0, 0), (0, 12), (0, 0)]
+    >>> pages = (np.pad(x, padding).reshape(2, 8, 7, 16, 64).swapaxes(1, 2) for x in (k, v))
+    >>> k_pool, v_pool = (x.reshape(14, 8, 16, 64) for x in pages)
+    >>> table, lengths = np.arange(14).reshape(2, 7), np.array([40, 70])
+    >>> out = cuflash.attention(q[:, :, :1], k_pool, v_pool, page_table=table, kv_lengths=lengths)
+    >>> np.allclose(out, cuflash.attention(q[:, :, :1], k, v, kv_lengths=lengths), atol=1e-6)
+    True
+
     Queries chunk by chunk, as a long prompt is worked on:
 
     >>> whole = cuflash.attention(q, k, v, causal=True)
@@ -277,7 +295,7 @@ def attention(
         window = as_window(window)
     if mask is not None:
         mask = as_mask(mask)
-    arrays = forward_arrays(q, k, v, out, return_lse, q_lengths, kv_lengths, offsets)
+    arrays = forward_arrays(q, k, v, out, return_lse, q_lengths, kv_lengths, offsets, page_table)
     options = as_options(
         (algo, engine, causal, window, offset, softcap, scale, enable_gqa, True, split_keys)
     )
@@ -622,6 +640,7 @@ def plan(
     scale: Real | None = None,
     enable_gqa: bool = False,
     split_keys: int | None = None,
+    page_table: AnyArray | None = None,
     out: AnyArray | AnyPair | AnyTriple | None = None,
     device: Device | None = None,
     backward: bool = False,
@@ -633,7 +652,7 @@ def plan(
     ----------
     q, k, v, algo, engine, causal, window, mask, softcap
         As in :func:`attention`.
-    q_lengths, kv_lengths, q_offset, scale, enable_gqa, split_keys
+    q_lengths, kv_lengths, q_offset, scale, enable_gqa, split_keys, page_table
         As in :func:`attention`.
     out : array or tuple of array, optional
         As in :func:`attention`; with `backward`, as `grads_out` of :func:`attention_backward`.
@@ -678,12 +697,14 @@ def plan(
     )  # fmt: skip
     integers, visible = (q_lengths, kv_lengths, offsets), as_mask(mask)
     if backward:
+        if page_table is not None:
+            raise ValueError("page_table goes with backward=False: pages have no gradients")
         inputs: dict[str, AnyArray | None]
         inputs = dict.fromkeys(("dout", "q", "k", "v", "out", "lse", "dlse"))
         inputs.update(q=q, k=k, v=v)
         arrays = backward_arrays(inputs, out, *integers)
         arguments = Arguments(BackwardCall.operands, arrays, visible)
         return find_call(BackwardCall, arguments, options, device).plan
-    arrays = forward_arrays(q, k, v, out, isinstance(out, tuple), *integers)
+    arrays = forward_arrays(q, k, v, out, isinstance(out, tuple), *integers, page_table)
     arguments = Arguments(ForwardCall.operands, arrays, visible)
     return find_call(ForwardCall, arguments, options, device).plan

@@ -15,6 +15,7 @@ _NO_ADDEND = f"nothing is added to scores; {_MASK}"
 _NO_DROPOUT = "there is no dropout here"
 _NO_WEIGHTS = "weights are never in memory; return_lse=True gives each row's sum of exponentials"
 _PACKED = "packed sequences are one here, in which mask=BlockMask.documents(ids) keeps them apart"
+_PAGES = "page_table= says which pages of k and v hold a batch entry's keys; in attention() alone"
 _KERNEL = "algo= and engine= choose the kernel"
 _ON_KEYS = "kv_lengths= says how many keys are valid"
 _ON_QUERIES = "q_lengths= says how many queries are valid"
@@ -50,6 +51,9 @@ ELSEWHERE = {
     "cu_seqlens": _PACKED,
     "cu_seqlens_q": _PACKED,
     "cu_seqlens_k": _PACKED,
+    "page_table": "pages have no gradients; those of a cache in one piece are attention's own",
+    "block_table": _PAGES,
+    "block_tables": _PAGES,
     "return_attn_probs": _NO_WEIGHTS,
     "need_weights": _NO_WEIGHTS,
     "return_residual": "return_lse=True returns the logarithm of each row's sum of exponentials",

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
     class _Options(_Scoring, total=False):
         softcap: Real | None
+        page_table: ArrayLike | None
         dtype: Float
 
 
@@ -69,6 +70,7 @@ def attention(
     q_offset: ArrayLike | None = None,
     scale: Real | None = None,
     enable_gqa: bool = False,
+    page_table: ArrayLike | None = None,
     return_lse: bool = False,
     dtype: Float = np.float64,
 ) -> Floats | tuple[Floats, Floats]:
@@ -80,6 +82,8 @@ def attention(
         Leading axes broadcast as in :func:`numpy.matmul`.
     causal, window, mask, softcap, q_lengths, kv_lengths, q_offset, scale, enable_gqa, return_lse
         As in :func:`cuflash.attention`.
+    page_table
+        As in :func:`cuflash.attention`. Keys on pages that are none are hidden, as on a GPU.
     dtype : scalar type, default numpy.float64
         Of the arithmetic and the results; `numpy.longdouble` checks float64 results.
 
@@ -113,6 +117,7 @@ def attention(
         q_lengths=q_lengths,
         kv_lengths=kv_lengths,
         q_offset=q_offset,
+        page_table=page_table,
     )
     return (dense.out, dense.lse) if return_lse else dense.out
 
@@ -202,6 +207,56 @@ def attention_backward(
         return _own_sum(dq, q_shape), _own_sum(dk, k_shape), _own_sum(dv, v_shape)
 
 
+def append_kv(
+    k_cache: NDArray[Any],
+    v_cache: NDArray[Any],
+    k: NDArray[Any],
+    v: NDArray[Any],
+    start: ArrayLike,
+    *,
+    lengths: ArrayLike | None = None,
+    page_table: ArrayLike | None = None,
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Caches with the tokens of `k` and `v` in them, as :func:`cuflash.append_kv` defines them.
+
+    Parameters
+    ----------
+    k_cache, v_cache, k, v, start, lengths, page_table
+        As in :func:`cuflash.append_kv`. Tokens whose position or page does not exist are left out,
+        as on a GPU.
+
+    Returns
+    -------
+    k_cache, v_cache : ndarray
+        Copies of those given.
+
+    Examples
+    --------
+    >>> cache, token = np.zeros((1, 1, 4, 1)), np.ones((1, 1, 1, 1))
+    >>> append_kv(cache, cache, token, 2 * token, 2)[1].ravel()
+    array([0., 0., 2., 0.])
+    """
+    batch, _, tokens, _ = k.shape
+    caches = k_cache.copy(), v_cache.copy()
+    entries, positions, page_size = len(k_cache), k_cache.shape[-2], k_cache.shape[-2]
+    if page_table is not None:
+        positions *= np.shape(page_table)[1]
+    starts = np.broadcast_to(start, batch)
+    counts = np.broadcast_to(tokens if lengths is None else lengths, batch)
+    for b in range(batch):
+        for token in range(min(tokens, int(counts[b]))):
+            position, entry = int(starts[b]) + token, b
+            if not 0 <= position < positions:
+                continue
+            if page_table is not None:
+                entry = int(np.asarray(page_table)[b, position // page_size])
+                position %= page_size
+            if 0 <= entry < entries:
+                for cache, new in zip(caches, (k, v)):
+                    cache[entry, :, position] = new[b, :, token]
+    return caches
+
+
 class _Dense(NamedTuple):
     """A forward pass with its matrices, for operands of equally many heads."""
 
@@ -226,13 +281,17 @@ class _Dense(NamedTuple):
         softcap: Real | None = None,
         scale: Real | None = None,
         enable_gqa: bool = False,
+        page_table: ArrayLike | None = None,
         **mask: Unpack[_Masking],
     ) -> _Dense:
         q, k, v = (np.asarray(x).astype(dtype) for x in (queries, keys, values))
+        exists: Bools | np.bool_ = np.True_
+        if page_table is not None:
+            (k, exists), (v, _) = (_gathered(x, page_table) for x in (k, v))
         if enable_gqa:
             k, v = (_repeated(x, *q.shape[-3:-2]) for x in (k, v))
         leading = np.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
-        visible = visible_keys((*leading, q.shape[-2], k.shape[-2]), **mask)
+        visible = visible_keys((*leading, q.shape[-2], k.shape[-2]), **mask) & exists
         # NaN and infinity follow IEEE arithmetic, without the warnings.
         with np.errstate(all="ignore"):
             factor = 1 / np.sqrt(dtype(q.shape[-1])) if scale is None else dtype(scale)
@@ -249,6 +308,17 @@ class _Dense(NamedTuple):
             weights = np.where(visible, weights / sums, 0)
             out, lse = _visible_sum(weights, v, visible), (top + np.log(sums))[..., 0]
         return cls(q, k, v, factor, visible, slope, weights, out, lse)
+
+
+def _gathered(pool: Floats, page_table: ArrayLike) -> tuple[Floats, Bools]:
+    """The keys of all batch entries, page after page, and which of them are on a page at all."""
+    table = np.asarray(page_table)
+    exists = (table >= 0) & (table < len(pool))
+    pages = np.zeros((*table.shape, *pool.shape[1:]), pool.dtype)
+    pages[exists] = pool[table[exists]]
+    batch, _, heads, page_size, columns = pages.shape
+    rows = pages.swapaxes(1, 2).reshape(batch, heads, -1, columns)
+    return rows, np.repeat(exists, page_size, axis=1)[:, None, None]
 
 
 def _repeated(x: Floats, heads: int = 1) -> Floats:
@@ -371,6 +441,7 @@ def forward_bound(
     dtype: DTypeLike,
     *,
     softcap: Real | None = None,
+    page_table: ArrayLike | None = None,
     **options: Unpack[_Scoring],
 ) -> Bound:
     r"""The reference of a forward pass, and how far from it a correct result may be.
@@ -382,7 +453,7 @@ def forward_bound(
     dtype : data type
         The precision that is promised: that of the result. For float64 the reference is computed
         in `numpy.longdouble`.
-    softcap, **options
+    softcap, page_table, **options
         As in :func:`attention`.
 
     Returns
@@ -437,7 +508,7 @@ def forward_bound(
     """
     name = np.dtype(dtype).name
     u, u_acc, exact = _precision(name)
-    dense = _Dense.of(q, k, v, exact, softcap=softcap, **options)
+    dense = _Dense.of(q, k, v, exact, softcap=softcap, page_table=page_table, **options)
     with np.errstate(all="ignore"):
         _, sigma = _score_errors(dense, softcap, u_acc)
         sums = u_acc * (8 + np.sqrt(dense.visible.sum(axis=-1, keepdims=True)))

@@ -137,12 +137,7 @@ class ForwardOptions(MaskOptions, total=False):
     algo: Algo | None
     engine: Engine | None
     split_keys: int | None
-
-
-class VjpOptions(ForwardOptions, total=False):
-    """Options of :func:`cuflash.attention_vjp` but `return_lse`."""
-
-    deterministic: bool
+    page_table: AnyArray | None
 
 
 class BackwardOptions(MaskOptions, total=False):
@@ -151,3 +146,9 @@ class BackwardOptions(MaskOptions, total=False):
     algo: Algo | None
     engine: Engine | None
     deterministic: bool
+
+
+class VjpOptions(BackwardOptions, total=False):
+    """Options of :func:`cuflash.attention_vjp` but `return_lse`."""
+
+    split_keys: int | None

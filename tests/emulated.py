@@ -11,14 +11,16 @@ from cases import H200, on_row
 from emulator import Memory, Module
 from emulator.memory import TensorMap
 
+from cuflash.calls.append import AppendCall
 from cuflash.calls.arguments import Arguments, Options, backward_arrays, forward_arrays
-from cuflash.calls.arrays import as_mask, conform, split_offset
+from cuflash.calls.arrays import as_integers, as_mask, conform, split_offset
 from cuflash.calls.call import BackwardCall, ForwardCall
 from cuflash.calls.run import find_call
 from cuflash.gpu.arguments import pack
 from cuflash.gpu.tensor_maps import tables_bytes, tensor_maps
 from cuflash.gpu.work_order import work_order
 from cuflash.masks.tile_lists import tile_lists
+from cuflash.planning.append import OPERANDS
 from cuflash.planning.plan import Plan
 
 
@@ -34,7 +36,7 @@ class Result(NamedTuple):
 def attention(
     q, k, v, *, algo=None, engine=None, causal=False, window=None, mask=None, softcap=None,
     q_lengths=None, kv_lengths=None, q_offset=None, scale=None, enable_gqa=False, return_lse=True,
-    split_keys=None, out=None, mode="check", seed=0, row=None, device=H200,
+    split_keys=None, page_table=None, out=None, mode="check", seed=0, row=None, device=H200,
 ):  # fmt: skip
     """attention() as `device` would run it; `row` forces a row of the table, `mode` and `seed`
     are the emulator's.
@@ -45,7 +47,8 @@ def attention(
     options = Options(algo, engine, causal, window, offset, softcap, scale, enable_gqa,
                       split_keys=split_keys)
     given_lse = return_lse and out is not None
-    arrays = forward_arrays(q, k, v, out, given_lse, q_lengths, kv_lengths, offsets)
+    lengths = q_lengths, kv_lengths
+    arrays = forward_arrays(q, k, v, out, given_lse, *lengths, offsets, page_table)
     count = 1 + return_lse
     return Result(*_run(ForwardCall, arrays, options, count, mask, mode, seed, row, device))
 
@@ -76,6 +79,32 @@ def attention_backward(
     )
     arrays = backward_arrays(inputs, grads_out, q_lengths, kv_lengths, offsets)
     return Gradients(*_run(BackwardCall, arrays, options, 3, mask, mode, seed, row, device))
+
+
+def append_kv(
+    k_cache, v_cache, k, v, start, *, lengths=None, page_table=None, mode="check", seed=0
+):
+    """append_kv() as a GPU would run it; returns its plan. NumPy's checks of integers are left out:
+    a device does not see these."""
+    arrays = {"k_cache": k_cache, "v_cache": v_cache, "k": k, "v": v}
+    first, starts = split_offset(start)
+    count, counts = split_offset(lengths)
+    for name, x in (("start", starts), ("lengths", counts), ("page_table", page_table)):
+        if x is not None:
+            arrays[name] = as_integers(name, x)
+    memory = Memory()
+    addresses = dict.fromkeys(OPERANDS, 0) | {name: memory.place(x) for name, x in arrays.items()}
+    call = AppendCall(Arguments(OPERANDS, arrays).specs(), addresses, on_host=False)
+    params = call.params.copy()
+    for name, address in addresses.items():
+        params[name] = address
+    params["first"], params["count"] = first or 0, call.tokens if count is None else count
+    (kernel,) = call.plan.kernels
+    module = Module(call.plan.source(), mode=mode)
+    module.launch(kernel.name, kernel.grid, kernel.threads, [params], seed=seed, memory=memory)
+    memory.fetch()
+    memory.close()
+    return call.plan
 
 
 def _run(kind, arrays, options, count, mask, mode, seed, row, device):

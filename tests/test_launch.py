@@ -13,13 +13,14 @@ import pytest
 
 import cuflash
 import cuflash.gpu
-from cuflash.calls import arrays
+from cuflash.calls import append, arrays
 from cuflash.calls import run as calls
 from cuflash.calls.arguments import Arguments, Options, forward_arrays
 from cuflash.calls.arrays import of_batch, split_offset
 from cuflash.calls.call import BackwardCall, ForwardCall
 from cuflash.calls.run import find_call, run_call
 from cuflash.masks.tile_lists import tile_lists
+from cuflash.planning.append import OPERANDS, PARAMS, AppendPlan
 from cuflash.planning.params import params_dtype, pointers
 
 H200 = cuflash.Device(90, "NVIDIA H200", multiprocessors=132)
@@ -78,6 +79,7 @@ class Stream:
 def forget_modules():
     arrays.memory_module.cache_clear()
     calls.launch_module.cache_clear()
+    append.append_module.cache_clear()
 
 
 @pytest.fixture
@@ -93,10 +95,11 @@ def launch(monkeypatch):
     )
     monkeypatch.setattr(Array, "made", [])
     monkeypatch.setattr(Stream, "waits", 0)
-    monkeypatch.setattr(calls, "_calls", {})  # what is prepared in one test launches there
+    for kinds in (calls, append):
+        monkeypatch.setattr(kinds, "_calls", {})  # what is prepared in one test launches there
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     forget_modules()
-    for name in ("memory", "tables", "launch"):
+    for name in ("memory", "tables", "launch", "append"):
         monkeypatch.delitem(sys.modules, f"cuflash.gpu.{name}", raising=False)
         monkeypatch.delattr(cuflash.gpu, name, raising=False)
     module = importlib.import_module("cuflash.gpu.launch")
@@ -104,7 +107,8 @@ def launch(monkeypatch):
 
     def compiled(plan, device_id, kernel):
         def run(grid, block, arguments, shared_bytes):
-            params = arguments[0].view(params_dtype(plan.problem))[0]
+            of_cache = isinstance(plan, AppendPlan)
+            params = arguments[0].view(PARAMS if of_cache else params_dtype(plan.problem))[0]
             module.launched.append((kernel.name, grid, block, shared_bytes, params))
 
         return run
@@ -113,7 +117,12 @@ def launch(monkeypatch):
     monkeypatch.setattr(module, "compiled", compiled)
     yield module
     forget_modules()
-    for name in ("memory", "tables", "launch"):  # before monkeypatch puts back what was there
+    for name in (
+        "memory",
+        "tables",
+        "launch",
+        "append",
+    ):  # before monkeypatch puts back what was there
         sys.modules.pop(f"cuflash.gpu.{name}", None)
         vars(cuflash.gpu).pop(name, None)
 
@@ -477,6 +486,26 @@ def test_lengths_of_the_host_beside_device_arrays(launch):
             cuflash.attention(q, k, v, kv_lengths=kv_lengths)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+def test_pages_of_a_call(launch, masked):
+    q, table, lengths = make(2, 8, 100, 64), make(2, 6, dtype=np.int32), make(2, dtype=np.int64)
+    k, v = (Array(np.zeros((9, 16, 4, d), np.float16).swapaxes(1, 2)) for d in (64, 32))
+    arrays = forward_arrays(q, k, v, None, False, None, lengths, None, table)
+    mask = Array(np.ones((100, 96), bool)) if masked else None
+    arguments = Arguments(ForwardCall.operands, arrays, mask)
+    call = find_call(ForwardCall, arguments, OPTIONS, H200)
+    assert (call.plan.problem.page_size, call.plan.problem.page_table) == (16, "int32")
+    launch.run(call, arguments, 1)
+    params = launch.launched[-1][-1]
+    pointers = {"k": k, "v": v, "page_table": table, "kv_lengths": lengths}
+    for name, x in (pointers | ({"mask": mask} if masked else {})).items():
+        assert params[name] == x.data.ptr
+    assert (params["pages"], params["key_length"]) == (9, 96)
+    assert (params["k_page_stride"], params["v_page_stride"]) == (16 * 4 * 64, 16 * 4 * 32)
+    assert (params["k_row_stride"], params["v_row_stride"]) == (4 * 64, 4 * 32)
+    assert params["page_table_stride"].tolist() == [6, 1]
+
+
 @pytest.mark.parametrize("kind", [ForwardCall, BackwardCall])
 def test_empty_calls_launch_nothing(launch, kind):
     given = {name: make(2, 3, 0 if name in "kv" else 5, 8) for name in "qkv"}
@@ -660,3 +689,72 @@ def test_nothing_begins_to_compile_under_capture_and_errors_wait(launch, monkeyp
     with capturing():
         launch.begin_to_compile("another", 0)
     assert asked == ["plan"]
+
+
+def caches(**changed):
+    """Operands of append_kv(): 2 entries of 3 heads, 40 positions and 7 tokens."""
+    shapes = {"k_cache": (2, 3, 40, 64), "v_cache": (2, 3, 40, 32), "k": (2, 3, 7, 64)}
+    made = {name: make(*shape) for name, shape in shapes.items()}
+    return {**made, "v": make(2, 3, 7, 32), **changed}
+
+
+def append_kv(launch, monkeypatch, **given):
+    """Call it; returns its only launch."""
+    monkeypatch.setattr(launch, "device_facts", lambda device_id: H200)
+    launch.launched.clear()
+    cuflash.append_kv(**given)
+    ((name, grid, block, shared_bytes, params),) = launch.launched
+    assert (name, block, shared_bytes) == ("append_kv", (128,), 0)
+    assert grid == (2 * 2 * params["tiles"],)
+    return params
+
+
+def test_pointers_and_numbers_of_append_kv(launch, monkeypatch):
+    integers = np.array([3, 4], np.int32)
+    given = caches(start=Array(integers), lengths=Array(integers))
+    given["k_cache"] = make(9, 3, 16, 64)
+    given["v_cache"] = make(9, 3, 16, 32)
+    given["page_table"] = make(2, 5, dtype=np.int64)
+    params = append_kv(launch, monkeypatch, **given)
+    for name in OPERANDS:
+        assert params[name] == given[name].data.ptr
+    assert (params["capacity"], params["pages"], params["page_size"]) == (80, 9, 16)
+    assert params["page_table_stride"].tolist() == [5, 1]
+    assert (params["start_stride"], params["lengths_stride"]) == (1, 1)
+
+    given = caches()
+    for start, lengths in ((0, None), (33, 5), (np.int64(3), 0)):
+        params = append_kv(launch, monkeypatch, **given, start=start, lengths=lengths)
+        assert params["start"] == params["lengths"] == params["page_table"] == 0
+        assert (params["first"], params["count"]) == (start, 7 if lengths is None else lengths)
+    assert len(append._calls) == 2
+    assert params["capacity"] == 40
+    # 8 chunks of 8 elements, 4 of them, 3 heads
+    assert (params["k_columns"], params["v_columns"], params["heads"]) == (8, 4, 3)
+    assert params["k_cache_stride"].tolist() == [3 * 40 * 8, 40 * 8, 8, 1]
+
+
+def test_append_kv_copies_integers_of_the_host(launch, monkeypatch):
+    given = caches(start=[3, 4], lengths=np.array([7, 2], np.int32))
+    params = append_kv(launch, monkeypatch, **given)
+    start, lengths = Array.made[-2:]
+    assert (params["start"], params["lengths"]) == (start.data.ptr, lengths.data.ptr)
+    assert (start.values.tolist(), lengths.values.tolist()) == ([3, 4], [7, 2])
+    with capturing(), pytest.raises(RuntimeError, match="while a CUDA graph is captured"):
+        cuflash.append_kv(**given)
+    with capturing():
+        append_kv(launch, monkeypatch, **{**given, "start": start, "lengths": lengths})
+        append_kv(launch, monkeypatch, **caches(start=3))
+
+
+def test_append_kv_launches_nothing(launch):
+    with pytest.raises(ValueError, match="start is -1"):
+        cuflash.append_kv(**caches(start=-1))
+    with pytest.raises(ValueError, match="7 tokens from position 34 on do not fit"):
+        cuflash.append_kv(**caches(start=34))
+    with pytest.raises(ValueError, match="0 tokens from position 41 on do not fit"):
+        cuflash.append_kv(**caches(start=41, lengths=make(2, dtype=np.int32)))
+    cuflash.append_kv(**caches(start=0, k=make(2, 3, 0, 64), v=make(2, 3, 0, 32)))
+    empty = {"k_cache": make(2, 3, 0, 64), "v_cache": make(2, 3, 0, 32)}
+    cuflash.append_kv(**caches(start=make(2, dtype=np.int32), lengths=0, **empty))
+    assert launch.launched == []

@@ -27,7 +27,7 @@ NAMES = [
     "sum_dq.cu", "sum_dk.cu", "sum_dv.cu", "mask_tiles.cu", "mask_lists.cu", "hopper_forward.cu",
     "hopper_fa1_forward.cu", "hopper_backward.cu", "hopper_backward_keys.cu",
     "hopper_backward_queries.cu", "hopper_sum_dq.cu", "hopper_sum_dq_rows.cu", "hopper_sum_dk.cu",
-    "hopper_sum_dv.cu", "mask_queries.cu",
+    "hopper_sum_dv.cu", "mask_queries.cu", "append_kv.cu",
 ]  # fmt: skip
 kernels = pytest.mark.parametrize("name", NAMES)
 

@@ -62,6 +62,13 @@ def right_results(x: F32, h: F16, s: Stubbed, t: Tensor, flag: bool) -> None:
     cuflash.attention(x, t, s).shape[-1].bit_length()
 
 
+def right_caches(x: F32, s: Stubbed, t: Tensor, table: NDArray[np.int32]) -> None:
+    cuflash.append_kv(x, x, x, x, 3, lengths=[1, 2])
+    cuflash.append_kv(s, s, t, t, np.array([1, 2]), lengths=None, page_table=table)
+    assert_type(cuflash.attention(x, x, x, page_table=table, kv_lengths=3), F32)
+    cuflash.plan(x, x, x, page_table=table, kv_lengths=3)
+
+
 def right_gradients(x: F32, h: F16, s: Stubbed, t: Tensor, flag: bool) -> None:
     assert_type(cuflash.attention_backward(x, x, h, x, x, x), tuple[F32, F16, F32])
     assert_type(cuflash.attention_backward(s, s, s, s, s, s), tuple[Stubbed, Stubbed, Stubbed])
@@ -164,6 +171,11 @@ def wrong_options(x: F32) -> None:
     cuflash.plan(x, x, x, device="H200")  # wrong: reportArgumentType
     cuflash.plan(x, x, x, return_lse=True)  # wrong: reportCallIssue
     cuflash.Device("sm_90")  # wrong: reportArgumentType
+    cuflash.attention_vjp(x, x, x, page_table=x)  # wrong: reportCallIssue
+    cuflash.attention_backward(x, x, x, x, x, x, page_table=x)  # wrong: reportCallIssue
+    cuflash.append_kv(x, x, x, x)  # wrong: reportCallIssue
+    cuflash.append_kv(x, x, x, x, 1.5)  # wrong: reportArgumentType
+    cuflash.append_kv(x, x, x, x, 0, page_table=[1])  # wrong: reportArgumentType
 
 
 def wrong_results(x: F32, t: Tensor, flag: bool) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from ..masks.block_mask import BlockMask
 from ..operands.dtypes import CHUNK_BYTES
 from ..operands.spec import Spec
-from .arrays import array_types, as_array, of_batch
+from .arrays import array_types, as_array, as_integers, beside, of_batch
 
 if TYPE_CHECKING:
     from ..typing import AnyArray, Integers
@@ -116,7 +116,7 @@ class Arguments:
 def forward_arrays(
     q: AnyArray, k: AnyArray, v: AnyArray, out: AnyArray | tuple[AnyArray | None, ...] | None,
     return_lse: bool, q_lengths: Integers | None, kv_lengths: Integers | None,
-    offsets: Integers | None,
+    offsets: Integers | None, page_table: AnyArray | None = None,
 ) -> dict[str, AnyArray | None]:  # fmt: skip
     """The operands of a forward call that are given."""
     arrays: dict[str, AnyArray | None] = {"q": q, "k": k, "v": v}
@@ -125,6 +125,8 @@ def forward_arrays(
             arrays |= _split_pair(out, return_lse)
         else:
             arrays["out"] = out
+    if page_table is not None:
+        arrays["page_table"] = beside(as_array("q", q), as_integers("page_table", page_table))
     if q_lengths is None and kv_lengths is None and offsets is None:
         return arrays
     return arrays | of_batch(q_lengths, kv_lengths, offsets, as_array("q", q))

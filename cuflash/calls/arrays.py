@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from ..typing import AnyArray, Array, CupyArray, Integers, Window
 
 OF_BATCH = ("q_lengths", "kv_lengths", "q_offset")  # integers over the batch axes
+_INTEGERS = {"q_offset": "offsets", "start": "positions", "page_table": "page numbers"}
 _DLPACK_CPU = 1  # kDLCPU
 # Types that need no conversion, and whether they are NumPy's: CuPy's come once one was seen.
 array_types: dict[type, bool] = {np.ndarray: True}
@@ -76,13 +77,13 @@ def check_devices(arrays: dict[str, Array]) -> None:
         raise ValueError(f"arrays are in different places: {listing}; move them to one device")
 
 
-def _as_integers(name: str, given: Integers) -> Array:
-    """Lengths or offsets as an array of int32 or int64."""
+def as_integers(name: str, given: Integers) -> Array:
+    """Lengths, positions or page numbers as an array of int32 or int64."""
     if isinstance(given, (int, np.integer, list, tuple)):
         given = integers_of(given)
     integers = as_array(name, given)
     if integers.dtype.kind not in "iu":
-        what = "offsets" if name == "q_offset" else "lengths"
+        what = _INTEGERS.get(name, "lengths")
         raise TypeError(f"{name} has dtype {integers.dtype}: {what} are integers")
     whole = all(s % integers.itemsize == 0 for s in integers.strides)
     if whole and integers.dtype.name in ("int32", "int64"):
@@ -116,7 +117,7 @@ def as_window(window: Window | None) -> Window | None:
 
 
 def split_offset(q_offset: Integers | None) -> tuple[int | None, Integers | None]:
-    """`q_offset` as the integer of all batch entries and as what :func:`of_batch` takes.
+    """`q_offset` as the integer of all batch entries and as what :func:`as_integers` takes.
 
     Of the two the other one is None: an integer travels without an array.
     """
@@ -140,13 +141,13 @@ def of_batch(
     if q_lengths is None and kv_lengths is None and offsets is None:
         return {}
     named = zip(OF_BATCH, (q_lengths, kv_lengths, offsets))
-    made = {name: _as_integers(name, x) for name, x in named if x is not None}
+    made = {name: as_integers(name, x) for name, x in named if x is not None}
     if len({x.dtype for x in made.values()}) > 1:
         made = {name: x if x.dtype == np.int64 else _int64_copy(x) for name, x in made.items()}
-    return {name: _beside(like, x) for name, x in made.items()}
+    return {name: beside(like, x) for name, x in made.items()}
 
 
-def _beside(like: Array, integers: Array) -> Array:
+def beside(like: Array, integers: Array) -> Array:
     """A copy of a NumPy array on the device of `like`, if that is a CuPy array."""
     if not isinstance(integers, np.ndarray) or not _is_cupy(like):
         return integers

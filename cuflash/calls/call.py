@@ -12,10 +12,10 @@ import numpy as np
 from ..masks.band import Band
 from ..numpy_engine import walks
 from ..numpy_engine.tiles import head_masks
-from ..operands.checks import check_out, check_read
+from ..operands.checks import check_out, check_page_numbers, check_pools, check_read
 from ..operands.dtypes import result_dtype
-from ..operands.layout import Layout, check_shapes, make_layout
-from ..operands.spec import Spec, clearance, conformed
+from ..operands.layout import Layout, check_shapes, make_layout, unpaged
+from ..operands.spec import Spec, check_apart, clearance, conformed
 from ..planning.plan import Plan, make_plan
 from ..planning.problem import Device, make_problem
 from ..scores import UNSCALED, ScoreMod, checked_scale, softcap
@@ -23,7 +23,8 @@ from .arguments import Options
 from .arrays import OF_BATCH
 
 SPLIT_STEP = 16  # keys
-_TRAILING = {"lse": 1, "dlse": 1, **dict.fromkeys(OF_BATCH, 0)}  # axes; 2 of all others
+# Axes behind the leading ones; 2 of all others.
+_TRAILING = {"lse": 1, "dlse": 1, "page_table": 1, **dict.fromkeys(OF_BATCH, 0)}
 
 
 class Copy(NamedTuple):
@@ -65,6 +66,22 @@ def checked_split(value: object) -> int | None:
     return number
 
 
+def apart_of(pairs: Iterable[tuple[str, str]], given: dict[str, Spec]) -> tuple[Apart, ...]:
+    """Those of the pairs of which both are given."""
+    return tuple(
+        Apart(a, b, *clearance(given[a], given[b]), (given[a], given[b]))
+        for a, b in pairs
+        if a in given and b in given
+    )
+
+
+def keep_apart(pairs: tuple[Apart, ...], addresses: dict[str, int]) -> None:
+    """Raise a ValueError for a result that overlaps what it must not."""
+    for a, b, low, high, specs in pairs:
+        if low < (distance := addresses[b] - addresses[a]) < high:
+            check_apart(a, b, *specs, distance)
+
+
 class Call:
     """All that repeats from call to call of one kind: layout, plan and, on a GPU, the launch.
 
@@ -73,6 +90,8 @@ class Call:
     Attributes
     ----------
     layout : Layout
+    page_size : int
+        Keys of a page, 0 where k and v have none.
     plan : Plan
     scale : float
     score : ScoreMod or None
@@ -91,7 +110,7 @@ class Call:
 
     __slots__ = (
         "anywhere", "apart", "copied", "has_lists", "is_empty", "launch", "layout", "lse_dtype",
-        "out_dtype", "plan", "results", "scale", "score", "staged", "workspace_bytes",
+        "out_dtype", "page_size", "plan", "results", "scale", "score", "staged", "workspace_bytes",
     )  # fmt: skip
     operands: ClassVar[tuple[str, ...]]  # in the order of the kernels' pointers
     matrices: ClassVar[tuple[str, ...]]  # those among them whose rows kernels load in chunks
@@ -104,6 +123,12 @@ class Call:
         aligned: bool,
     ):  # fmt: skip
         inputs = q, k, v = given["q"], given["k"], given["v"]
+        table = given.get("page_table")
+        self.page_size = 0
+        if table is not None:
+            check_pools(q, k, v, table, "kv_lengths" in given)
+            self.page_size = k.shape[-2]
+            k, v = unpaged(k, table), unpaged(v, table)
         check_shapes(q, k, v)
         self.out_dtype = result_dtype(q.dtype, k.dtype, v.dtype)
         self.lse_dtype = np.dtype("float64" if self.out_dtype == np.float64 else "float32")
@@ -119,7 +144,8 @@ class Call:
             self.score = softcap(options.softcap, accumulator, self.scale)
         lengths = {name: given.get(name) for name in OF_BATCH}
         mask = given.get("mask")
-        broadcast = {**lengths, "mask": mask, "enable_gqa": bool(options.enable_gqa)}
+        gqa = bool(options.enable_gqa)
+        broadcast = {**lengths, "mask": mask, "page_table": table, "enable_gqa": gqa}
         specs = self._specs(given, inputs, broadcast, mask_kind, device)
         self.layout = self._layout(specs, broadcast)
         if mask and mask_kind == "blocks" and mask.shape[-2:] != (q.shape[-2], k.shape[-2]):
@@ -128,18 +154,18 @@ class Call:
                 f"and {k.shape[-2]} keys"
             )
         self.anywhere = tuple(
-            name
-            for name in self.operands
-            if name in given and not (aligned and name not in _TRAILING)
+            name for name in given if name != "mask" and not (aligned and name not in _TRAILING)
         )
         rows = (spec for name, spec in specs.items() if name not in _TRAILING)
         problem = make_problem(
             self.layout,
-            *inputs,
+            *(q, k, v),
             band=band,
             score=self.score,
             lengths={name: spec.dtype.name for name, spec in lengths.items() if spec is not None},
             mask=mask_kind,
+            page_size=self.page_size,
+            page_table=table.dtype.name if table else "",
             aligned=aligned and all(spec.rows_are_aligned() for spec in rows),
             backward=self.backward,
             deterministic=bool(options.deterministic),
@@ -171,12 +197,9 @@ class Call:
             if name in given and name not in self.written
         )
         self.staged = tuple(Copy(name, specs[name]) for name in self.written if name in changed)
-        others = [*expected, *OF_BATCH, *(["mask"] if mask_kind == "elements" else [])]
-        self.apart = tuple(
-            Apart(a, b, *clearance(given[a], given[b]), (given[a], given[b]))
-            for a, b in self._pairs(others)
-            if a in given and b in given
-        )
+        others = [*expected, *OF_BATCH, "page_table"]
+        others += ["mask"] if mask_kind == "elements" else []
+        self.apart = apart_of(self._pairs(others), given)
         return specs
 
     def _pairs(self, names: Iterable[str]) -> list[tuple[str, str]]:
@@ -221,7 +244,10 @@ class Call:
             if x is not None:
                 steps = [s * x.dtype.itemsize for s in self.layout.strides[name]]
                 tail = len(x.shape) - _TRAILING.get(name, 2)
-                shape, strides = self.layout.leading + x.shape[tail:], (*steps, *x.strides[tail:])
+                leading = self.layout.leading
+                if self.page_size and name in ("k", "v"):  # pages stand where batch entries do
+                    leading, steps[0] = (len(x), *leading[1:]), x.strides[0]
+                shape, strides = leading + x.shape[tail:], (*steps, *x.strides[tail:])
                 x = np.lib.stride_tricks.as_strided(x, shape, strides)
             views.append(x)
         return views
@@ -247,6 +273,8 @@ class ForwardCall(Call):
     def _seen(self, name: str, spec: Spec, device: Device) -> Spec:
         if name == "lse" or (name == "out" and device.is_cpu):
             return spec
+        if name in ("k", "v") and self.page_size and device.is_cpu:  # gathered tile by tile
+            return conformed(spec, spec.dtype, rows=False)
         return conformed(spec, self.out_dtype)  # a kernel's rows are contiguous
 
     def _layout(self, specs: dict[str, Spec], broadcast: dict[str, Any]) -> Layout:
@@ -254,7 +282,15 @@ class ForwardCall(Call):
 
     def run_host(self, arrays: dict[str, Any], mask: Any) -> None:
         """Run on NumPy arrays that are ready to be read and written."""
-        walks.forward(self.plan, *self._spread(arrays), **self._host_options(mask))
+        options = self._host_options(mask)
+        q, k, v, *others = self._spread(arrays)
+        if self.page_size:
+            table, lengths = arrays["page_table"], arrays["kv_lengths"]
+            length = self.plan.problem.key_length
+            valid = np.clip(np.broadcast_to(lengths, len(table)), 0, length)
+            check_page_numbers(table, map(range, valid), len(arrays["k"]), self.page_size)
+            options["page_table"] = table
+        walks.forward(self.plan, q, k, v, *others, **options)
 
 
 class BackwardCall(Call):

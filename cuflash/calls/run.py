@@ -10,11 +10,10 @@ from typing import Any
 import numpy as np
 
 from ..operands.dtypes import CHUNK_BYTES
-from ..operands.spec import check_apart
 from ..planning.problem import CPU, Device
 from .arguments import Arguments, Options
 from .arrays import check_devices, conform, memory_module
-from .call import Call
+from .call import Call, keep_apart
 
 _LARGEST_ITEM = 8  # bytes
 _MAX_CALLS = 1024  # kinds of call that are remembered
@@ -73,9 +72,7 @@ def run_call(
     `before_first` is called before a GPU's kernels are compiled.
     """
     call, addresses = find_call(kind, arguments, options), arguments.addresses
-    for a, b, low, high, specs in call.apart:
-        if low < (distance := addresses[b] - addresses[a]) < high:
-            check_apart(a, b, *specs, distance)
+    keep_apart(call.apart, addresses)
     if arguments.device_id is None:
         return _run_host(call, arguments, count)
     if before_first is not None and call.launch is None:

@@ -46,6 +46,10 @@ def pack(plan: Plan, layout: Layout, scale: float, captured: tuple[float, ...]) 
     if problem.mask:
         params["mask_axis_stride"][0, : len(layout.axes)] = layout.axis_strides["mask"]
         params["mask_rows"], params["mask_columns"] = plan.tile.scored_tiles(problem)
+    if layout.pages is not None:
+        names = "pages", "k_page_stride", "v_page_stride", "page_table_stride"
+        for name, value in zip(names, layout.pages):
+            params[name] = value
     if problem.mask == "elements":
         assert layout.mask is not None
         _pack_elements(params, problem, layout.mask)

@@ -26,6 +26,7 @@ from .tables import tables_of
 if TYPE_CHECKING:
     from ..calls.arguments import Arguments
     from ..calls.call import Call
+    from ..planning.append import AppendPlan
 
 _compiling: dict[int, threading.Lock] = {}  # by the hash of a source
 
@@ -71,7 +72,7 @@ def _load(
 
 
 @functools.lru_cache(maxsize=512)
-def compiled(plan: Plan, device_id: int, kernel: Launch | None = None) -> Any:
+def compiled(plan: Plan | AppendPlan, device_id: int, kernel: Launch | None = None) -> Any:
     """The function of one of a plan's kernels, by default the main one, on one device.
 
     It is compiled, or taken from CuPy's disk cache.

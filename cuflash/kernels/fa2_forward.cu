@@ -22,6 +22,7 @@
 #include "tiles/mma.cuh"
 #include "tiles/simt.cuh"
 #include "seams/sequence.cuh"
+#include "seams/pages.cuh"
 #include "seams/key_tiles.cuh"
 #include "seams/parts.cuh"
 #include "seams/score.cuh"
@@ -40,16 +41,28 @@ static_assert(is_laid_out<Tile::Shared>(tile_bytes::Q, Q_TILE) &&
 
 __device__ __forceinline__ void load_keys(Tile::Shared* K_smem, const Params& p, const Head& head,
                                           int tile) {
-    load_tile<BLOCK_K, HEAD_DIM, Tile::PADDED_D, THREADS, ALIGNED, LOAD_UNROLL>(
-        K_smem, head.k + i64(tile) * BLOCK_K * p.k_row_stride, p.k_row_stride,
-        head.key_length - tile * BLOCK_K, threadIdx.x);
+    const int first = tile * BLOCK_K, valid_rows = head.key_length - first;
+    if constexpr (PAGED)
+        load_scattered_tile<BLOCK_K, HEAD_DIM, Tile::PADDED_D, THREADS, ALIGNED, LOAD_UNROLL>(
+            K_smem, [&](int row) { return find_key(p, head, first + row); }, valid_rows,
+            threadIdx.x);
+    else
+        load_tile<BLOCK_K, HEAD_DIM, Tile::PADDED_D, THREADS, ALIGNED, LOAD_UNROLL>(
+            K_smem, head.k + i64(tile) * BLOCK_K * p.k_row_stride, p.k_row_stride, valid_rows,
+            threadIdx.x);
 }
 
 __device__ __forceinline__ void load_values(Tile::Shared* V_smem, const Params& p, const Head& head,
                                             int tile) {
-    load_tile<BLOCK_K, HEAD_DIM_V, Tile::PADDED_DV, THREADS, ALIGNED, LOAD_UNROLL>(
-        V_smem, head.v + i64(tile) * BLOCK_K * p.v_row_stride, p.v_row_stride,
-        head.key_length - tile * BLOCK_K, threadIdx.x);
+    const int first = tile * BLOCK_K, valid_rows = head.key_length - first;
+    if constexpr (PAGED)
+        load_scattered_tile<BLOCK_K, HEAD_DIM_V, Tile::PADDED_DV, THREADS, ALIGNED, LOAD_UNROLL>(
+            V_smem, [&](int row) { return find_value(p, head, first + row); }, valid_rows,
+            threadIdx.x);
+    else
+        load_tile<BLOCK_K, HEAD_DIM_V, Tile::PADDED_DV, THREADS, ALIGNED, LOAD_UNROLL>(
+            V_smem, head.v + i64(tile) * BLOCK_K * p.v_row_stride, p.v_row_stride, valid_rows,
+            threadIdx.x);
 }
 
 __device__ __forceinline__ void load_queries(Tile::Shared* Q_smem, const Params& p,
@@ -59,14 +72,14 @@ __device__ __forceinline__ void load_queries(Tile::Shared* Q_smem, const Params&
             Q_smem, head.q + i64(row_begin) * p.q_row_stride, p.q_row_stride,
             head.query_length - row_begin, threadIdx.x);
     else
-        load_rows<BLOCK_Q, HEAD_DIM, Tile::PADDED_D, THREADS, ALIGNED>(
+        load_scattered_tile<BLOCK_Q, HEAD_DIM, Tile::PADDED_D, THREADS, ALIGNED, LOAD_UNROLL>(
             Q_smem,
             [&](int row) {
                 row += row_begin;
                 const bool valid = query_of(row) < head.query_length && row_exists(p, head, row);
                 return valid ? query_row(p, head, row) : nullptr;
             },
-            threadIdx.x);
+            BLOCK_Q, threadIdx.x);
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
@@ -122,7 +135,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     for (int i = 0; i < tiles.count(); ++i) {
         const Visit visit = tiles[i];
         const int k_begin = visit.tile * BLOCK_K, stage = i % STAGES;
-        const bool cut = tiles.is_cut(visit);
+        const MissingKeys<BLOCK_K> missing(p, head, k_begin);
+        const bool cut = tiles.is_cut(visit) || missing.any();
         const TileBits bits(p, visit, first_row);
         if constexpr (STAGES == 1) {
             load_values(V_smem, p, head, visit.tile);
@@ -143,6 +157,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 tile.score(S_regs, K_smem + stage * K_TILE + step * Tile::PITCH);
                 modify_scores(S_regs, tile, p, head, row_begin, k_begin + step);
                 if (cut) mask_scores(S_regs, tile, p, head, row_begin, k_begin + step, bits, step);
+                missing.hide(S_regs, tile, step);
             };
             score();
             if (softmax.update(S_regs, multiplier, rescale, score)) scale_rows(O_regs, rescale);

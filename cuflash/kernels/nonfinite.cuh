@@ -8,6 +8,7 @@
 #include "numeric.cuh"
 #include "seams/hooks.cuh"
 #include "seams/key_tiles.cuh"
+#include "seams/pages.cuh"
 #include "seams/score.cuh"
 #include "seams/sequence.cuh"
 #include "seams/tile_lists.cuh"
@@ -84,7 +85,7 @@ __device__ __forceinline__ void restore_nonfinite(S* tile, const T* rows, i64 ro
 __device__ __forceinline__ Accumulator raw_score(const Params& p, const Head& head, int row,
                                                  int k) {
     const Element* const Q = query_row(p, head, row);
-    const Element* const K = head.k + k * p.k_row_stride;
+    const Element* const K = find_key(p, head, k);
     Accumulator score = Accumulator(0);
 #pragma unroll 1
     for (int d = 0; d < HEAD_DIM; ++d)
@@ -121,7 +122,8 @@ __device__ __forceinline__ void add_nonfinite_values(Accumulator (&O)[ROWS][COLU
                                                      const TileBits& bits) {
 #pragma unroll 1
     for (int k = k_begin; k < min(k_begin + KEYS, head.key_length); ++k) {
-        const Element* const values = head.v + k * p.v_row_stride;
+        const Element* const values = find_value(p, head, k);
+        if (PAGED && values == nullptr) continue;
         bool finite = true;
 #pragma unroll 1
         for (int j = 0; j < COLUMNS; ++j) {

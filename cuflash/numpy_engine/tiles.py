@@ -77,6 +77,31 @@ def head_masks(mask: BlockMask | Bools, layout: Layout, key_length: int) -> Head
 
 
 @dataclass(frozen=True)
+class PagedRows:
+    """The valid keys or values of one head, of which a slice is gathered from their pages."""
+
+    pool: NDArray[Any]  # pages of rows
+    pages: NDArray[np.integer[Any]]  # numbers of this head's
+    length: int
+    dtype: np.dtype[Any]  # of what is gathered
+
+    def __len__(self) -> int:
+        return self.length
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """As of a matrix."""
+        return self.length, self.pool.shape[-1]
+
+    def __getitem__(self, rows: slice) -> NDArray[Any]:
+        page_size = self.pool.shape[1]
+        first = rows.start // page_size
+        gathered = self.pool[self.pages[first : -(-rows.stop // page_size)]]
+        begin, end = rows.start - first * page_size, rows.stop - first * page_size
+        return _matrix(gathered.reshape(-1, self.pool.shape[-1])[begin:end], self.dtype)
+
+
+@dataclass(frozen=True)
 class Head:
     """One head's valid rows in the type of its sums, and the buffer its tiles share.
 
@@ -84,8 +109,8 @@ class Head:
     """
 
     queries: NDArray[np.floating[Any]]  # times scale
-    keys: NDArray[np.floating[Any]]
-    values: NDArray[np.floating[Any]]
+    keys: NDArray[np.floating[Any]] | PagedRows
+    values: NDArray[np.floating[Any]] | PagedRows
     band: Band
     shift: int
     score: ScoreMod | None
@@ -101,7 +126,7 @@ class Head:
     def load(
         cls,
         plan: Plan,
-        arrays: tuple[NDArray[Any], NDArray[Any], NDArray[Any]],
+        arrays: tuple[NDArray[Any], NDArray[Any] | PagedRows, NDArray[Any] | PagedRows],
         *,
         scale: float,
         score: ScoreMod | None,
@@ -123,8 +148,8 @@ class Head:
         largest = (longest[0], block_k) if plan.algo == "fa1" else (block_q, longest[1])
         return cls(
             queries=np.multiply(q, dtype.type(scale), dtype=dtype, order="C"),
-            keys=_matrix(k, dtype),
-            values=_matrix(v, dtype),
+            keys=k if isinstance(k, PagedRows) else _matrix(k, dtype),
+            values=v if isinstance(v, PagedRows) else _matrix(v, dtype),
             band=plan.problem.band,
             shift=plan.problem.band.shift(rows, keys) if shift is None else shift,
             score=score,

@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..masks.band import MAX_SHIFT
-from .tiles import Head, HeadBackward, rows_of, tiles_of
+from .tiles import Head, HeadBackward, PagedRows, rows_of, tiles_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -57,6 +57,7 @@ def forward(
     scale: float,
     score: ScoreMod | None = None,
     mask: HeadMask | None = None,
+    page_table: Integers | None = None,
 ) -> None:
     """Write attention of `q`, `k` and `v` into `out`, and its log-sum-exp into `lse`.
 
@@ -78,6 +79,8 @@ def forward(
         How the scaled products are changed.
     mask : function, optional
         From an index into the leading axes to that head's mask, see :func:`tiles.head_masks`.
+    page_table : ndarray of int, shape (leading[0], pages), optional
+        Then `k` and `v` have pages of keys: their first axis is that of the pool.
     """
     problem = plan.problem
     walk = {"fa1": _walk_fa1, "fa2": _walk_fa2}[plan.algo]
@@ -94,7 +97,11 @@ def forward(
             walk(
                 Head.load(
                     plan,
-                    (q[index][:rows], k[index][:keys], v[index][:keys]),
+                    (
+                        q[index][:rows],
+                        _rows(plan, k, index, keys, page_table),
+                        _rows(plan, v, index, keys, page_table),
+                    ),
                     scale=scale,
                     score=score,
                     mask=mask and mask(index),
@@ -173,6 +180,17 @@ def backward(
 
 def _clamped(lengths: Integers | None, index: tuple[int, ...], length: int) -> int:
     return length if lengths is None else min(max(int(lengths[index]), 0), length)
+
+
+def _rows(
+    plan: Plan, x: NDArray[Any], index: tuple[int, ...], length: int, page_table: Integers | None
+) -> NDArray[Any] | PagedRows:
+    """The valid keys or values of one head."""
+    if page_table is None:
+        rows: NDArray[Any] = x[index][:length]
+        return rows
+    pool = np.moveaxis(x, 0, -3)[index[1:]]
+    return PagedRows(pool, page_table[index[0]], length, np.dtype(plan.problem.accumulator))
 
 
 def _shift(q_offset: Integers | None, index: tuple[int, ...]) -> int | None:

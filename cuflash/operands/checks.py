@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -10,7 +11,9 @@ from .dtypes import ITEM_BYTES
 from .spec import Spec, overlaps_itself
 
 if TYPE_CHECKING:
-    from numpy.typing import DTypeLike
+    from numpy.typing import DTypeLike, NDArray
+
+PAGE_MULTIPLE = 16  # which the keys of a page are
 
 
 def _turned(name: str, given: Spec, shape: tuple[int, ...]) -> str:
@@ -40,6 +43,57 @@ def check_out(name: str, given: Spec, shape: tuple[int, ...], dtype: DTypeLike) 
             f"{name} has strides {given.strides}: they must be multiples of its item's "
             f"{given.dtype.itemsize} bytes"
         )
+
+
+def check_pages(table: Spec, batch: int, name: str, pool: Spec) -> None:
+    """Raise a ValueError where `table` cannot say in which pages of `pool` keys lie."""
+    if len(table.shape) != 2 or table.shape[0] != batch:
+        raise ValueError(
+            f"page_table has shape {table.shape}: it must be ({batch}, pages), a row for each "
+            "batch entry"
+        )
+    if pool.shape[-2] < 1 or pool.shape[-2] % PAGE_MULTIPLE:
+        raise ValueError(
+            f"{name} has shape {pool.shape}: with a page_table its axes are (pages, heads, "
+            f"page_size, head dim), page_size a multiple of {PAGE_MULTIPLE}"
+        )
+
+
+def check_pools(q: Spec, k: Spec, v: Spec, table: Spec, has_lengths: bool) -> None:
+    """Raise a ValueError where k and v are no pools for the queries, or keys have no lengths."""
+    for name, spec, axes in (
+        ("q", q, "batch, heads, length"),
+        ("k", k, "pages, heads, page_size"),
+        ("v", v, "pages, heads, page_size"),
+    ):
+        if len(spec.shape) != 4:
+            raise ValueError(
+                f"{name} has shape {spec.shape}: with a page_table it needs axes ({axes}, head dim)"
+            )
+    check_pages(table, q.shape[0], "k", k)
+    if (k.shape[0], k.shape[2]) != (v.shape[0], v.shape[2]):
+        raise ValueError(
+            f"k and v have shapes {k.shape} and {v.shape}: pages and page_size must be equal"
+        )
+    if not has_lengths:
+        raise ValueError("page_table goes with kv_lengths: say how many keys each batch entry has")
+
+
+def check_page_numbers(
+    table: NDArray[np.integer[Any]], spans: Iterable[range], pages: int, page_size: int
+) -> None:
+    """Raise a ValueError where `table` gives no page of the pool for a key of an entry's span."""
+    for entry, span in enumerate(spans):
+        if not span:
+            continue
+        numbers = table[entry, span.start // page_size : (span.stop - 1) // page_size + 1]
+        wrong = np.flatnonzero((numbers < 0) | (numbers >= pages))
+        if wrong.size:
+            place = span.start // page_size + int(wrong[0])
+            raise ValueError(
+                f"page_table[{entry}, {place}] is {numbers[wrong[0]]}: there are {pages} pages, "
+                f"and keys {span.start} to {span.stop - 1} of that batch entry are asked for"
+            )
 
 
 def check_read(

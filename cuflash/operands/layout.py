@@ -33,6 +33,15 @@ class MaskLayout(NamedTuple):
     strides: tuple[int, int]  # of rows and columns
 
 
+class PageLayout(NamedTuple):
+    """Where pages of k and of v begin, and where their numbers stand; strides count elements."""
+
+    pool_size: int
+    k_stride: int
+    v_stride: int
+    table_strides: tuple[int, ...]  # of batch entries and of pages
+
+
 class Layout(NamedTuple):
     """Where the rows of every operand lie.
 
@@ -51,6 +60,7 @@ class Layout(NamedTuple):
     axis_strides: dict[str, tuple[int, ...]]
     summed: tuple[int, int, int]
     mask: MaskLayout | None = None
+    pages: PageLayout | None = None
 
 
 def check_shapes(q: Spec, k: Spec, v: Spec) -> None:
@@ -74,6 +84,16 @@ def check_shapes(q: Spec, k: Spec, v: Spec) -> None:
         raise ValueError(f"head dims must be at least 1: q has {q.shape}, v has {v.shape}")
     if max(q.shape[-2], k.shape[-2]) > MAX_LENGTH:
         raise ValueError(f"lengths up to {MAX_LENGTH} are supported: {q.shape}, {k.shape}")
+
+
+def unpaged(pool: Spec, page_table: Spec) -> Spec:
+    """The keys of all batch entries as if an entry's pages lay one behind another.
+
+    Strides are those within a page, and 0 from one batch entry to the next.
+    """
+    batch, pages = page_table.shape
+    _, heads, page_size, columns = pool.shape
+    return Spec((batch, heads, pages * page_size, columns), (0, *pool.strides[1:]), pool.dtype)
 
 
 def _heads_fit(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> bool:
@@ -146,7 +166,7 @@ def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
         return False
 
 
-def _batch_steps(name: str, spec: Spec, batch: tuple[int, ...], given: str) -> tuple[int, ...]:
+def batch_steps(name: str, spec: Spec, batch: tuple[int, ...], given: str) -> tuple[int, ...]:
     """Element strides of lengths or offsets along the batch axes."""
     if not _broadcasts(spec.shape, batch):
         raise ValueError(
@@ -231,7 +251,7 @@ def make_layout(
     q: Spec, k: Spec, v: Spec, out: Spec | None = None, lse: Spec | None = None, *,
     gradients: Mapping[str, Spec] | None = None, q_lengths: Spec | None = None,
     kv_lengths: Spec | None = None, q_offset: Spec | None = None, mask: Spec | None = None,
-    enable_gqa: bool = False,
+    page_table: Spec | None = None, enable_gqa: bool = False,
 ) -> Layout:  # fmt: skip
     """Broadcast the operands' leading axes.
 
@@ -248,6 +268,8 @@ def make_layout(
         Over the batch axes: all leading axes but the heads.
     mask : Spec, optional
         Of bool, broadcastable to (..., H, N, M).
+    page_table : Spec, optional
+        Then k and v are pools of pages.
     enable_gqa : bool
 
     Returns
@@ -259,6 +281,11 @@ def make_layout(
     ValueError
         Where axes do not fit; the message names the caller's shapes.
     """
+    pages = None
+    if page_table is not None:
+        k_stride, v_stride = (x.element_strides()[0] for x in (k, v))
+        pages = PageLayout(k.shape[0], k_stride, v_stride, page_table.element_strides())
+        k, v = unpaged(k, page_table), unpaged(v, page_table)
     check_shapes(q, k, v)
     whole, group = _leading_axes(q, k, v, enable_gqa)
     batch, heads = whole[:-1], whole[-1:]
@@ -281,7 +308,7 @@ def make_layout(
     for name, integers in of_batch.items():
         steps = (0,) * len(batch)
         if integers is not None:
-            steps = _batch_steps(name, integers, batch, given)
+            steps = batch_steps(name, integers, batch, given)
         strides[name] = steps + (0,) * (len(heads) + (group > 1))
     mask_layout = None
     if mask is not None:
@@ -295,5 +322,5 @@ def make_layout(
     q_sum, k_sum, v_sum = (count // math.prod(x.shape[:-2]) if count else 1 for x in (q, k, v))
     summed = q_sum, k_sum, v_sum
     return Layout(
-        out_shape, lse_shape, leading, strides, rows, axes, axis_strides, summed, mask_layout
+        out_shape, lse_shape, leading, strides, rows, axes, axis_strides, summed, mask_layout, pages
     )

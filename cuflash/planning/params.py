@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from ..operands.layout import LENGTHS, MAX_AXES
 from .problem import Problem
+
+# Name, NumPy type, count and C type of a struct's field.
+Field: TypeAlias = tuple[str, str, int, str]
 
 # Operands that have rows along the leading axes, by direction, and their C types.
 OPERANDS = {
@@ -25,6 +28,7 @@ _LISTS = {"mask_ranges": "int2*", "mask_entries": "int4*", "mask_order": "int*",
 _MASK = {"": {}, "blocks": _LISTS, "elements": {"mask": "const unsigned char*"}}
 # Backward: the lists of a mask for tiles of queries, made of those for tiles of keys.
 _QUERY_LISTS = {"mask_query_ranges": "int2*", "mask_query_entries": "int4*"}
+_PAGES = {"page_table": "const PageNumber*"}
 _MASK_WORKSPACE = {"": {}, "blocks": {}, "elements": {**_LISTS, "mask_states": "unsigned char*"}}
 _WORKSPACE = {
     False: {"state": "Accumulator*", "part_out": "Accumulator*", "part_sums": "Accumulator*"},
@@ -44,6 +48,10 @@ _SCALARS = (
     (("mask_rows", "mask_columns"), "i4", "int"),  # tiles of one list
     (("scale",), "Accumulator", "Accumulator"),
 )
+_PAGE_SCALARS = (
+    (("pages", "k_page_stride", "v_page_stride"), "i8", "long long"),
+    (("page_table_stride",), "i8 2", "long long"),
+)
 _ELEMENT_SCALARS = (
     (("mask_height", "mask_width", "list_axes"), "i4", "int"),
     (("list_axis_size",), "i4 axes", "int"),
@@ -53,9 +61,11 @@ _ELEMENT_SCALARS = (
 
 
 def pointers(problem: Problem) -> tuple[str, ...]:
-    """Names of the struct's leading fields, all pointers: operands, lengths, mask, workspace."""
-    operands, mask, workspace = _pointer_types(problem)
-    return (*operands, *LENGTHS, *mask, *workspace)
+    """Names of the struct's leading fields, all pointers: operands, lengths, pages, mask and
+    workspace.
+    """
+    operands, others, workspace = _pointer_types(problem)
+    return (*operands, *LENGTHS, *others, *workspace)
 
 
 def workspace_pointers(problem: Problem) -> tuple[str, ...]:
@@ -64,39 +74,42 @@ def workspace_pointers(problem: Problem) -> tuple[str, ...]:
 
 
 def _pointer_types(problem: Problem) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
-    """C types of the operands, the mask and the parts of the workspace."""
+    """C types of the operands, of pages and mask, and of the parts of the workspace."""
     workspace = {**_MASK_WORKSPACE[problem.mask], **_WORKSPACE[problem.backward]}
     if problem.backward and problem.mask:
         workspace |= _QUERY_LISTS
-    return OPERANDS[problem.backward], _MASK[problem.mask], workspace
+    pages = _PAGES if problem.page_size else {}
+    return OPERANDS[problem.backward], pages | _MASK[problem.mask], workspace
 
 
 def _fields(problem: Problem) -> Iterator[tuple[tuple[str, ...], str, str]]:
     """(names, NumPy type, C type) of the fields before the captured scalars."""
-    operands, mask, workspace = _pointer_types(problem)
+    operands, others, workspace = _pointer_types(problem)
     for name, c_type in operands.items():
         yield (name,), "u8", c_type
     yield LENGTHS, "u8", "const Length*"
-    for name, c_type in (mask | workspace).items():
+    for name, c_type in (others | workspace).items():
         yield (name,), "u8", c_type
     yield tuple(f"{x}_row_stride" for x in operands), "i8", "long long"
     yield tuple(f"{x}_axis_stride" for x in operands), "i8 axes", "long long"
     yield tuple(f"{x}_stride" for x in LENGTHS), "i8 axes", "long long"
     yield from _SCALARS
+    if problem.page_size:
+        yield from _PAGE_SCALARS
     if problem.mask == "elements":
         yield from _ELEMENT_SCALARS
     if problem.unit:
         yield ("score_scale",), "Accumulator", "Accumulator"  # by which q.k is in the score's unit
 
 
-def fields(problem: Problem) -> Iterator[tuple[str, str, int, str]]:
-    """(name, NumPy type, count, C type) of every field; captured scalars come last."""
+def fields(problem: Problem) -> Iterator[Field]:
+    """Every field; captured scalars come last."""
     for names, kind, c_type in _fields(problem):
         numpy_type, _, repeated = kind.partition(" ")
         if numpy_type == "Accumulator":
             numpy_type = problem.accumulator
         for name in names:
-            yield name, numpy_type, MAX_AXES if repeated else 1, c_type
+            yield name, numpy_type, MAX_AXES if repeated == "axes" else int(repeated or 1), c_type
     for name in problem.captures:
         yield name, problem.accumulator, 1, "Accumulator"
 
@@ -104,8 +117,12 @@ def fields(problem: Problem) -> Iterator[tuple[str, str, int, str]]:
 @functools.lru_cache(maxsize=256)
 def params_dtype(problem: Problem) -> np.dtype[Any]:
     """NumPy's view of the kernel's Params struct."""
+    return struct_dtype(fields(problem))
+
+
+def struct_dtype(struct: Iterable[Field]) -> np.dtype[Any]:
+    """NumPy's view of a struct of C."""
     columns: list[Any] = [
-        (name, kind, (count,)) if count > 1 else (name, kind)
-        for name, kind, count, _ in fields(problem)
+        (name, kind, (count,)) if count > 1 else (name, kind) for name, kind, count, _ in struct
     ]
     return np.dtype(columns, align=True)

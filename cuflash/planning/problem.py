@@ -142,6 +142,10 @@ class Problem:
         How many different masks it holds, for heads to share.
     split_keys : int, optional
         Keys of a part; 0 for keys in one piece. By default the plan decides.
+    page_size : int
+        Keys of a page, of which a table gives each batch entry its own; 0 for keys in a row.
+    page_table : str
+        Integer type of that table, empty where there is none.
     """
 
     dtype: str
@@ -167,6 +171,8 @@ class Problem:
     mask: str = ""
     mask_lists: int = 1
     split_keys: int | None = None
+    page_size: int = 0
+    page_table: str = ""
 
     @property
     def head_count(self) -> int:
@@ -209,6 +215,8 @@ class Problem:
         for name in ("q_lengths", "kv_lengths", "q_offset"):
             if getattr(self, name):
                 text += f", {name}"
+        if self.page_size:
+            text += f", pages of {self.page_size}"
         if self.backward:
             text += ", backward" if self.deterministic else ", backward in any order"
         return text if self.aligned else text + ", rows not aligned to 16 bytes"
@@ -254,8 +262,9 @@ def _backward_group(layout: Layout) -> int:
 
 def make_problem(
     layout: Layout, q: Spec, k: Spec, v: Spec, *, band: Band, score: ScoreMod | None,
-    lengths: dict[str, str], mask: str = "", aligned: bool, backward: bool = False,
-    deterministic: bool = True, split_keys: int | None = None,
+    lengths: dict[str, str], mask: str = "", page_size: int = 0, page_table: str = "",
+    aligned: bool, backward: bool = False, deterministic: bool = True,
+    split_keys: int | None = None,
 ) -> Problem:  # fmt: skip
     """The problem that a layout and the options pose."""
     heads = layout.out_shape[-3] if len(layout.out_shape) > 2 else 1
@@ -283,4 +292,6 @@ def make_problem(
         mask=mask,
         mask_lists=layout.mask.lists if layout.mask else 1,
         split_keys=split_keys,
+        page_size=page_size,
+        page_table=page_table,
     )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import itertools
 import re
+from collections.abc import Sequence
 from importlib.resources import files
 
-from .params import fields, params_dtype
+from .params import Field, fields, struct_dtype
 from .problem import Problem
 from .tile import Tile
 
@@ -20,12 +21,13 @@ _COMMENT = re.compile(r'("(?:\\.|[^"\\])*")|\s*//.*')  # or a string, which may 
 _INCLUDE = re.compile(r'#include "([\w./]+)"\s*')
 
 
-def _params_struct(problem: Problem) -> str:
+def params_struct(struct: Sequence[Field]) -> str:
+    """Params of these fields, in C."""
     lines = [
         f"    {c_type} {name}{f'[{count}]' if count > 1 else ''};"
-        for name, _, count, c_type in fields(problem)
+        for name, _, count, c_type in struct
     ]
-    size = params_dtype(problem).itemsize
+    size = struct_dtype(struct).itemsize
     check = f'static_assert(sizeof(Params) == {size}, "Params as Python packs it");'
     return "\n".join(["struct Params {", *lines, "};", check])
 
@@ -85,9 +87,10 @@ def prelude(problem: Problem, tile: Tile) -> str:
             f"using Element = {C_TYPES[problem.dtype]};",
             f"using Accumulator = {C_TYPES[problem.accumulator]};",
             f"using Length = {C_INTEGERS[integers]};",
+            f"using PageNumber = {C_INTEGERS[problem.page_table]};",
             *constants,
             *_geometry(problem, tile),
-            _params_struct(problem),
+            params_struct(tuple(fields(problem))),
             _score_function(problem),
             *([products] if (products := tile.products(problem)) else []),
             "",

@@ -343,6 +343,11 @@ class KernelTile(Tile):
         """What the engine lacks on that device or for that problem, or an empty string."""
         return ""
 
+    @property
+    def reads_pages(self) -> bool:
+        """Whether keys may lie in pages."""
+        return False
+
     def reject(self, problem: Problem, device: Device) -> str:
         """Why this row cannot or should not serve, or an empty string."""
         if device.is_cpu:
@@ -351,6 +356,8 @@ class KernelTile(Tile):
             return f"serves {', '.join(self.dtypes)}, not {problem.dtype}"
         if reason := self.missing(problem, device):
             return reason
+        if problem.page_size and not self.reads_pages:
+            return "pages: not served"
         if max(problem.head_dim, problem.value_dim) > self.max_dim:
             return f"serves head dims up to {self.max_dim}"
         if problem.mask:
@@ -449,4 +456,5 @@ class KernelTile(Tile):
             "GROUP": self.group(problem) if not self.backward else 1,
             "SPLIT": self.span > 0,
             "MERGE_THREADS": MERGE_THREADS,
+            "PAGE_SIZE": problem.page_size,
         }

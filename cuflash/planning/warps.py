@@ -61,6 +61,11 @@ class WarpTile(KernelTile):
             return self.warp_rows, self.step_k
         return super().scored
 
+    @property
+    def reads_pages(self) -> bool:
+        """Whether keys may lie in pages."""
+        return not self.keys_outside
+
     def item_bytes(self, problem: Problem) -> int:
         """Of an element in shared memory."""
         raise NotImplementedError

@@ -75,15 +75,22 @@ __device__ __forceinline__ void load_tile(S* tile, const T* rows, i64 row_stride
     }
 }
 
-// The same of rows that lie anywhere: `row_at(row)` says where a row is, null for one of zeros.
-template <int ROWS, int COLUMNS, int PADDED, int THREADS, bool ALIGNED, typename S, typename RowAt>
-__device__ __forceinline__ void load_rows(S* tile, const RowAt& row_at, int thread) {
+// The same for rows that lie anywhere: find_row(row) is the `row`-th, or null for one of zeros. It
+// is asked for the valid rows alone.
+template <int ROWS, int COLUMNS, int PADDED, int THREADS, bool ALIGNED, int UNROLL, typename S,
+          typename FindRow>
+__device__ __forceinline__ void load_scattered_tile(S* tile, const FindRow& find_row,
+                                                    int valid_rows, int thread) {
     constexpr int CHUNKS = PADDED / CHUNK<S>, PITCH = pitch<S>(PADDED);
-#pragma unroll 1
-    for (int unit = thread; unit < ROWS * CHUNKS; unit += THREADS) {
-        const int row = unit / CHUNKS, column = unit % CHUNKS * CHUNK<S>;
-        const auto* const source = row_at(row);
-        load_chunk<COLUMNS, PADDED, ALIGNED>(tile + row * PITCH + column, source + column, column,
-                                             source != nullptr);
+    constexpr int ACROSS = CHUNKS < THREADS ? CHUNKS : THREADS, ROW_STEP = THREADS / ACROSS;
+#pragma unroll UNROLL
+    for (int row = thread / ACROSS; row < ROWS; row += ROW_STEP) {
+        if (THREADS % ACROSS != 0 && thread >= ROW_STEP * ACROSS) break;
+        const auto* const source = row < valid_rows ? find_row(row) : nullptr;
+        for (int chunk = thread % ACROSS; chunk < CHUNKS; chunk += ACROSS) {
+            const int column = chunk * CHUNK<S>;
+            load_chunk<COLUMNS, PADDED, ALIGNED>(tile + row * PITCH + column, source + column,
+                                                 column, source != nullptr);
+        }
     }
 }
