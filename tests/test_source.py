@@ -27,7 +27,7 @@ NAMES = [
     "sum_dq.cu", "sum_dk.cu", "sum_dv.cu", "mask_tiles.cu", "mask_lists.cu", "hopper_forward.cu",
     "hopper_fa1_forward.cu", "hopper_backward.cu", "hopper_backward_keys.cu",
     "hopper_backward_queries.cu", "hopper_sum_dq.cu", "hopper_sum_dq_rows.cu", "hopper_sum_dk.cu",
-    "hopper_sum_dv.cu", "mask_queries.cu", "append_kv.cu",
+    "hopper_sum_dv.cu", "mask_queries.cu", "append_kv.cu", "merge_parts.cu",
 ]  # fmt: skip
 kernels = pytest.mark.parametrize("name", NAMES)
 
@@ -158,8 +158,7 @@ print(cuflash.plan(x, x, x, causal=True, softcap=5.0, kv_lengths=[1, 2], device=
 def test_text_depends_on_what_changes_the_code_alone():
     a = plan()
     longer = dataclasses.replace(a.problem, query_length=999, key_length=77, leading=(5, 3))
-    assert make_plan(longer, H200, "fa2").tile == a.tile
-    assert make_plan(longer, H200, "fa2").source() == a.source()
+    assert dataclasses.replace(a, problem=longer).source() == a.source()
     assert softcap(3.0).expression == softcap(4.0).expression
     texts = [plan(d=d, dtype=t).source() for d in (32, 64) for t in ("float16", "bfloat16")]
     assert len(set(texts)) == 4

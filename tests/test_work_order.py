@@ -7,7 +7,7 @@ import pytest
 
 from cuflash.gpu.work_order import FIXED, ITEM_TILES, MOST_ITEMS, _key_tiles, _length, work_order
 from cuflash.masks.band import Band
-from cuflash.planning.plan import make_plan
+from cuflash.planning.plan import Plan, make_plan
 from cuflash.planning.problem import Device, Problem
 
 H200 = Device(90, "NVIDIA H200", multiprocessors=132)
@@ -15,7 +15,9 @@ CAUSAL = Problem("float16", (4, 16), 4096, 4096, 128, 128, heads=16, band=Band(r
 
 
 def plan_of(problem=CAUSAL, algo="fa3", device=H200, **changes):
-    return make_plan(dataclasses.replace(problem, **changes), device, algo, "wgmma")
+    """The plan with the tiles of CAUSAL."""
+    tile = make_plan(CAUSAL, device, algo, "wgmma").tile
+    return Plan(dataclasses.replace(problem, **changes), device, tile)
 
 
 @pytest.mark.parametrize(
@@ -77,6 +79,21 @@ def test_items_of_a_chunk_are_as_long_as_in_the_whole():
         assert _key_tiles(chunk, begin, begin + 64) == seen
     assert work_order(plan_of(query_length=384, band=Band(right=0, alignment=-384))) is None
     assert work_order(plan_of(query_length=384, band=Band(right=0, alignment=4096))) is None
+
+
+def test_items_of_packed_heads():
+    """Each tile of a group once; of 70 heads two tiles side by side, which are as long."""
+    leading, group = (3, 70), 70
+    plan = plan_of(
+        query_length=300, key_length=300, leading=leading, heads=70, group=group
+    )
+    tile = dataclasses.replace(plan.tile, warps=8, block_k=128, stages=3, packed=64)
+    plan = dataclasses.replace(plan, tile=tile)
+    assert plan.query_tiles == 2 * (300 * 64 // 128)
+    order, count = work_order(plan), 3 * plan.query_tiles
+    assert sorted(order[order < count]) == list(range(count))
+    split = dataclasses.replace(plan, tile=dataclasses.replace(tile, span=512))
+    assert work_order(split) is None
 
 
 def test_length_of_a_tile_of_queries():

@@ -28,10 +28,12 @@ class WgmmaTile(HopperTile):
 
     def reject(self, problem: Problem, device: Device) -> str:
         """Why this row cannot or should not serve, or an empty string."""
-        rows = problem.query_length * (problem.group if not problem.mask else 1)
+        if reason := super().reject(problem, device):
+            return reason
+        rows = problem.query_length * (1 if problem.mask else problem.group)
         if self.reads_once and rows > self.block_q:
             return "is for keys that one tile of queries reads"
-        return super().reject(problem, device)
+        return ""
 
     @property
     def kernel(self) -> str:

@@ -8,14 +8,10 @@
 // Waits until the kernel before is done and what it has written can be read. Every block of a kernel
 // that follows does so: else the next call's kernels might come too early.
 __device__ __forceinline__ void await_kernel_before() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.wait;" : : : "memory");
-#endif
+    if constexpr (ARCH >= 90) asm volatile("griddepcontrol.wait;" : : : "memory");
 }
 
 // Lets the kernel behind begin as soon as all blocks of this one have.
 __device__ __forceinline__ void admit_kernel_behind() {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("griddepcontrol.launch_dependents;" : : : "memory");
-#endif
+    if constexpr (ARCH >= 90) asm volatile("griddepcontrol.launch_dependents;" : : : "memory");
 }
