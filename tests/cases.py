@@ -483,7 +483,8 @@ class _Cases:
             self.add(f"splits of {shapes}", self.turn(), *shapes, split_keys=block_k, causal=True)
         for layout in ("bnhd", "padded", "odd", "reversed"):
             self.add(f"splits of {layout} heads", self.dtypes[0], few, (2, 1, m, dim),
-                     split_keys=block_k, layouts=dict.fromkeys(("q", "k", "out"), layout))  # fmt: skip
+                     split_keys=block_k,
+                     layouts=dict.fromkeys(("q", "k", "out"), layout))  # fmt: skip
         rng = np.random.default_rng(0)
         self.add("splits with a mask", self.turn(), few, keys, split_keys=block_k, enable_gqa=True,
                  mask=rng.random((2, 1, 3, m)) < 0.3)  # fmt: skip

@@ -44,8 +44,9 @@ def attention(
     New results are never-written memory to the kernel; `out=` counts as written, gaps included.
     """
     offset, offsets = split_offset(q_offset)
-    options = Options(algo, engine, causal, window, offset, softcap, scale, enable_gqa,
-                      split_keys=split_keys)
+    options = Options(
+        algo, engine, causal, window, offset, softcap, scale, enable_gqa, split_keys=split_keys
+    )
     given_lse = return_lse and out is not None
     lengths = q_lengths, kv_lengths
     arrays = forward_arrays(q, k, v, out, given_lse, *lengths, offsets, page_table)

@@ -1,6 +1,5 @@
 """The CUDA C kernels, executed by the emulator: the cases that a GPU runs too, and exact laws."""
 
-import dataclasses
 import functools
 import itertools
 import math
@@ -213,9 +212,7 @@ def test_long_rows_on_hopper(algo, dim, causal):
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((3, 700, dim)).astype(ml_dtypes.bfloat16) for _ in range(3))
     options = {"causal": causal, "algo": algo, "engine": "wgmma", "mode": "fast"}
-    results = [
-        attention(q, k, v, seed=seed, device=FEW, **options) for seed in (EAGER, 0, 1)
-    ]
+    results = [attention(q, k, v, seed=seed, device=FEW, **options) for seed in (EAGER, 0, 1)]
     assert_forward_close(*results[0][:2], q, k, v, causal=causal)
     for result in results[1:]:
         assert result.out.tobytes() == results[0].out.tobytes()

@@ -1,4 +1,4 @@
-"""Keys in parts and heads side by side: what is merged, which bits come out, and what is planned."""
+"""Keys in parts and heads side by side: what is merged, which bits come out, what is planned."""
 
 import dataclasses
 import functools
@@ -40,12 +40,12 @@ PLANTED = [
     ("totals weigh the same", r"total \+= weight \*", "total +=", {}),
     ("only the first parts are loaded", r"begin \+ i \+ a\) \* rows", "begin + a) * rows",
      {"span": 16}),
-    ("the last part is left out", r"end = divide_up\(keys\.end, p\.span\);",
-     "end = keys.end / p.span;", {}),
-    ("a part begins too early", r"if constexpr \(SPLIT\) first = max\(first, head\.key_begin\);", "",
-     {"span": 48}),
-    ("a part ends too late", r"head\.key_length = min\(head\.key_length, head\.key_begin \+ p\.span\);",
+    ("the last part is left out", r"divide\(keys\.end \+ p\.span - 1",
+     "divide(keys.end", {}),
+    ("a part begins too early", r"if constexpr \(SPLIT\) first = max\(first, head\.key_begin\);",
      "", {"span": 48}),
+    ("a part ends too late", r"min\(head\.key_length, head\.key_begin \+ p\.span\);",
+     "head.key_length;", {"span": 48}),
     ("parts that nobody has left are read", r"PartRange\(p, head, begin, begin \+ BLOCK_Q\)",
      "PartRange(p, head, 0, 1 << 20)", {"engine": "wgmma", "queries": 90, "causal": "top_left"}),
     ("entries count as alike", r"if \(!differ && items > 0\)", "if (items > 0)",
@@ -140,7 +140,9 @@ def test_parts_of_huge_scores(algo, engine, dtype):
     q, k, v = (x.copy() for x in operands(dtype, batch=1, queries=1))
     q[...], k[..., 0] = 0, 1
     q[..., 0] = 2.0**30
-    result = attention(q, k, v, algo=algo, engine=engine, split_keys=48, enable_gqa=True, device=FEW)
+    result = attention(
+        q, k, v, algo=algo, engine=engine, split_keys=48, enable_gqa=True, device=FEW
+    )
     mean = v.astype(np.float64).mean(-2, keepdims=True).repeat(3, axis=1)
     assert np.abs(result.out - mean).max() < 2e-2 * np.abs(mean).max() + 1e-3
 
@@ -185,7 +187,9 @@ def test_a_given_span_makes_the_row_independent_of_the_batch():
         dataclasses.replace(make_plan(problem, device).tile)
         for device in (H200, FEW)
         for problem in (
-            decode(batch, keys, split_keys=512) for batch in (1, 7, 300) for keys in (1, 900, 1 << 20)
+            decode(batch, keys, split_keys=512)
+            for batch in (1, 7, 300)
+            for keys in (1, 900, 1 << 20)
         )
     }
     assert len(rows) == 1

@@ -84,9 +84,7 @@ def test_items_of_a_chunk_are_as_long_as_in_the_whole():
 def test_items_of_packed_heads():
     """Each tile of a group once; of 70 heads two tiles side by side, which are as long."""
     leading, group = (3, 70), 70
-    plan = plan_of(
-        query_length=300, key_length=300, leading=leading, heads=70, group=group
-    )
+    plan = plan_of(query_length=300, key_length=300, leading=leading, heads=70, group=group)
     tile = dataclasses.replace(plan.tile, warps=8, block_k=128, stages=3, packed=64)
     plan = dataclasses.replace(plan, tile=tile)
     assert plan.query_tiles == 2 * (300 * 64 // 128)

@@ -20,6 +20,22 @@ if TYPE_CHECKING:
 OPEN_WIDTH = MAX_SHIFT + MAX_LENGTH - 1
 
 
+def reciprocal(divisor: int) -> int:
+    """By which kernels divide numbers below 2^31: a factor and, above its 32 bits, a shift.
+
+    With s = ceil(log2(divisor)) and m = ceil(2^(31 + s) / divisor), which has 32 bits,
+    floor(n / divisor) = floor(n m / 2^(31 + s)) for all of them [1]_.
+
+    References
+    ----------
+    .. [1] T. Granlund, P. Montgomery, "Division by Invariant Integers using Multiplication", 1994,
+       theorem 4.2.
+    """
+    divisor = max(1, divisor)
+    shift = (divisor - 1).bit_length()
+    return -(-(1 << 31 + shift) // divisor) | shift << 32
+
+
 def pack(plan: Plan, layout: Layout, scale: float, captured: tuple[float, ...]) -> NDArray[Any]:
     """The argument with everything but its pointers, as an array of one structure."""
     problem, dtype = plan.problem, params_dtype(plan.problem)
@@ -31,7 +47,8 @@ def pack(plan: Plan, layout: Layout, scale: float, captured: tuple[float, ...]) 
         params[f"{name}_stride"][0, : len(layout.axes)] = layout.axis_strides[name]
     params["axis_size"][0, : len(layout.axes)] = layout.axes
     params["axes"] = len(layout.axes)
-    params["heads"] = problem.heads
+    params["axis_reciprocal"][0, : len(layout.axes)] = [reciprocal(x) for x in layout.axes]
+    params["heads"], params["entries"] = problem.heads, problem.head_count // max(1, problem.heads)
     params["head_count"] = problem.head_count
     params["query_length"] = problem.query_length
     params["key_length"] = problem.key_length
@@ -43,6 +60,9 @@ def pack(plan: Plan, layout: Layout, scale: float, captured: tuple[float, ...]) 
     params["query_tiles"], params["key_tiles"] = plan.query_tiles, plan.key_tiles
     params["query_lead"] = plan.query_lead
     params["span"], params["parts"] = plan.tile.span, plan.tile.parts(problem)
+    divisors = {"heads": problem.heads, "tiles": plan.query_tiles, "span": plan.tile.span}
+    for name, number in divisors.items():
+        params[f"{name}_reciprocal"] = reciprocal(number)
     if problem.mask:
         params["mask_axis_stride"][0, : len(layout.axes)] = layout.axis_strides["mask"]
         params["mask_rows"], params["mask_columns"] = plan.tile.scored_tiles(problem)

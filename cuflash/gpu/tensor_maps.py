@@ -17,8 +17,8 @@ class TensorMap(NamedTuple):
     """A tensor in memory without its address, and the box that one copy moves.
 
     Dimensions from the innermost on: columns, rows, then leading axes; of packed heads the last of
-    these comes before the rows. An axis along which the operand broadcasts has length 1. Strides count bytes and leave out the columns'. A row of the
-    box spans `swizzle` bytes.
+    these comes before the rows. An axis along which the operand broadcasts has length 1. Strides
+    count bytes and leave out the columns'. A row of the box spans `swizzle` bytes.
     """
 
     dims: tuple[int, ...]

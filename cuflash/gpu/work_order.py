@@ -28,10 +28,10 @@ def work_order(plan: Plan) -> NDArray[np.int32] | None:
     items come first. Each item goes to the block that is the first to be free, as hardware hands
     out blocks. The last round holds the list's length everywhere: it stands for no item.
 
-    None in backward, whose blocks take tickets; where keys are split, for which the kernel has an order
-    of its own; and where no order is needed, so that block b takes
-    the items b, b + blocks and so on: if all items are equally long, if only a mask on the device
-    says how long they are, or if they are so many that their order does not matter.
+    None in backward, whose blocks take tickets; where keys are split, for which the kernel has an
+    order of its own; and where no order is needed, so that block b takes the items b, b + blocks
+    and so on: if all items are equally long, if only a mask on the device says how long they are,
+    or if they are so many that their order does not matter.
     """
     p, blocks = plan.problem, plan.grid
     count = p.head_count // plan.tile.group(p) * plan.query_tiles

@@ -200,7 +200,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 }
             }
             if (is_last)
-                store_rows(O_regs, softmax, tile, p, head, slab.q_begin, locate_output(p, head.index));
+                store_rows(O_regs, softmax, tile, p, head, slab.q_begin,
+                           locate_output(p, head.index));
             else
                 state.store(O_regs, softmax, tile, slab.q_begin);
             __syncwarp();  // the next load overwrites this slab's queries

@@ -36,9 +36,8 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
     const PartRange parts = parts_of_row(p, head, q);
     Element* const out = p.out + locate(p, head.index, p.out_axis_stride) + q * p.out_row_stride;
     Accumulator* const lse =
-        p.lse == nullptr
-            ? nullptr
-            : p.lse + locate(p, head.index, p.lse_axis_stride) + q * p.lse_row_stride;
+        p.lse == nullptr ? nullptr
+                         : p.lse + locate(p, head.index, p.lse_axis_stride) + q * p.lse_row_stride;
     await_kernel_before();
     if (row >= rows) return;
     const auto sums_of = [&](int part) {
@@ -71,8 +70,8 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
                 for (int c = 0; c < COLUMNS; ++c) {
                     const int column = 32 * c + lane;
                     const i64 source = ((begin + i + a) * rows + row) * HEAD_DIM_V + column;
-                    values[a][c] = i + a < count && column < HEAD_DIM_V ? p.part_out[source]
-                                                                        : Accumulator(0);
+                    values[a][c] =
+                        i + a < count && column < HEAD_DIM_V ? p.part_out[source] : Accumulator(0);
                 }
 #pragma unroll
             for (int a = 0; a < AT_A_TIME; ++a) {

@@ -34,6 +34,12 @@ constexpr bool is_laid_out(int bytes, int elements) {
     return bytes == elements * int(sizeof(T));
 }
 
+// Integer division by a number that the host knows, which sends its reciprocal (gpu/arguments.py):
+// three instructions instead of thirty. `value` is not negative.
+__device__ __forceinline__ int divide(int value, u64 reciprocal) {
+    return int(__umulhi(2 * u32(value), u32(reciprocal)) >> u32(reciprocal >> 32));
+}
+
 __device__ __forceinline__ int divide_up(int value, int divisor) {
     return (value + divisor - 1) / divisor;
 }

@@ -13,23 +13,20 @@ LEAST_SPAN = 256  # keys: shorter parts have too little work for what they leave
 MOST_PARTS = 128
 MUCH_WORK = 1024, 8192  # groups of heads, keys
 WAVES = (1, 2, 3, 4, 6, 8)  # items of a block that the parts are cut for
-# Where only the device knows the lengths, parts of one length let blocks get about as much. On
-# average a block should have so many; but longer ones than this gain nothing.
+# Where only the device knows the lengths, short parts let blocks get about as much.
 UNKNOWN_SPANS = (256, 512, 1024)
 
 
 def best_variants(row: Tile, problem: Problem, device: Device) -> list[tuple[float, Tile]]:
     """The variant of a row that takes least, with its microseconds, if one serves.
 
-    A given span says how results are summed: so the row is that for much work of this kind, whatever
-    there is, and a sequence's result has the same bits in any batch and cache.
+    A given span says how results are summed: so the row is that for much work of this kind,
+    whatever there is, and a sequence's result has the same bits in any batch and cache.
     """
     timed_for, timed_on = problem, device
     if problem.split_keys:
         leading = MUCH_WORK[0], problem.group
-        timed_for = replace(
-            problem, leading=leading, heads=problem.group, key_length=MUCH_WORK[1]
-        )
+        timed_for = replace(problem, leading=leading, heads=problem.group, key_length=MUCH_WORK[1])
         timed_on = replace(device, multiprocessors=MULTIPROCESSORS)
     tiles = (tile for tile in _variants(row, problem, device) if not tile.reject(problem, device))
     timed = ((estimate(tile, timed_for, timed_on), tile) for tile in tiles)

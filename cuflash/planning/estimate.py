@@ -36,10 +36,15 @@ def estimate(tile: Tile, problem: Problem, device: Device) -> float:
     slots = device.multiprocessors * tile.blocks_per_multiprocessor
     between = tile.item_time + (0.0 if tile.persists else BLOCK)
     step = tile.step_time(problem)
-    times = sorted(((step * n + between, groups * count) for n, count in items.items()), reverse=True)
+    times = sorted(
+        ((step * n + between, groups * count) for n, count in items.items()), reverse=True
+    )
     makespan = sum(time * count for time, count in times) / slots
     longer = 0
-    for time, count in times:  # of so many items that take at least this long some block has several
+    for (
+        time,
+        count,
+    ) in times:  # of so many items that take at least this long some block has several
         longer += count
         makespan = max(makespan, ceil_div(longer, slots) * time)
     if not tile.persists:

@@ -46,8 +46,8 @@ class Buffer(NamedTuple):
 
 
 class Launch(NamedTuple):
-    """One kernel of a plan, as it is launched. One that `follows` waits by itself for the end of the
-    one before, so that it can be launched ahead of it.
+    """One kernel of a plan, as it is launched. One that `follows` waits by itself for the end of
+    the one before, so that it can be launched ahead of it.
     """
 
     name: str
@@ -419,7 +419,11 @@ class KernelTile(Tile):
         merge: tuple[Launch, ...] = ()
         if self.span:
             rows = problem.head_count * problem.query_length
-            merge = (Launch("merge_parts", ceil_div(rows * 32, MERGE_THREADS), MERGE_THREADS, follows=True),)
+            merge = (
+                Launch(
+                    "merge_parts", ceil_div(rows * 32, MERGE_THREADS), MERGE_THREADS, follows=True
+                ),
+            )
         return (*lists, *self.around(problem, self.main_launch(problem, device)), *merge)
 
     def main_launch(self, problem: Problem, device: Device) -> Launch:

@@ -27,9 +27,10 @@ struct alignas(16) GradientHead {
                                                                 const long long* strides) {
         MapPosition position = {};
         for (int axis = p.axes - 1; axis >= 0; --axis) {
+            const int outer = divide(index, p.axis_reciprocal[axis]);
             if (axis < MAP_AXES && strides[axis] != 0)
-                position.at[axis] = index % p.axis_size[axis];
-            index /= p.axis_size[axis];
+                position.at[axis] = index - outer * p.axis_size[axis];
+            index = outer;
         }
         return position;
     }

@@ -16,14 +16,14 @@ struct LocatedHead {
     __device__ __forceinline__ void locate(const Params& p, int index, int part = 0) {
         // All loops are unrolled: an array takes longer when its indices are no constants.
         int position[MAP_AXES];
-        u32 rest = index;
+        int rest = index;
 #pragma unroll
         for (int axis = MAP_AXES - 1; axis >= 0; --axis) {
             position[axis] = 0;
             if (axis < p.axes) {
-                const u32 size = p.axis_size[axis];
-                position[axis] = rest % size;
-                rest /= size;
+                const int outer = divide(rest, p.axis_reciprocal[axis]);
+                position[axis] = rest - outer * p.axis_size[axis];
+                rest = outer;
             }
         }
         const auto offset = [&](const auto* strides) {

@@ -19,10 +19,7 @@ struct WholeList {
     const int count;
     int position, index;
     __device__ __forceinline__ WholeList(const Params& p, const int* order)
-        : p(p),
-          order(order),
-          count(p.head_count / GROUP * p.query_tiles),
-          position(blockIdx.x) {
+        : p(p), order(order), count(p.head_count / GROUP * p.query_tiles), position(blockIdx.x) {
         index = order == nullptr ? position : order[position];
     }
     __device__ __forceinline__ bool more() const { return index < count; }
@@ -48,24 +45,24 @@ struct SplitList {
     __device__ __forceinline__ SplitList(const Params& p, const int*) : p(p), position(blockIdx.x) {
         seek();
     }
-    __device__ __forceinline__ bool more() const { return entry < p.head_count / p.heads; }
+    __device__ __forceinline__ bool more() const { return entry < p.entries; }
     __device__ __forceinline__ void advance() {
         position += gridDim.x;
         seek();
     }
     __device__ __forceinline__ Piece piece() const {
-        int rest = position - begin;
-        const int tile = rest % p.query_tiles;
-        rest /= p.query_tiles;
-        return {entry * (p.heads / GROUP) + rest / parts.count(), tile,
-                parts.begin + rest % parts.count()};
+        const int rest = position - begin;
+        const int list = divide(rest, p.tiles_reciprocal), tile = rest - list * p.query_tiles;
+        const int head = list / parts.count(), part = list - head * parts.count();
+        return {entry * (p.heads / GROUP) + head, tile, parts.begin + part};
     }
 
   private:
     // Finds the entry of the item at `position`.
     __device__ __forceinline__ void seek() {
-        const bool differ = p.q_lengths != nullptr || p.kv_lengths != nullptr || p.q_offset != nullptr;
-        while (position >= end && ++entry < p.head_count / p.heads) {
+        const bool differ =
+            p.q_lengths != nullptr || p.kv_lengths != nullptr || p.q_offset != nullptr;
+        while (position >= end && ++entry < p.entries) {
             begin = end;
             if (differ || entry == 0)
                 parts = PartRange(p, locate_head(p, entry * p.heads), 0, p.query_length * PACKED);

@@ -39,7 +39,8 @@ __device__ __forceinline__ HeadOutput locate_output(const P& p, int index, int p
     }
 }
 __device__ __forceinline__ HeadOutput locate_output(const Params& p, int index, int part = 0) {
-    return locate_output(p, index, part, [&](const auto* strides) { return locate(p, index, strides); });
+    return locate_output(p, index, part,
+                         [&](const auto* strides) { return locate(p, index, strides); });
 }
 
 // Writes the columns that a lane holds of a row, divided by the row's total; zeros if it is `empty`,

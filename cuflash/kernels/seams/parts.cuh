@@ -14,8 +14,8 @@ struct PartRange {
     __device__ __forceinline__ PartRange(const Params& p, const Head& head, int row_begin,
                                          int row_end) {
         const KeyRange keys = key_range(p, head, row_begin, row_end);
-        begin = keys.begin / p.span;
-        end = divide_up(keys.end, p.span);
+        begin = divide(keys.begin, p.span_reciprocal);
+        end = divide(keys.end + p.span - 1, p.span_reciprocal);
     }
     __device__ __forceinline__ int count() const { return end - begin; }
 };

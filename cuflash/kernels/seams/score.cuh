@@ -63,7 +63,7 @@ __device__ __forceinline__ void drop_probabilities(Accumulator (&P)[ROWS][COLUMN
     for (int i = 0; i < ROWS; ++i)
 #pragma unroll
         for (int j = 0; j < COLUMNS; ++j)
-            if (!keep(p, row_head(head, row_begin + tile.row(i)),
-                      query_of(row_begin + tile.row(i)), k_begin + tile.column(j)))
+            if (!keep(p, row_head(head, row_begin + tile.row(i)), query_of(row_begin + tile.row(i)),
+                      k_begin + tile.column(j)))
                 P[i][j] = Accumulator(0);
 }

@@ -48,8 +48,8 @@ __device__ __forceinline__ Head head_at(const Params& p, int index, i64 q, i64 k
     head.key_length = valid_length(p.kv_lengths, kv_length, p.key_length);
     head.key_begin = 0;
     head.shift = find_shift(p, head, q_offset);
-    head.batch = index / p.heads;
-    head.head = index % p.heads;
+    head.batch = divide(index, p.heads_reciprocal);
+    head.head = index - head.batch * p.heads;
     head.index = index;
     head.list = list;
     return head;
@@ -60,8 +60,9 @@ __device__ __forceinline__ Head locate_head(const Params& p, int index) {
     int list = 0;
     int rest = index;
     for (int axis = p.axes - 1; axis >= 0; --axis) {
-        const int position = rest % p.axis_size[axis];
-        rest /= p.axis_size[axis];
+        const int outer = divide(rest, p.axis_reciprocal[axis]);
+        const int position = rest - outer * p.axis_size[axis];
+        rest = outer;
         q += position * p.q_axis_stride[axis];
         k += position * p.k_axis_stride[axis];
         v += position * p.v_axis_stride[axis];
@@ -77,8 +78,9 @@ __device__ __forceinline__ Head locate_head(const Params& p, int index) {
 __device__ __forceinline__ i64 locate(const Params& p, int index, const long long* strides) {
     i64 offset = 0;
     for (int axis = p.axes - 1; axis >= 0; --axis) {
-        offset += index % p.axis_size[axis] * strides[axis];
-        index /= p.axis_size[axis];
+        const int outer = divide(index, p.axis_reciprocal[axis]);
+        offset += (index - outer * p.axis_size[axis]) * strides[axis];
+        index = outer;
     }
     return offset;
 }
