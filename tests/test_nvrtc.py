@@ -72,6 +72,8 @@ class Kernel(NamedTuple):
     @property
     def problem(self) -> Problem:
         made = problem(self.dtype, self.head_dim, self.row.backward, self.mask)
+        if self.row.packed > 1:
+            made = dataclasses.replace(made, group=self.row.packed)
         if not self.capped:
             return made
         score = softcap(30.0)
@@ -124,12 +126,13 @@ def kernels(arch, dtypes) -> list[Kernel]:
 
 
 def every_row() -> list[Kernel]:
-    """All rows for sm_90a: mma and wgmma in bf16, without and with a mask or softcap; simt in two
-    types.
+    """All rows for sm_90a: mma and wgmma in bf16, without and with a mask, softcap, or packed heads
+    and parts of the keys; simt in two types. fa2 and fa3 on wgmma are one source.
     """
-    mma = [x for x in kernels("sm_90a", ["bfloat16"]) if x.row.engine in ("mma", "wgmma")]
+    halves = [x for x in kernels("sm_90a", ["bfloat16"]) if x.row.engine != "simt"]
+    mma = [x for x in halves if (x.row.algo, x.row.engine) != ("fa2", "wgmma")]
     simt = [x for x in kernels("sm_90a", ["float32", "float64"]) if x.row.engine == "simt"]
-    return mma + masked(mma) + capped(mma) + simt
+    return mma + masked(mma) + capped(mma) + split(mma) + simt + split(simt)[::3]
 
 
 def masked(made: list[Kernel]) -> list[Kernel]:
@@ -137,6 +140,13 @@ def masked(made: list[Kernel]) -> list[Kernel]:
     main = [x._replace(mask="elements") for x in made if not x.name]
     main = [x for x in main if not x.reject()]
     return main + [main[0]._replace(name=name) for name in ("mask_tiles", "mask_lists")]
+
+
+def split(made: list[Kernel]) -> list[Kernel]:
+    """The forward kernels of `made` with packed heads and parts of the keys, and their merging."""
+    rows = [x for x in made if x.row.has_variants and not x.name]
+    made = [x._replace(row=dataclasses.replace(x.row, packed=4, span=1024)) for x in rows]
+    return made + [x._replace(name="merge_parts") for x in made[::4]]
 
 
 def capped(made: list[Kernel]) -> list[Kernel]:
@@ -200,7 +210,9 @@ def whole_matrix() -> dict[str, Kernel]:
     """All kernels that may have a budget, by name."""
     made = [kernel for arch in (*ARCHES, "sm_90a") for kernel in kernels(arch, ITEM_BYTES)]
     halves = kernels("sm_90a", ["bfloat16"])
-    made += masked(halves) + capped([x for x in halves if x.row.engine != "simt"])
+    halves = [x for x in halves if x.row.engine != "simt"]
+    made += masked(halves) + capped(halves) + split(halves)
+    made += split([x for x in kernels("sm_90a", ["float32", "float64"]) if x.row.engine == "simt"])
     names = {str(kernel): kernel for kernel in made}
     assert len(names) == len(made)  # a name tells a row
     return names

@@ -60,9 +60,8 @@ def pack(plan: Plan, layout: Layout, scale: float, captured: tuple[float, ...]) 
     params["query_tiles"], params["key_tiles"] = plan.query_tiles, plan.key_tiles
     params["query_lead"] = plan.query_lead
     params["span"], params["parts"] = plan.tile.span, plan.tile.parts(problem)
-    divisors = {"heads": problem.heads, "tiles": plan.query_tiles, "span": plan.tile.span}
-    for name, number in divisors.items():
-        params[f"{name}_reciprocal"] = reciprocal(number)
+    params["tiles_reciprocal"] = reciprocal(plan.query_tiles)
+    params["span_reciprocal"] = reciprocal(plan.tile.span)
     if problem.mask:
         params["mask_axis_stride"][0, : len(layout.axes)] = layout.axis_strides["mask"]
         params["mask_rows"], params["mask_columns"] = plan.tile.scored_tiles(problem)

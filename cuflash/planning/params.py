@@ -45,7 +45,7 @@ _SCALARS = (
     (("band_left", "band_right", "bottom_right", "shift"), "i4", "int"),
     (("query_tiles", "query_lead", "key_tiles", "section", "span", "parts"), "i4", "int"),
     (("axis_reciprocal",), "u8 axes", "unsigned long long"),  # by which kernels divide
-    (("heads_reciprocal", "tiles_reciprocal", "span_reciprocal"), "u8", "unsigned long long"),
+    (("tiles_reciprocal", "span_reciprocal"), "u8", "unsigned long long"),
     (("mask_axis_stride",), "i4 axes", "int"),  # in lists
     (("mask_rows", "mask_columns"), "i4", "int"),  # tiles of one list
     (("scale",), "Accumulator", "Accumulator"),

@@ -193,7 +193,10 @@ class Plan:
         p = self.problem
         sizes = ITEM_BYTES[p.dtype], ITEM_BYTES[p.accumulator]
         query_tiles = map(self.query_range, range(self.query_tiles))
-        return moved(p, self.tile.keys_outside, query_tiles, self.block_k, *sizes)
+        heads = self.tile.group(p) if not p.backward else 1
+        parts = self.tile.parts(p) if self.tile.span else 0
+        outside = self.tile.keys_outside
+        return moved(p, outside, query_tiles, self.block_k, *sizes, heads=heads, parts=parts)
 
     @property
     def unfused_traffic(self) -> int:

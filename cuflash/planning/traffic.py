@@ -7,7 +7,9 @@ as not given, and masks other than the band hide nothing.
     unfused  Q K V out, and 4 N M    S is written and read, then P
     fa1      K V once; at each visit Q again, and O, l, m read and written in the type of sums,
              but for a row's first visit (nothing to read) and its last (the result is written)
-    fa2      Q, out and lse once; K and V at each visit; fa3 the same
+    fa2      Q, out and lse once; K and V at each visit, once for all heads that are packed in a
+             tile; fa3 the same; of parts of the keys O and two numbers of each row are written and
+             read
 
 Backward, S and P are computed again from lse, and in both algorithms K, V, dK and dV move once;
 at each visit Q and dout are read, two numbers of every row, and dQ in the type of sums is read and
@@ -29,11 +31,12 @@ from .problem import Problem
 
 def moved(
     problem: Problem, keys_outside: bool, query_tiles: Iterable[tuple[int, int]], block_k: int,
-    item: int, sums: int,
+    item: int, sums: int, heads: int = 1, parts: int = 0,
 ) -> int:  # fmt: skip
     """Bytes that are moved with these tiles; `item` and `sums` are the bytes of an element.
 
-    `query_tiles` are the ranges of queries of a head's tiles.
+    `query_tiles` are the ranges of queries of a head's tiles, or of a group of so many packed
+    `heads`; `parts` are those of the keys, 0 where none are merged.
     """
     n, m, d, dv = (
         problem.query_length, problem.key_length, problem.head_dim, problem.value_dim,
@@ -49,8 +52,9 @@ def moved(
         visits = query_visits(problem, block_k)
         state = 2 * max(0, visits - n) * (dv + 2) * sums
         return problem.head_count * (m * keys + visits * d * item + state + results)
-    visits = key_visits(problem, query_tiles)
-    return problem.head_count * (n * d * item + visits * keys + results)
+    visits = key_visits(problem, query_tiles) * (problem.head_count // heads)
+    results += 2 * parts * n * (dv + 2) * sums
+    return problem.head_count * (n * d * item + results) + visits * keys
 
 
 def moved_unfused(problem: Problem, item: int) -> int:

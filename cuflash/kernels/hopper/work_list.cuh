@@ -58,6 +58,22 @@ struct SplitList {
     }
 
   private:
+    // The lengths and the diagonal of the entry.
+    __device__ __forceinline__ Head entry_head() const {
+        i64 q_length = 0, kv_length = 0, q_offset = 0;
+        int rest = entry * p.heads;
+        for (int axis = p.axes - 1; axis >= 0; --axis) {
+            const int outer = divide(rest, p.axis_reciprocal[axis]);
+            const int position = rest - outer * p.axis_size[axis];
+            q_length += position * p.q_lengths_stride[axis];
+            kv_length += position * p.kv_lengths_stride[axis];
+            q_offset += position * p.q_offset_stride[axis];
+            rest = outer;
+        }
+        Head head{};
+        find_lengths(p, head, q_length, kv_length, q_offset);
+        return head;
+    }
     // Finds the entry of the item at `position`.
     __device__ __forceinline__ void seek() {
         const bool differ =
@@ -65,7 +81,7 @@ struct SplitList {
         while (position >= end && ++entry < p.entries) {
             begin = end;
             if (differ || entry == 0)
-                parts = PartRange(p, locate_head(p, entry * p.heads), 0, p.query_length * PACKED);
+                parts = PartRange(p, entry_head(), 0, p.query_length * PACKED);
             const int items = p.heads / GROUP * p.query_tiles * parts.count();
             if (!differ && items > 0) {  // the entries are alike
                 entry = position / items;

@@ -37,6 +37,15 @@ __device__ __forceinline__ int find_shift(const Params& p, const Head& head, i64
         return p.bottom_right ? head.key_length - head.query_length : 0;
 }
 
+// What says which keys a head's queries see: lengths and diagonal, so far behind the first ones.
+__device__ __forceinline__ void find_lengths(const Params& p, Head& head, i64 q_length,
+                                             i64 kv_length, i64 q_offset) {
+    head.query_length = valid_length(p.q_lengths, q_length, p.query_length);
+    head.key_length = valid_length(p.kv_lengths, kv_length, p.key_length);
+    head.key_begin = 0;
+    head.shift = find_shift(p, head, q_offset);
+}
+
 // The head so far behind the first one in each operand.
 __device__ __forceinline__ Head head_at(const Params& p, int index, i64 q, i64 k, i64 v,
                                         i64 q_length, i64 kv_length, i64 q_offset, int list) {
@@ -44,12 +53,9 @@ __device__ __forceinline__ Head head_at(const Params& p, int index, i64 q, i64 k
     head.q = p.q + q;
     head.k = p.k + k;
     head.v = p.v + v;
-    head.query_length = valid_length(p.q_lengths, q_length, p.query_length);
-    head.key_length = valid_length(p.kv_lengths, kv_length, p.key_length);
-    head.key_begin = 0;
-    head.shift = find_shift(p, head, q_offset);
-    head.batch = divide(index, p.heads_reciprocal);
-    head.head = index - head.batch * p.heads;
+    find_lengths(p, head, q_length, kv_length, q_offset);
+    head.batch = index / p.heads;
+    head.head = index % p.heads;
     head.index = index;
     head.list = list;
     return head;
@@ -60,9 +66,8 @@ __device__ __forceinline__ Head locate_head(const Params& p, int index) {
     int list = 0;
     int rest = index;
     for (int axis = p.axes - 1; axis >= 0; --axis) {
-        const int outer = divide(rest, p.axis_reciprocal[axis]);
-        const int position = rest - outer * p.axis_size[axis];
-        rest = outer;
+        const int position = rest % p.axis_size[axis];
+        rest /= p.axis_size[axis];
         q += position * p.q_axis_stride[axis];
         k += position * p.k_axis_stride[axis];
         v += position * p.v_axis_stride[axis];
@@ -78,9 +83,8 @@ __device__ __forceinline__ Head locate_head(const Params& p, int index) {
 __device__ __forceinline__ i64 locate(const Params& p, int index, const long long* strides) {
     i64 offset = 0;
     for (int axis = p.axes - 1; axis >= 0; --axis) {
-        const int outer = divide(index, p.axis_reciprocal[axis]);
-        offset += (index - outer * p.axis_size[axis]) * strides[axis];
-        index = outer;
+        offset += index % p.axis_size[axis] * strides[axis];
+        index /= p.axis_size[axis];
     }
     return offset;
 }
