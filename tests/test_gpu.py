@@ -620,6 +620,96 @@ def test_no_keys_and_no_queries(cupy, algo, engine):
     assert cuflash.attention(q[:0], q[:0], q[:0], **kernel).shape == (0, 3, 5, dim)
 
 
+# ------------------------------------------------------------------------------ parts of the keys
+SPLITTING = [("fa2", "simt"), ("fa2", "mma"), ("fa2", "wgmma"), ("fa3", "wgmma")]
+EACH_SPLITTING_KERNEL = pytest.mark.parametrize(("algo", "engine"), SPLITTING)
+
+
+def decoding(cupy, dtype, dim, keys=1000, seed=0):
+    """One query of eight heads over keys of two; the options that go with it."""
+    q, (k, v) = (
+        random(cupy, dtype, 3, 8, 1, dim, seed=seed),
+        random(cupy, dtype, 2, 3, 2, keys, dim),
+    )
+    return (q, k, v), {"enable_gqa": True, "split_keys": 128}
+
+
+@EACH_SPLITTING_KERNEL
+def test_splits_of_no_keys_and_no_queries(cupy, algo, engine):
+    kernel, dtype, dim = wants(algo, engine)
+    q = random(cupy, dtype, 2, 3, 5, dim)
+    kernel["split_keys"] = 64
+    out, lse = cuflash.attention(q, q[:, :, :0], q[:, :, :0], return_lse=True, **kernel)
+    assert not out.get().astype(np.float32).any()
+    assert np.isneginf(lse.get()).all()
+    assert cuflash.attention(q[:, :, :0], q, q, **kernel).shape == (2, 3, 0, dim)
+
+
+@EACH_SPLITTING_KERNEL
+def test_parts_are_merged_when_they_are_there(cupy, algo, engine):
+    """The kernel that merges starts ahead: calls in a row, whose workspaces are one memory, have
+    the bits of calls alone.
+    """
+    kernel, dtype, dim = wants(algo, engine)
+    options, operands = None, []
+    for seed in range(4):
+        given, options = decoding(cupy, dtype, dim, 1000 + 700 * seed, seed)
+        operands.append(given)
+    options |= kernel
+    alone = []
+    for given in operands:
+        alone.append(cuflash.attention(*given, **options))
+        cupy.cuda.Device().synchronize()
+    assert_forward_close(alone[0], None, *operands[0], enable_gqa=True)
+    bytes_needed = max(cuflash.plan(*x, **options).workspace_bytes for x in operands)
+    options["workspace"] = cupy.empty(bytes_needed, np.uint8)
+    outs = [
+        cuflash.attention(*given, **options, out=cupy.empty_like(given[0]))
+        for _ in range(50)
+        for given in operands
+    ]
+    for number, out in enumerate(outs):
+        assert same_bits(out, alone[number % len(alone)])
+
+
+@EACH_SPLITTING_KERNEL
+def test_a_graph_of_parts_replays_with_changed_lengths(cupy, algo, engine):
+    kernel, dtype, dim = wants(algo, engine)
+    (q, k, v), options = decoding(cupy, dtype, dim)
+    lengths, out = cupy.asarray([1000, 1, 300], np.int32), cupy.empty_like(q)
+    options |= kernel | {"kv_lengths": lengths, "out": out}
+    options["workspace"] = cupy.empty(cuflash.plan(q, k, v, **options).workspace_bytes, np.uint8)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        cuflash.attention(q, k, v, **options)  # compiles
+        stream.synchronize()
+        stream.begin_capture()
+        try:
+            cuflash.attention(q, k, v, **options)
+        finally:
+            graph = stream.end_capture()
+        for changed in ([1000, 1, 300], [0, 999, 128], [129, 130, 131]):
+            lengths.set(np.array(changed, np.int32))
+            graph.launch(stream)
+            stream.synchronize()
+            host = np.array(changed, np.int32)
+            assert_forward_close(out, None, q, k, v, enable_gqa=True, kv_lengths=host)
+
+
+@EACH_SPLITTING_KERNEL
+def test_a_sequence_has_the_same_bits_in_any_batch(cupy, algo, engine):
+    kernel, dtype, dim = wants(algo, engine)
+    (q, k, v), options = decoding(cupy, dtype, dim)
+    options |= kernel
+    lengths = np.array([1000, 77, 512], np.int32)
+    together = cuflash.attention(q, k, v, kv_lengths=lengths, **options)
+    for i, n in enumerate(lengths):
+        own = slice(i, i + 1)
+        alone = cuflash.attention(q[own], k[own, :, :n], v[own, :, :n], **options)
+        assert same_bits(alone, together[own])
+
+
 def test_mixed_types_are_promoted(cupy):
     q = random(cupy, "float16", 2, 33, 32)
     k, v = random(cupy, "float32", 2, 2, 41, 32)
