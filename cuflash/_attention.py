@@ -152,8 +152,8 @@ def attention(
     algo : {"fa1", "fa2", "fa3"}, optional
         FlashAttention-1 (key tiles outside, one thread block per head), FlashAttention-2 (one
         thread block per head and query tile) or, on Hopper, FlashAttention-3 (thread blocks that
-        work on one query tile after the other). By default FlashAttention-3 where it serves and
-        there is a query tile for every multiprocessor, else FlashAttention-2.
+        work on one query tile after the other). By default what is estimated to be the fastest:
+        FlashAttention-3 or FlashAttention-2.
     engine : {"numpy", "simt", "mma", "wgmma"}, optional
         Tiled NumPy, plain FMA kernels, tensor-core kernels, or those of Hopper (half types, head
         dims that are multiples of 8 up to 256, rows on multiples of 16 bytes). By default the
@@ -666,8 +666,8 @@ def plan(
     Returns
     -------
     Plan
-        Printable: kernel, tiles, shared memory, grid, workspace, FLOPs, bytes moved, and why other
-        rows of the table were rejected. `.source()` is the CUDA C that would be compiled.
+        Printable: kernel, tiles, shared memory, grid, workspace, FLOPs, bytes moved, the estimated
+        time and that of others, and why other rows of the table were rejected. `.source()` is the CUDA C that would be compiled.
 
     Examples
     --------
@@ -676,14 +676,15 @@ def plan(
     >>> h200 = cuflash.Device(90, "NVIDIA H200", multiprocessors=132)
     >>> p = cuflash.plan(q, q, q, causal=True, device=h200)
     >>> p.kernel, p.engine, p.grid == 8 * -(-512 // p.block_q)
-    ('fa2_forward', 'mma', True)
+    ('hopper_forward', 'wgmma', True)
 
-    On Hopper, where more heads fill its multiprocessors, FlashAttention-3:
+    One query of each head, over many keys: blocks share the keys of a head.
 
+    >>> k = np.zeros((1, 8, 65536, 64), np.float16)
+    >>> p = cuflash.plan(q[:, :, :1], k, k, device=h200)
+    >>> p.grid > 100, p.tile.span > 0, p.kernels[-1].name
+    (True, True, 'merge_parts')
     >>> q = np.zeros((8, 16, 512, 64), np.float16)
-    >>> p = cuflash.plan(q, q, q, causal=True, device=h200)
-    >>> p.algo, p.engine, p.grid
-    ('fa3', 'wgmma', 132)
     >>> p = cuflash.plan(q, q, q, causal=True, device=h200, backward=True)
     >>> p.kernel, p.algo, p.grid
     ('hopper_backward', 'fa3', 132)
