@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import json
@@ -20,7 +21,9 @@ from urllib.parse import parse_qs
 
 import numpy as np
 import pytest
+from cases import H200
 
+import cuflash
 from cuflash.compare import machine, meters
 
 BENCH = Path(__file__).resolve().parents[1] / "asv_bench"
@@ -717,6 +720,89 @@ def test_a_report_has_ratios_and_limits(peers, capsys):
     assert "n/a: FA4: flash-attn-4 is not installed [bf16 (4,8,4096,64)]" in text
     peers.report("host", [])
     assert "host: Host time per call" in capsys.readouterr().out
+
+
+# ------------------------------------------------------------------------------ the plan's choice
+@pytest.fixture
+def choice(suite, monkeypatch):
+    """asv_bench/choice.py, on the CPU."""
+    monkeypatch.setattr(suite("gpu"), "need_gpu", lambda: np)
+    return importlib.import_module("choice")
+
+
+def test_random_problems_are_the_same_for_a_seed(choice):
+    cases = choice.draw_cases(100, 1)
+    assert cases == choice.draw_cases(100, 1) != choice.draw_cases(100, 2)
+    assert all(case.is_moderate for case in cases)
+    assert not any(case.causal and case.queries > case.keys for case in cases)
+    for name, least in (("width", 3), ("group", 3), ("causal", 2), ("keys", 50)):
+        assert len({getattr(case, name) for case in cases}) >= least, name
+
+
+def test_candidates_are_near_and_each_is_another_kernel(choice):
+    several = 0
+    for case in choice.draw_cases(20, 0):
+        plan = case.plan(H200)
+        assert plan.problem.group == case.group
+        (first, own), *others = choice.candidates(plan)
+        assert first == plan
+        assert all(own <= time <= 1.5 * own for _, time in others)
+        kernels = {(first.source(), first.kernels)}
+        kernels |= {(other.source(), other.kernels) for other, _ in others}
+        assert len(kernels) == 1 + len(others) <= 7
+        several += len(others) > 1
+    assert several > 10
+
+
+def test_a_call_takes_the_tile_that_it_is_given(choice, monkeypatch):
+    calibrate = sys.modules["calibrate"]
+    launch = types.SimpleNamespace(run=lambda call, arguments, count: (call.plan, count))
+    monkeypatch.setattr(calibrate, "launch_module", lambda: launch)
+    x = np.zeros((1, 2, 8, 16), np.float32)
+    usual = cuflash.plan(x, x, x, causal=True)
+    other = dataclasses.replace(usual.tile, block_k=64)
+    plan, count = calibrate.call_with(other, x, x, x, causal=True)()
+    assert (plan.tile, plan.problem, count) == (other, usual.problem, 1)
+    assert cuflash.plan(x, x, x, causal=True).tile == usual.tile
+
+
+def test_what_a_choice_loses_is_told(choice, monkeypatch, tmp_path, capsys):
+    """The second candidate takes a tenth less than the first, the third cannot run."""
+    device = types.SimpleNamespace(synchronize=lambda: None)
+    np_and_cuda = types.SimpleNamespace(cuda=types.SimpleNamespace(Device=lambda: device))
+    launch = types.SimpleNamespace(device_facts=lambda number: H200, compile_all=lambda *plan: None)
+    case = choice.Case(1, 2, 4, 1, 4096, 64, False)
+    tiles = [plan.tile for plan, _ in choice.candidates(case.plan(H200))]
+
+    def call_with(tile, *arrays, **options):
+        def call():
+            if tile == tiles[2]:
+                raise RuntimeError("too many registers")
+            return 18.0 if tile == tiles[1] else 20.0
+
+        return call
+
+    for name, value in (
+        ("need_gpu", lambda: np_and_cuda), ("facts", lambda: {"device": "none"}),
+        ("release", lambda: None),
+        ("meter", lambda: types.SimpleNamespace(measure=lambda x, ms: [[f()] * 5 for f in x])),
+    ):  # fmt: skip
+        monkeypatch.setattr(choice.bench, name, value)
+    problem = types.SimpleNamespace(label="small", inputs=(), options={})
+    monkeypatch.setattr(choice.Case, "problem", lambda case: problem)
+    monkeypatch.setattr(choice, "launch_module", lambda: launch)
+    monkeypatch.setattr(choice, "call_with", call_with)
+    monkeypatch.setattr(choice, "draw_cases", lambda count, seed: [case] * count)
+    file = tmp_path / "rows.json"
+    choice.main(["--count", "1", "--json", str(file)])
+    (row,) = json.loads(file.read_text())["rows"]
+    assert (row["tile"], row["best"]) == (str(tiles[0]), str(tiles[1]))
+    assert row["lost"] == pytest.approx(20 / 18 - 1)
+    assert row["against_estimate"] == pytest.approx(20 / row["estimate"])
+    assert len(row["tiles"]) == len(tiles) - 1
+    printed = capsys.readouterr().out
+    assert f"small: {tiles[2]}: RuntimeError: too many registers" in printed
+    assert "lost: mean 11.1 %, more than 5 % in 1, worst 11.1 %: small" in printed
 
 
 # What follows needs asv.
