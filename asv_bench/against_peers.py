@@ -12,6 +12,9 @@ hopper      wgmma against cuDNN, torch's FlashAttention-2 and, where the package
             the geometric mean over its 12 problems of 4096 and 16384 tokens, and in fp16 with
             narrow heads (FlexAttention, too) and with many keys
 small       what the plan chooses for problems of a few microseconds, against FlashAttention-2
+decode      what the plan chooses for one and few queries over caches and for short prompts, against
+            the fastest of cuDNN, torch's FlashAttention-2, and FlashAttention-3 and -4, each with
+            its best splits; caches with more room, pages of keys and softcap, against those without
 fa1         fa1 against fa2, and the share of the rate that its traffic allows
 backward    gradients in bf16 on the same grid: what the plan chooses, deterministic and in any
             order, against FlashAttention-4 (`flash-attn-4`), cuDNN and torch's FlashAttention-2 in
@@ -37,7 +40,7 @@ time / cuflash's time: above 1 cuflash is faster. "%top" is the share of a large
 rate, measured here too. What cannot be measured shows as n/a, with the reason below the table;
 "the fastest" of the peers names the one that it is, and those that it was found without.
 
-`--widths` and `--lengths` take a part of the groups half, hopper, blocks and those of gradients
+`--widths` and `--lengths` take a part of half, hopper, decode, blocks and the groups of gradients
 (but memory). With `--append` the rows of a `--json` file stay, and means are over them, too: so a
 grid can be measured in parts.
 """
@@ -64,6 +67,7 @@ bench.find_torch()  # before CuPy, which then finds the CUDA libraries that torc
 import cupy
 import peer_rows
 from peer_blocks import backward_blocks, blocks
+from peer_decode import decode
 from peer_gradients import backward, backward_memory, backward_more
 from peer_rows import CUDNN, EFFICIENT, FA2, LONG, Session, mean_rows
 
@@ -263,8 +267,8 @@ def first_call(s: Session) -> None:
 GROUPS = {
     f.__name__: f
     for f in (
-        half, hopper, small, fa1, backward, backward_more, blocks, backward_blocks, fp32, seeds,
-        memory, backward_memory, host, first_call,
+        half, hopper, small, decode, fa1, backward, backward_more, blocks, backward_blocks, fp32,
+        seeds, memory, backward_memory, host, first_call,
     )
 }  # fmt: skip
 

@@ -43,7 +43,17 @@ def rows(engines):
             yield row
 
 
-def call_with(row, items: int, key_tiles: int):
+def call_with(tile, q, k, v, **options):
+    """A call of cuflash on CuPy arrays with this tile, whatever the plan would choose."""
+    arrays = forward_arrays(q, k, v, None, False, None, None, None)
+    arguments = Arguments(ForwardCall.operands, arrays)
+    call = copy.copy(find_call(ForwardCall, arguments, Options(**options)))
+    call.plan, call.launch = Plan(call.plan.problem, call.plan.device, tile), None
+    call.workspace_bytes = call.plan.workspace_bytes
+    return functools.partial(launch_module().run, call, arguments, 1)
+
+
+def work(row, items: int, key_tiles: int):
     """A call in which every block works on so many items of so many key tiles."""
     dtype = DTYPES[row.engine]
     device = bench.need_gpu().cuda.Device()
@@ -51,19 +61,14 @@ def call_with(row, items: int, key_tiles: int):
     width, keys = row.max_dim, key_tiles * row.block_k
     q = bench.draw((1, heads, items * row.block_q, width), dtype)
     k, v = (bench.draw((1, 1, keys, width), dtype) for _ in range(2))
-    arrays = forward_arrays(q.cupy, k.cupy, v.cupy, None, False, None, None, None)
-    arguments = Arguments(ForwardCall.operands, arrays)
-    call = copy.copy(find_call(ForwardCall, arguments, Options()))
-    call.plan, call.launch = Plan(call.plan.problem, call.plan.device, row), None
-    call.workspace_bytes = call.plan.workspace_bytes
-    return functools.partial(launch_module().run, call, arguments, 1)
+    return call_with(row, q.cupy, k.cupy, v.cupy)
 
 
 def measure(row, milliseconds: float) -> tuple[float, float, float]:
     """(rate, item_time, start) of a row."""
     meter, (few, many), (short, long) = bench.meter(), ITEMS, KEY_TILES
-    work = [(few, short), (many, short), (many, long)]
-    columns = meter.measure([call_with(row, *x) for x in work], milliseconds)
+    sizes = [(few, short), (many, short), (many, long)]
+    columns = meter.measure([work(row, *x) for x in sizes], milliseconds)
     shortest, short_ones, long_ones = map(statistics.median, columns)
     step = (long_ones - short_ones) / (many * (long - short))
     item = (short_ones - shortest) / (many - few) - short * step

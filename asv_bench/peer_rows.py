@@ -234,7 +234,7 @@ def markdown(rows: list[dict]) -> str:
         speed = ""
         if "us" in found[0]:
             us, tflops = found[0]["us"], found[0]["tflops"]
-            is_rate = group not in ("small", "blocks", "backward_blocks")
+            is_rate = group not in ("small", "decode", "blocks", "backward_blocks")
             speed = f", {tflops:.{int(tflops < 10)}f} TFLOP/s" if is_rate else _time(us)
         peers = "; ".join(NAMES.get(row["peer"], row["peer"]) for row in found)
         ratios = "; ".join(f"{row['ratio']:.2f}" for row in found)

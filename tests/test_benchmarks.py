@@ -4,6 +4,8 @@
 """
 
 import contextlib
+import dataclasses
+import functools
 import importlib
 import json
 import math
@@ -19,12 +21,14 @@ from urllib.parse import parse_qs
 
 import numpy as np
 import pytest
+from cases import H200
 
+import cuflash
 from cuflash.compare import machine, meters
 
 BENCH = Path(__file__).resolve().parents[1] / "asv_bench"
 MODULES = sorted(path.stem for path in (BENCH / "benchmarks").glob("[a-z]*.py"))
-NEEDS_GPU = {"backward", "block_sparse", "compile", "forward", "memory", "tiles"}
+NEEDS_GPU = {"backward", "block_sparse", "compile", "decode", "forward", "memory", "tiles"}
 
 
 @pytest.fixture
@@ -128,11 +132,13 @@ def test_a_call_that_no_kernel_serves_skips(suite):
     ):
         with pytest.raises(NotImplementedError, match=words):
             need_kernel(x, x, x, **choice)
+    with pytest.raises(NotImplementedError, match="no dropout, window_of"):
+        need_kernel(x, x, x, dropout=0, window_of=None)
     with pytest.raises(ValueError, match="causal"):
         need_kernel(x, x, x, causal="left")
 
 
-def operands():
+def operands(**options):
     """A problem of (batch, heads, length, width), whose tensors are NumPy's."""
 
     class Tensor(np.ndarray):
@@ -141,7 +147,7 @@ def operands():
 
     tensors = [np.full((2, 3, 5, 4), i).view(Tensor) for i in range(3)]
     q, k, v = (types.SimpleNamespace(torch=x) for x in tensors)
-    return types.SimpleNamespace(q=q, k=k, v=v, causal=True)
+    return types.SimpleNamespace(q=q, k=k, v=v, causal=True, options=options)
 
 
 @pytest.mark.parametrize(("name", "gives_lse"), [("FA3", False), ("FA4", True)])
@@ -165,6 +171,68 @@ def test_flash_attention_takes_part_where_it_is_installed(suite, monkeypatch, na
     assert seen == [([(2, 5, 3, 4)] * 3, True)]
     assert out.shape == (2, 3, 5, 4)
     assert (out == 2).all()
+
+
+def test_settings_softcap_and_lengths_of_flash_attention(suite, monkeypatch):
+    gpu, seen = suite("gpu"), []
+
+    def function(q, k, v, **options):
+        seen.append(options)
+        return q
+
+    def flash_function(name, *choice):
+        seen.extend((name, *choice))
+        return function
+
+    monkeypatch.setattr(gpu, "flash_function", flash_function)
+    monkeypatch.setattr(gpu.Operand, "torch", property(lambda operand: operand.cupy))
+    gpu.Problem.flash_attention(operands(softcap=30.0), "FA3", num_splits=8)()
+    gpu.Problem.flash_attention(operands(kv_lengths="lengths"), "FA4", pack_gqa=True)()
+    assert seen == [
+        "FA3", "flash_attn_func", {"causal": True, "num_splits": 8, "softcap": 30.0},
+        "FA4", "flash_attn_with_kvcache",
+        {"causal": True, "pack_gqa": True, "cache_seqlens": "lengths"},
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("layout", ["bnhd", "bhnd"])
+def test_few_queries_over_caches_with_lengths_in_pages(suite, monkeypatch, layout):
+    gpu = suite("gpu")
+    monkeypatch.setattr(gpu, "need_gpu", lambda: np)
+    options = {"key_heads": 2, "queries": 3, "kv_lengths": np.array([20, 33])}
+    problem = gpu.Problem((2, 4, 64, 16), "fp32", gpu.BOTTOM_RIGHT, layout, **options)
+    assert problem.label == "fp32 (2,4/2,3/64,16) causal lengths 20/33"
+    assert problem.flops == 4 * 16 * 4 * (3 * 20 - 3 + 3 * 33 - 3)
+    assert problem.key_bytes == 2 * 2 * 16 * 4 * (20 + 33)
+    expected = problem.ours(None)().copy()
+    assert np.abs(expected).min(axis=-1).all()
+    paged, tight = problem.in_pages(16), problem.with_capacity(48)
+    assert paged.k.cupy.shape == (8, 2, 16, 16)
+    assert tight.k.cupy.shape == (2, 2, 48, 16)
+    assert paged.label.endswith(" pages of 16")
+    for other in (paged, tight):
+        np.testing.assert_allclose(other.ours(None)(), expected, rtol=1e-5, atol=1e-6)
+    lengths = problem.options["kv_lengths"]
+    lengths[:] = 64
+    assert abs(problem.ours(None)() - expected).max() > 0.1  # lengths count
+
+
+def test_decode_runs_on_every_cache(suite, monkeypatch):
+    gpu, decode = suite("gpu"), suite("decode")
+    monkeypatch.setattr(gpu, "need_gpu", lambda: np)
+    monkeypatch.setattr(gpu, "meter", meters.HostMeter)
+    monkeypatch.setattr(gpu, "MILLISECONDS", 1.0)
+    monkeypatch.setattr(gpu, "host_times", lambda calls, batches: [[2.0] * batches])
+    for cache in decode.CACHES:
+        bench = decode.Decode()
+        bench.setup("2x128", cache)
+        assert bench.call().shape == (2, 32, 1, 128)
+        assert len(bench.track_seconds("2x128", cache)["samples"]) >= 5
+        assert bench.track_host_seconds("2x128", cache)["samples"] == [2e-6] * 10
+    options = decode.draw("2x128", "pages").options
+    assert set(options["kv_lengths"]) == {128}
+    assert options["page_table"].shape == (2, 2)
+    assert decode.draw("2x4096", "split_keys").options["split_keys"] == decode.SPAN
 
 
 def test_gradients_of_a_peer_run_its_forward_pass_once(suite, monkeypatch):
@@ -239,11 +307,20 @@ class FakeProblem:
     """Stands for operands on a GPU: what is called, by name."""
 
     others, results, dtype, tolerance, flops, widths = (), (), "bf16", 0.1, 1e9, (64, 64)
+    key_bytes = 1e9
 
     def __init__(self, shape, dtype, causal=False, layout="bhnd", **options):
-        self.shape, self.dtype, self.options = shape, dtype, options
-        words = [f"{dtype} ({','.join(map(str, shape))})", *("causal" for _ in range(causal))]
-        self.label = " ".join([*words, *options])
+        self.shape, self.dtype, self.options, self.causal = shape, dtype, options, bool(causal)
+        self.queries = options.get("queries", shape[2])
+        words = [f"{dtype} ({','.join(map(str, shape))})", *(["causal"] if causal else [])]
+        names = (f"{self.queries} queries" if x == "queries" else x for x in options)
+        self.label = " ".join([*words, *names])
+
+    def in_pages(self, page_size):
+        return FakeProblem(self.shape, self.dtype, **{f"pages of {page_size}": page_size})
+
+    def with_capacity(self, keys):
+        return self
 
     def chosen(self, deterministic=True):
         return "fa3 wgmma" if deterministic else "fa2 mma"
@@ -273,11 +350,12 @@ def session(peers, monkeypatch):
                 row.update(name=name, peer="the fastest" if several else peer)
                 row.update(target=target, mark="pass", note="")
                 if peer != "FA3" or problem.shape[3] != 256:
-                    row["ratio"] = 8.0 if peer == "FA3" else 2.0
+                    row.update(ratio=8.0 if peer == "FA3" else 2.0, us=250.0)
                 found.append(row)
             self.keep(found)
+            return found
 
-    for module in ("against_peers", "peer_gradients"):
+    for module in ("against_peers", "peer_decode", "peer_gradients"):
         for kind in ("Problem", "Backward"):
             monkeypatch.setattr(sys.modules[module], kind, FakeProblem, raising=False)
     monkeypatch.setattr(peers.bench, "release", lambda: None)
@@ -318,6 +396,101 @@ def test_hopper_has_targets_and_a_mean_for_every_peer(peers, session):
     assert {peer: row["note"] for peer, row in means.items()} == {
         "cuDNN": "12 of 12", "torch FA2": "12 of 12", "FA3": "8 of 12", "FA4": "12 of 12"
     }  # fmt: skip
+
+
+@pytest.fixture
+def decode_rows(peers, session, monkeypatch):
+    """Rows of the group, by problem and peer, where no peer has settings."""
+    monkeypatch.setattr(sys.modules["peer_decode"], "flash_calls", lambda p, name: {"": name})
+
+    def rows(**asked):
+        found = session(**asked)
+        peers.decode(found)
+        by_problem = {}
+        for row in found.rows:
+            by_problem.setdefault(row["problem"], {})[row["peer"]] = row
+        return by_problem
+
+    return rows
+
+
+def test_decode_is_held_to_the_fastest_peer(decode_rows):
+    found, torch = decode_rows(), ("cuDNN", "torch FA2")
+    every = {*torch, "FA3", "FA4", "the fastest"}
+    against = {problem: rows for problem, rows in found.items() if "FA4" in rows}
+    assert len(against) == 14 + 10
+    for problem, rows in against.items():
+        short = "causal" in problem and "queries" in problem
+        assert set(rows) == every - set(torch if short else ())
+        assert {peer: row["target"] for peer, row in rows.items() if row["target"]} == {
+            "the fastest": 1.0
+        }
+    one = against["bf16 (1,32,65536,128) key_heads 1 queries"]
+    assert one["FA3"]["note"] == "4.00 TB/s"
+    assert one["cuDNN"]["rate"] == 4.0
+    assert "rate" not in against["bf16 (1,2,16384,128)"]["cuDNN"]
+
+
+def test_room_pages_and_softcap_may_take_little(decode_rows):
+    targets = {
+        problem: {peer: row["target"] for peer, row in rows.items()}
+        for problem, rows in decode_rows().items()
+        if "FA4" not in rows
+    }
+    softcap = "bf16 (2,16,4096,{}) causal softcap"
+    pages = "bf16 (16,32,8192,128) pages of {}"
+    assert targets == {
+        "bf16 (64,32,65536,128) key_heads 1 queries kv_lengths":
+            {"room for 16384": 1 / 1.1, "FA3": 1.0},
+        **{
+            pages.format(size): {"no pages": 1 / most, "no pages, no lengths": 1 / most}
+            for size, most in ((16, 1.12), (64, 1.05), (256, 1.03))
+        },
+        **{
+            softcap.format(width): {"no softcap": 1 / most, "FA3": 1.0}
+            for width, most in ((64, 1.6), (128, 1.25), (256, 1.15))
+        },
+    }  # fmt: skip
+
+
+def test_a_part_of_decode_can_be_asked_for(decode_rows):
+    assert {row["shape"][2:] for rows in decode_rows(lengths=[65536]).values()
+            for row in rows.values()} == {(65536, 128)}  # fmt: skip
+    assert set(decode_rows(widths=[192])) == {"bf16 (2,16,4096,192) causal value_width"}
+
+
+def test_peers_have_the_settings_of_their_signatures(peers, monkeypatch):
+    decode, grouped = sys.modules["peer_decode"], {"key_heads": 8, "enable_gqa": True}
+    problem = FakeProblem((1, 32, 4096, 64), "bf16", **grouped)
+
+    def count(function):
+        monkeypatch.setattr(peers.bench, "flash_function", function)
+        return list(decode.flash_calls(problem, "FA3"))
+
+    def absent(name):
+        raise ModuleNotFoundError(f"{name} is not installed")
+
+    every = count(lambda name: lambda q, k, v, num_splits=1, pack_gqa=None: q)
+    assert every[:2] == ["num_splits=0 pack_gqa=True", "num_splits=0 pack_gqa=False"]
+    assert len(every) == 10
+    assert len(count(lambda name: lambda q, k, v, num_splits=1: q)) == 5
+    assert count(lambda name: lambda q, k, v: q) == count(absent) == [""]
+    problem.options = {}
+    assert len(count(lambda name: lambda q, k, v, num_splits=1, pack_gqa=None: q)) == 5
+
+
+def test_the_fastest_settings_are_measured(peers, monkeypatch):
+    device = types.SimpleNamespace(synchronize=lambda: None)
+    cuda = types.SimpleNamespace(Device=lambda: device)
+    monkeypatch.setattr(peers.bench, "need_gpu", lambda: types.SimpleNamespace(cuda=cuda))
+    timer = types.SimpleNamespace(measure=lambda calls, milliseconds: [[x()] for x in calls])
+    fastest = functools.partial(
+        sys.modules["peer_decode"].fastest_settings, peers.Session(timer, 8.0)
+    )
+    assert fastest({"num_splits=1": lambda: 3, "num_splits=8": lambda: 2}) == "num_splits=8"
+    assert fastest({"num_splits=1": lambda: 3, "num_splits=8": lambda: 1 / 0}) == "num_splits=1"
+    assert fastest({"a": lambda: 1 / 0, "b": lambda: 1 / 0}) == "a"
+    assert fastest({"": None}) == ""
 
 
 def test_gradients_on_the_grid_have_targets_and_means(peers, session):
@@ -549,6 +722,89 @@ def test_a_report_has_ratios_and_limits(peers, capsys):
     assert "host: Host time per call" in capsys.readouterr().out
 
 
+# ------------------------------------------------------------------------------ the plan's choice
+@pytest.fixture
+def choice(suite, monkeypatch):
+    """asv_bench/choice.py, on the CPU."""
+    monkeypatch.setattr(suite("gpu"), "need_gpu", lambda: np)
+    return importlib.import_module("choice")
+
+
+def test_random_problems_are_the_same_for_a_seed(choice):
+    cases = choice.draw_cases(100, 1)
+    assert cases == choice.draw_cases(100, 1) != choice.draw_cases(100, 2)
+    assert all(case.is_moderate for case in cases)
+    assert not any(case.causal and case.queries > case.keys for case in cases)
+    for name, least in (("width", 3), ("group", 3), ("causal", 2), ("keys", 50)):
+        assert len({getattr(case, name) for case in cases}) >= least, name
+
+
+def test_candidates_are_near_and_each_is_another_kernel(choice):
+    several = 0
+    for case in choice.draw_cases(20, 0):
+        plan = case.plan(H200)
+        assert plan.problem.group == case.group
+        (first, own), *others = choice.candidates(plan)
+        assert first == plan
+        assert all(own <= time <= 1.5 * own for _, time in others)
+        kernels = {(first.source(), first.kernels)}
+        kernels |= {(other.source(), other.kernels) for other, _ in others}
+        assert len(kernels) == 1 + len(others) <= 7
+        several += len(others) > 1
+    assert several > 10
+
+
+def test_a_call_takes_the_tile_that_it_is_given(choice, monkeypatch):
+    calibrate = sys.modules["calibrate"]
+    launch = types.SimpleNamespace(run=lambda call, arguments, count: (call.plan, count))
+    monkeypatch.setattr(calibrate, "launch_module", lambda: launch)
+    x = np.zeros((1, 2, 8, 16), np.float32)
+    usual = cuflash.plan(x, x, x, causal=True)
+    other = dataclasses.replace(usual.tile, block_k=64)
+    plan, count = calibrate.call_with(other, x, x, x, causal=True)()
+    assert (plan.tile, plan.problem, count) == (other, usual.problem, 1)
+    assert cuflash.plan(x, x, x, causal=True).tile == usual.tile
+
+
+def test_what_a_choice_loses_is_told(choice, monkeypatch, tmp_path, capsys):
+    """The second candidate takes a tenth less than the first, the third cannot run."""
+    device = types.SimpleNamespace(synchronize=lambda: None)
+    np_and_cuda = types.SimpleNamespace(cuda=types.SimpleNamespace(Device=lambda: device))
+    launch = types.SimpleNamespace(device_facts=lambda number: H200, compile_all=lambda *plan: None)
+    case = choice.Case(1, 2, 4, 1, 4096, 64, False)
+    tiles = [plan.tile for plan, _ in choice.candidates(case.plan(H200))]
+
+    def call_with(tile, *arrays, **options):
+        def call():
+            if tile == tiles[2]:
+                raise RuntimeError("too many registers")
+            return 18.0 if tile == tiles[1] else 20.0
+
+        return call
+
+    for name, value in (
+        ("need_gpu", lambda: np_and_cuda), ("facts", lambda: {"device": "none"}),
+        ("release", lambda: None),
+        ("meter", lambda: types.SimpleNamespace(measure=lambda x, ms: [[f()] * 5 for f in x])),
+    ):  # fmt: skip
+        monkeypatch.setattr(choice.bench, name, value)
+    problem = types.SimpleNamespace(label="small", inputs=(), options={})
+    monkeypatch.setattr(choice.Case, "problem", lambda case: problem)
+    monkeypatch.setattr(choice, "launch_module", lambda: launch)
+    monkeypatch.setattr(choice, "call_with", call_with)
+    monkeypatch.setattr(choice, "draw_cases", lambda count, seed: [case] * count)
+    file = tmp_path / "rows.json"
+    choice.main(["--count", "1", "--json", str(file)])
+    (row,) = json.loads(file.read_text())["rows"]
+    assert (row["tile"], row["best"]) == (str(tiles[0]), str(tiles[1]))
+    assert row["lost"] == pytest.approx(20 / 18 - 1)
+    assert row["against_estimate"] == pytest.approx(20 / row["estimate"])
+    assert len(row["tiles"]) == len(tiles) - 1
+    printed = capsys.readouterr().out
+    assert f"small: {tiles[2]}: RuntimeError: too many registers" in printed
+    assert "lost: mean 11.1 %, more than 5 % in 1, worst 11.1 %: small" in printed
+
+
 # What follows needs asv.
 
 
@@ -683,9 +939,10 @@ def test_graphs_open_on_the_fastest_and_times_on_a_logarithmic_axis(monkeypatch)
         "x-axis-scale": ["even"],
         "y-axis-scale": ["log"],
     }
-    assert found["backward.Backward.track_seconds"]["p-algo"] == ["'fa2'", "'fa2 any order'"]
+    algos = ["'fa2'", "'fa2 any order'", "'fa3'", "'fa3 any order'"]
+    assert found["backward.Backward.track_seconds"]["p-algo"] == algos
     times = {"x-axis-scale": ["even"], "y-axis-scale": ["log"]}
-    assert found["forward.Decode.track_seconds"] == times
+    assert found["decode.Decode.track_host_seconds"] == times
     assert "y-axis-scale" not in found["memory.Memory.track_extra_bytes"]  # fa2 takes 0 bytes
     assert found["forward.ForwardPeers.track_ratio"] == {"x-axis-scale": ["even"]}
     assert set(found) == set(known)

@@ -90,39 +90,3 @@ class ForwardUnfused:
         return gpu.times_as_long(*self.calls)
 
     track_ratio.unit = "x its time"
-
-
-class Decode:
-    """One query of 32 heads on 8 key heads of width 128, with a long cache."""
-
-    version = "1"
-    params = (["1x65536", "16x8192", "128x4096"],)
-    param_names = ("batch and keys",)
-
-    def setup(self, sizes):
-        gpu.need_gpu()
-        batch, length = map(int, sizes.split("x"))
-        self.problem = gpu.Problem((batch, 32, length, 128), "bf16", key_heads=8, queries=1)
-
-    def track_seconds(self, sizes):
-        return gpu.seconds(self.problem.ours(None))
-
-    track_seconds.unit = "seconds"
-
-
-class DecodePeers:
-    """The same against the fastest of torch's kernels."""
-
-    version = "1"
-    params, param_names = Decode.params, Decode.param_names
-
-    def setup(self, sizes):
-        gpu.need_torch()
-        batch, length = map(int, sizes.split("x"))
-        problem = gpu.Problem((batch, 32, length, 128), "bf16", key_heads=8, queries=1)
-        self.calls = [problem.ours(None), *problem.peers()]
-
-    def track_ratio(self, sizes):
-        return gpu.times_as_long(*self.calls)
-
-    track_ratio.unit = "x the peer's time"

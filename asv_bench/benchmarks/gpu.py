@@ -8,11 +8,13 @@ CuPy's and torch's own default.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 import importlib
 import importlib.metadata
 import importlib.util
+import inspect
 import os
 import statistics
 import subprocess
@@ -33,6 +35,7 @@ FLASH = {  # module and package; that of FA3 has no gradients
     "FA3": ("fa3_fwd_interface", "fa3-fwd"),
     "FA4": ("flash_attn.cute", "flash-attn-4"),
 }
+BOTTOM_RIGHT = "bottom_right"  # a diagonal that ends at the last query and key
 MILLISECONDS = 40.0  # of the GPU's time for each contender of a tracked figure
 MOST = 50  # samples of a tracked figure
 
@@ -82,8 +85,10 @@ def need_torch():
 def need_kernel(*arrays, **options) -> None:
     """Without a kernel for such a call the benchmark is skipped.
 
-    So it is where this version of cuflash does not know the algorithm or the engine.
+    So it is where this version of cuflash does not know the algorithm, the engine or an option.
     """
+    if unknown := set(options) - set(inspect.signature(cuflash.plan).parameters):
+        raise NotImplementedError(f"this version of cuflash has no {', '.join(sorted(unknown))}")
     try:
         cuflash.plan(*arrays, **options)
     except ValueError as error:
@@ -211,40 +216,63 @@ def _either(mine, other):
     return mine if mine == other else f"{mine}/{other}"
 
 
+def _pairs(queries: int, keys: int, causal) -> int:
+    """How many pairs of a query and a key a head shows."""
+    if not causal:
+        return queries * keys
+    shift = keys - queries if causal == BOTTOM_RIGHT else 0
+    return int(np.clip(np.arange(1, queries + 1) + shift, 0, keys).sum())
+
+
+def _in_bits(x):
+    """The numbers of an array as integers, which CuPy's own kernels move in any type."""
+    return x.view(f"u{x.dtype.itemsize}")
+
+
 class Problem:
-    """Operands of self-attention of (B, H, N, D), and calls on them.
+    """Operands of attention of (B, H, N, D), and calls on them.
 
     `key_heads` and `queries` are given where they are fewer, `value_width` where values are of
-    another width; `options` are `mask` and `softcap` of cuflash.
+    another width, `kv_lengths` where keys of a batch entry count only so far; `options` are those
+    of cuflash. True for `causal` is "top_left"; it may also be "bottom_right".
     """
 
     others: tuple[str, ...] = ()  # peers that compute something else
 
     def __init__(
         self, shape, dtype, causal=False, layout="bhnd", *,
-        key_heads=None, queries=None, value_width=None, **options,
+        key_heads=None, queries=None, value_width=None, kv_lengths=None, **options,
     ):  # fmt: skip
         batch, heads, length, width = shape
-        self.shape, self.dtype, self.causal, self.layout = shape, dtype, causal, layout
+        self.shape, self.dtype, self.causal, self.layout = shape, dtype, bool(causal), layout
         queries, key_heads = queries or length, key_heads or heads
+        self.queries = queries
         value_width = value_width or width
         self.q = self.draw(batch, heads, queries, width)
         self.k = self.draw(batch, key_heads, length, width)
         self.v = self.draw(batch, key_heads, length, value_width)
         self.out = self.draw(batch, heads, queries, value_width)
         self.results, self.direction = (self.out,), {}
-        self.options = {"causal": "top_left" if causal else False, **options}
+        self.options = {"causal": "top_left" if causal is True else causal, **options}
         if key_heads != heads:
             self.options["enable_gqa"] = True
         self.tolerance = TOLERANCE[dtype]
-        pairs = length * (length + 1) // 2 if causal else queries * length
+        lengths = [length] * batch if kv_lengths is None else kv_lengths
+        pairs = sum(_pairs(queries, int(keys), causal) for keys in lengths)
         if "mask" in options:
             pairs *= options["mask"].density
-        self.pairs, self.widths = pairs * batch * heads, (width, value_width)
+        self.pairs, self.widths = pairs * heads, (width, value_width)
         self.flops = 2 * (width + value_width) * self.pairs
-        self.bytes = sum(x.cupy.nbytes for x in (self.q, self.k, self.v, self.out))
-        sizes = batch, _either(heads, key_heads), length, _either(width, value_width)
-        self.label = f"{dtype} ({','.join(map(str, sizes))})" + (" causal" if causal else "")
+        rows = (self.k.cupy.nbytes + self.v.cupy.nbytes) // (batch * length)
+        self.key_bytes = rows * int(sum(lengths))  # of keys and values that count
+        self.bytes = self.q.cupy.nbytes + self.out.cupy.nbytes + self.key_bytes
+        sizes = _either(heads, key_heads), _either(queries, length), _either(width, value_width)
+        self.label = f"{dtype} ({batch},{','.join(map(str, sizes))})" + (
+            " causal" if causal else ""
+        )
+        if kv_lengths is not None:
+            self.options["kv_lengths"] = need_gpu().asarray(kv_lengths, np.int32)
+            self.label += f" lengths {_either(min(lengths), max(lengths))}"
         if "softcap" in options:
             self.label += f" softcap {options['softcap']:g}"
 
@@ -256,6 +284,37 @@ class Problem:
     def inputs(self) -> list:
         """q, k and v in CuPy."""
         return [x.cupy for x in (self.q, self.k, self.v)]
+
+    def in_pages(self, page_size: int) -> Problem:
+        """The same with keys and values in pages of so many keys, in random order."""
+        found, count = copy.copy(self), self.shape[0] * self.shape[2] // page_size
+        order = np.random.default_rng(0).permutation(count).astype(np.int32)
+        table = need_gpu().asarray(order)
+
+        def pool(x):
+            rows = _in_bits(x).swapaxes(1, 2)
+            rows = rows.reshape(count, page_size, *rows.shape[2:])
+            pages = need_gpu().empty_like(rows)
+            pages[table] = rows
+            return Operand(pages.view(x.dtype).swapaxes(1, 2))
+
+        found.k, found.v = pool(self.k.cupy), pool(self.v.cupy)
+        found.options = {**self.options, "page_table": table.reshape(self.shape[0], -1)}
+        found.label += f" pages of {page_size}"
+        return found
+
+    def with_capacity(self, keys: int) -> Problem:
+        """The same with room for so many keys, of which the others do not count."""
+        found = copy.copy(self)
+
+        def first(x):
+            rows = _in_bits(x)
+            if self.layout == "bnhd":
+                return Operand(rows.swapaxes(1, 2)[:, :keys].copy().view(x.dtype).swapaxes(1, 2))
+            return Operand(rows[:, :, :keys].copy().view(x.dtype))
+
+        found.k, found.v = first(self.k.cupy), first(self.v.cupy)
+        return found
 
     def error(self, theirs, mine) -> float:
         """What results differ by, to be held against `tolerance`."""
@@ -294,16 +353,27 @@ class Problem:
 
         return with_backend
 
-    def flash_attention(self, name):
-        """A call of the forward pass of one of `FLASH`, which is imported at the first."""
+    def flash_attention(self, name, **settings):
+        """A call of the forward pass of one of `FLASH`, which is imported at the first.
+
+        `settings` are its own. Its diagonal ends at the last query and key.
+        """
+        options, function = {"causal": self.causal, **settings}, "flash_attn_func"
+        lengths = self.options.get("kv_lengths")
+        if lengths is not None:
+            function = "flash_attn_with_kvcache"
+        if "softcap" in self.options:
+            options["softcap"] = self.options["softcap"]
 
         @functools.cache
         def prepared():
-            return flash_function(name), [x.torch for x in (self.q, self.k, self.v)]
+            if lengths is not None:
+                options["cache_seqlens"] = Operand(lengths).torch
+            return flash_function(name, function), [x.torch for x in (self.q, self.k, self.v)]
 
         def call():
             function, tensors = prepared()
-            return function(*tensors, causal=self.causal)
+            return function(*tensors, **options)
 
         return call
 
@@ -419,19 +489,20 @@ class Backward(Problem):
         return float(np.max([*map(relative_difference, mine, theirs)]))
 
 
-def flash_function(name):
-    """The function of one of `FLASH`, for tensors of (B, H, N, D)."""
+def flash_function(name, function="flash_attn_func"):
+    """A function of one of `FLASH`, for tensors of (B, H, N, D)."""
     module, package = FLASH[name]
     try:
-        function = importlib.import_module(module).flash_attn_func
+        found = getattr(importlib.import_module(module), function)
     except ModuleNotFoundError as error:
         if error.name not in (module, module.partition(".")[0]):
             raise  # something that it needs itself
         raise ModuleNotFoundError(f"{package} is not installed") from error
 
+    @functools.wraps(found)
     def call(*tensors, **options):
-        found = function(*(x.transpose(1, 2) for x in tensors), **options)
-        return (found[0] if isinstance(found, tuple) else found).transpose(1, 2)
+        out = found(*(x.transpose(1, 2) for x in tensors), **options)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
 
     return call
 
