@@ -5,8 +5,8 @@
 Every row of the table works on items of one length, the same number of them for each thread block:
 few and many items, short and long ones, of keys that all heads share and the L2 cache holds. A
 call's time is `start + items (key tiles * step + item)`. Printed are, for each row at its largest
-head dim, `rate` (TFLOP/s of the steps alone) and `item_time` (us), as the table has them, and the
-start (us).
+head dim, `rate` (TFLOP/s of the steps alone), `item_time` and `start_time` (us), as the table has
+them.
 
 The planning package's tables and constants are of an H200 with its clocks as they come.
 """
@@ -93,7 +93,9 @@ def main(arguments=None) -> None:
         except Exception as error:
             print(f"{row} D {row.max_dim}: {bench.in_words(error)}")
             continue
-        print(f"{row} D {row.max_dim}: rate={rate:.0f}, item_time={item:.2f}, start {start:.1f} us")
+        print(
+            f"{row} D {row.max_dim}: rate={rate:.0f}, item_time={item:.2f}, start_time={start:.1f}"
+        )
         bench.release()
 
 

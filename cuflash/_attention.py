@@ -667,7 +667,8 @@ def plan(
     -------
     Plan
         Printable: kernel, tiles, shared memory, grid, workspace, FLOPs, bytes moved, the estimated
-        time and that of others, and why other rows of the table were rejected. `.source()` is the CUDA C that would be compiled.
+        time and that of others, and why other rows of the table were rejected. `.source()` is the
+        CUDA C that would be compiled.
 
     Examples
     --------

@@ -12,7 +12,6 @@
 // infinity or NaN in a row of Q makes all its scores, and so its lse, one, unless scores are
 // modified. One in dO makes delta one.
 #include "hopper/gradient_head.cuh"
-#include "ptx/overlap.cuh"
 #include "row_stats.cuh"
 #include "seams/sequence.cuh"
 #include "tiles/copies.cuh"
@@ -52,7 +51,6 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
     backward_rows(const __grid_constant__ Params p) {
     constexpr int LANES = lanes_of_row(), AT_ONCE = SIDE_THREADS / LANES;
     constexpr int BATCH = BLOCK_Q > 2 * AT_ONCE ? 4 : 2;  // rows that a thread loads at a time
-    admit_kernel_behind();
     const int tile = blockIdx.x % p.query_tiles;
     const Head head = locate_head(p, blockIdx.x / p.query_tiles);
     const Element* const out = p.out + locate(p, head.index, p.out_axis_stride);

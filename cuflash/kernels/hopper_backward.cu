@@ -33,7 +33,6 @@
 // memory 3650, exponentials 640. docs/hopper.md has what was measured.
 #include "hopper/gradient_block.cuh"
 #include "hopper/gradient_rows.cuh"
-#include "ptx/overlap.cuh"
 
 // Sets infinities and NaN of a tile to zero, and calls `note` with the byte where there was one. All
 // threads of both consumers take part. It goes by words, since registers are short.
@@ -297,8 +296,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         prefetch(&tables.q), prefetch(&tables.k), prefetch(&tables.v), prefetch(&tables.dout);
     }
     __syncthreads();  // the barriers exist for all
-    admit_kernel_behind();
-    await_kernel_before();
 
     if (warpgroup == 0) {
         release_registers<PRODUCER_REGISTERS>();

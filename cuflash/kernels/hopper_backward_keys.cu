@@ -28,7 +28,6 @@
 #include "hopper/gradient_rows.cuh"
 #include "hopper/keys_block.cuh"
 #include "hopper/packed_weights.cuh"
-#include "ptx/overlap.cuh"
 #include "tiles/units.cuh"
 
 // Clears Q and dO of a step, when both consumers have read them.
@@ -240,8 +239,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         prefetch(&tables.q), prefetch(&tables.k), prefetch(&tables.v), prefetch(&tables.dout);
     }
     __syncthreads();  // the barriers exist for all
-    admit_kernel_behind();
-    await_kernel_before();
 
     if (warpgroup == 0) {
         release_registers<PRODUCER_REGISTERS>();

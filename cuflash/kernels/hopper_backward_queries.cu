@@ -22,7 +22,6 @@
 #include "hopper/gradient_stores.cuh"
 #include "hopper/queries_block.cuh"
 #include "hopper/query_steps.cuh"
-#include "ptx/overlap.cuh"
 
 // Clears K of a step, when both consumers have read it.
 __device__ __forceinline__ void clear_keys(SharedMemory& smem, int slot) {
@@ -47,8 +46,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         prefetch(&tables.q), prefetch(&tables.k), prefetch(&tables.v), prefetch(&tables.dout);
     }
     __syncthreads();  // the barriers exist for all
-    admit_kernel_behind();
-    await_kernel_before();
 
     if (warpgroup == 0) {
         release_registers<PRODUCER_REGISTERS>();

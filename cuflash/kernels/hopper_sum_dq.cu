@@ -5,7 +5,6 @@
 // memory, so that whole rows of dQ are written at a time. Where blocks added in order, a part to which
 // nobody has added holds no numbers: its turn is still 0.
 #include "hopper/dq_parts.cuh"
-#include "ptx/overlap.cuh"
 #include "shared_rows.cuh"
 
 static_assert(SIDE_THREADS == 2 * WARPGROUP, "threads hold a tile as the consumers did");
@@ -42,7 +41,6 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
     const int tile = blockIdx.x % p.query_tiles, consumer = threadIdx.x / WARPGROUP;
     const SharedRows heads(p, p.dq_axis_stride, blockIdx.x / p.query_tiles);
     float sums[2][DQ_QUERIES / 4] = {};
-    await_kernel_before();
     for (int i = 0; i < heads.count; ++i) {
         const i64 at = i64(heads[i]) * p.query_tiles + tile;
         if (!ORDERED || p.turns[at * 2 + consumer] != 0)

@@ -12,16 +12,14 @@ from collections import Counter
 
 from ..operands.dtypes import ITEM_BYTES
 from .problem import Device, Problem
-from .tile import Tile, ceil_div
+from .tile import Tile, ceil_div, round_up
 
-START = 8.0  # microseconds of a launch, until a block has its first scores and after its last ones
-BLOCK = 5.0  # of them what a block takes that does not persist, every time
 MERGE = 3.0  # microseconds of merge_parts, beside what it moves
 DRAM_RATE = 4.2e6  # bytes per microsecond
-SCATTERED_DRAM_RATE = 4.0e6  # where many tiles are under way
+SCATTERED_DRAM_RATE = 3.9e6  # where many tiles are under way
 CACHE_RATE = 5.5e6  # bytes per microsecond from the L2 cache to all multiprocessors
-PART_RATE = 3.0e6  # bytes per microsecond of what parts leave, written and read
-OVERLAP = 0.05  # of what takes second longest shows beside what takes longest
+PART_RATE = 2.0e6  # bytes per microsecond of what parts leave, written and read
+OVERLAP = 0.03  # of what takes second longest shows beside what takes longest
 MOST_TILES = 64  # of a head's tiles of queries so many are looked at
 # Of a key tile's time, the part that does not depend on how many of a tile's queries there are.
 FIXED = 0.45
@@ -32,9 +30,9 @@ def estimate(tile: Tile, problem: Problem, device: Device) -> float:
     groups = problem.head_count // tile.group(problem) * tile.group_tiles(problem)
     items = _items(tile, problem)
     if not groups or not items:
-        return START
+        return tile.start_time
     slots = device.multiprocessors * tile.blocks_per_multiprocessor
-    between = tile.item_time + (0.0 if tile.persists else BLOCK)
+    between = tile.item_time + tile.block_time
     step = tile.step_time(problem)
     times = sorted(
         ((step * n + between, groups * count) for n, count in items.items()), reverse=True
@@ -47,14 +45,16 @@ def estimate(tile: Tile, problem: Problem, device: Device) -> float:
     ) in times:  # of so many items that take at least this long some block has several
         longer += count
         makespan = max(makespan, ceil_div(longer, slots) * time)
-    if not tile.persists:
-        makespan -= BLOCK  # of the first one
+    makespan -= tile.block_time  # of a block's first item
     steps = groups * sum(n * count for n, count in items.items())
     rate = DRAM_RATE if tile.reads_once else SCATTERED_DRAM_RATE
     loaded = steps * tile.block_k * _key_bytes(problem) / CACHE_RATE
     stored = problem.head_count * problem.key_length * _key_bytes(problem) / problem.group / rate
-    *rest, work = sorted((makespan, loaded, stored))
-    work += START + OVERLAP * rest[-1]
+    tiles = tile.query_tiles(problem) * tile.parts(problem)
+    begun = min(ceil_div(slots, tiles), groups) * tile.parts(problem)  # parts that begin together
+    first = begun * tile.block_k * _key_bytes(problem) / rate
+    *rest, work = sorted((makespan + first, loaded, stored))
+    work += tile.start_time + OVERLAP * rest[-1]
     if tile.span:
         rows = problem.head_count * problem.query_length * tile.parts(problem)
         work += MERGE + 2 * rows * problem.value_dim * ITEM_BYTES[problem.accumulator] / PART_RATE
@@ -82,7 +82,8 @@ def _items(tile: Tile, problem: Problem) -> Counter[float]:
         row = index * tile.block_q - tile.query_lead(problem)
         begin, end = max(0, row // tile.packed), ceil_div(row + tile.block_q, tile.packed)
         end = min(end, problem.query_length)
-        share = FIXED + (1 - FIXED) * min(1, (end - begin) * tile.packed / tile.block_q)
+        rows = min(round_up((end - begin) * tile.packed, tile.slab_rows), tile.block_q)
+        share = FIXED + (1 - FIXED) * rows / tile.block_q
         first, last = band.key_range(begin, end, shift, problem.key_length)
         span = tile.span or problem.key_length
         while first < last:

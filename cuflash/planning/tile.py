@@ -86,9 +86,10 @@ class Tile:
         Whether the kernels compute gradients.
     fill : float
         Thread blocks per multiprocessor from which a row of gradients is worth taking.
-    rate, item_time : float
+    rate, item_time, start_time : float
         Of a forward row on an H200, as asv_bench/calibrate.py measures them: TFLOP/s where all
-        multiprocessors work on long items, and the microseconds that an item takes beside.
+        multiprocessors work on long items, and the microseconds that an item takes beside, and a
+        call.
     reads_once : bool
         Whether it is for keys that one tile of queries reads: few of them are under way at a time,
         of which memory makes more than of many.
@@ -110,6 +111,7 @@ class Tile:
     fill: float = 0.0
     rate: float = 0.0
     item_time: float = 1.0
+    start_time: float = 8.0
     reads_once: bool = False
     packed: int = 1
     span: int = 0
@@ -192,6 +194,16 @@ class Tile:
     def blocks_per_multiprocessor(self) -> int:
         """Blocks that work on a multiprocessor at a time."""
         return 1
+
+    @property
+    def block_time(self) -> float:
+        """Microseconds that a block takes which begins where another one has ended."""
+        return 0.0
+
+    @property
+    def slab_rows(self) -> int:
+        """Rows of a tile that take as long together as one of them."""
+        return self.block_q
 
     def step_time(self, problem: Problem) -> float:
         """Microseconds of a block for a key tile, where all multiprocessors are busy."""

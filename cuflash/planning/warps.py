@@ -45,6 +45,11 @@ class WarpTile(KernelTile):
         return self.warps // self.split * self.warp_rows
 
     @property
+    def slab_rows(self) -> int:
+        """Rows of a tile that take as long together as one of them: a warp's."""
+        return self.warp_rows
+
+    @property
     def has_variants(self) -> bool:
         """Whether it can pack heads and split keys: what takes maxima has no registers for it."""
         return super().has_variants and not self.maxima

@@ -41,6 +41,18 @@ class WgmmaTile(HopperTile):
         return "hopper_fa1_forward" if self.keys_outside else "hopper_forward"
 
     @property
+    def block_time(self) -> float:
+        """Microseconds that a block takes which begins where another one has ended: of fa2, since
+        `item_time` is of fa3.
+        """
+        return 0.0 if self.persists else 5.0
+
+    @property
+    def slab_rows(self) -> int:
+        """Rows of a tile that take as long together as one of them: a consumer's."""
+        return WARPGROUP_ROWS
+
+    @property
     def has_variants(self) -> bool:
         """Whether it can pack heads and split keys: three consumers have no registers for it."""
         return super().has_variants and self.warps < 12
@@ -119,23 +131,36 @@ _fa1 = partial(WgmmaTile, algo="fa1")
 
 # fmt: off
 ROWS = (
-    *_both(max_dim=64,  block_k=128, warps=12, stages=4, ping_pong=True, modified=False, rate=657,
-           item_time=1.63),
-    *_both(max_dim=64,  block_k=112, warps=12, stages=4, ping_pong=True, rate=640, item_time=1.63),
-    *_both(max_dim=64,  block_k=128, warps=8,  stages=4, ping_pong=True, rate=529, item_time=1.41),
-    *_both(max_dim=64,  block_k=128, warps=4,  stages=6, rate=373, item_time=1.28),
-    *_both(max_dim=64,  block_k=64,  warps=4,  stages=4, rate=300, item_time=1.28, reads_once=True),
-    *_both(max_dim=128, block_k=80,  warps=12, stages=4, ping_pong=True, rate=867, item_time=1.97),
-    *_both(max_dim=128, block_k=128, warps=8,  stages=3, ping_pong=True, rate=833, item_time=1.88),
-    *_both(max_dim=128, block_k=128, warps=4,  stages=3, rate=578, item_time=1.54),
-    *_both(max_dim=128, block_k=32,  warps=4,  stages=4, rate=300, item_time=1.54, reads_once=True),
-    *_both(max_dim=192, block_k=112, warps=8,  rate=874, item_time=2.23),
-    *_both(max_dim=192, block_k=64,  warps=4,  stages=4, rate=640, item_time=1.73),
-    *_both(max_dim=192, block_k=32,  warps=4,  stages=4, rate=300, item_time=1.73, reads_once=True),
-    *_both(max_dim=256, block_k=80,  warps=8,  rate=879, item_time=2.47),
-    *_both(max_dim=256, block_k=64,  warps=8,  rate=815, item_time=2.59),
-    *_both(max_dim=256, block_k=64,  warps=4,  stages=3, rate=726, item_time=2.21),
-    *_both(max_dim=256, block_k=32,  warps=4,  stages=4, rate=300, item_time=2.21, reads_once=True),
+    *_both(max_dim=64,  block_k=128, warps=12, stages=4, ping_pong=True, modified=False,
+           rate=657, item_time=1.63, start_time=8.2),
+    *_both(max_dim=64,  block_k=128, warps=8,  stages=4, ping_pong=True,
+           rate=529, item_time=1.41, start_time=7.8),
+    *_both(max_dim=64,  block_k=128, warps=4,  stages=6,
+           rate=373, item_time=1.28, start_time=6.5),
+    *_both(max_dim=64,  block_k=64,  warps=4,  stages=4, reads_once=True,
+           rate=266, item_time=1.28, start_time=6.5),
+    *_both(max_dim=128, block_k=80,  warps=12, stages=4, ping_pong=True,
+           rate=867, item_time=1.97, start_time=8.2),
+    *_both(max_dim=128, block_k=128, warps=8,  stages=3, ping_pong=True,
+           rate=833, item_time=1.88, start_time=8.0),
+    *_both(max_dim=128, block_k=128, warps=4,  stages=3,
+           rate=578, item_time=1.54, start_time=7.9),
+    *_both(max_dim=128, block_k=32,  warps=4,  stages=4, reads_once=True,
+           rate=300, item_time=1.54, start_time=7.9),
+    *_both(max_dim=192, block_k=112, warps=8,
+           rate=874, item_time=2.23, start_time=9.1),
+    *_both(max_dim=192, block_k=64,  warps=4,  stages=4,
+           rate=640, item_time=1.73, start_time=8.2),
+    *_both(max_dim=192, block_k=32,  warps=4,  stages=4, reads_once=True,
+           rate=300, item_time=1.73, start_time=8.2),
+    *_both(max_dim=256, block_k=80,  warps=8,
+           rate=879, item_time=2.47, start_time=9.1),
+    *_both(max_dim=256, block_k=64,  warps=8,
+           rate=785, item_time=2.59, start_time=9.1),
+    *_both(max_dim=256, block_k=64,  warps=4,  stages=3,
+           rate=726, item_time=2.21, start_time=8.0),
+    *_both(max_dim=256, block_k=32,  warps=4,  stages=4, reads_once=True,
+           rate=316, item_time=2.21, start_time=8.0),
     _fa1(max_dim=64,  block_k=768, step_k=128, warps=12, stages=1, ping_pong=True, modified=False),
     _fa1(max_dim=64,  block_k=784, step_k=112, warps=12, stages=1, ping_pong=True),
     _fa1(max_dim=64,  block_k=768, step_k=128, warps=8,  stages=1, ping_pong=True),

@@ -168,15 +168,13 @@ class WgmmaGradientTile(HopperGradientTile):
         least = 0, self.group(problem), self.group(problem)
         shared = self.turned_bytes(problem), 0, 0
         sums = (
-            Launch(
-                f"hopper_sum_d{name}", problem.head_count // heads * tiles, SIDE_THREADS, held, True
-            )
+            Launch(f"hopper_sum_d{name}", problem.head_count // heads * tiles, SIDE_THREADS, held)
             for name, tiles, heads, fewest, held in zip(
                 "qkv", (q_tiles, k_tiles, k_tiles), problem.summed, least, shared
             )
             if heads > fewest
         )
-        return (rows, main._replace(follows=True), *sums)
+        return (rows, main, *sums)
 
     def turned_bytes(self, problem: Problem) -> int:
         """Shared memory of the kernel that turns tiles of dQ^T: rows of dQ, a chunk apart."""

@@ -111,8 +111,7 @@ class WgmmaKeysTile(WgmmaGradientTile):
             if kernel.name == self.kernel:
                 if lists := self.query_lists(problem):
                     kernels.append(Launch("mask_queries", lists, MASK_LIST_THREADS))
-                queries = self.queries.main_launch(problem, device)
-                kernels.append(queries._replace(follows=not lists))
+                kernels.append(self.queries.main_launch(problem, device))
         return tuple(kernels)
 
     def constants(self, problem: Problem) -> dict[str, int | bool]:

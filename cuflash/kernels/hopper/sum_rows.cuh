@@ -1,6 +1,5 @@
 // Tiles of a gradient, rows of floats, summed over heads. Reads the prelude.
 #pragma once
-#include "ptx/overlap.cuh"
 #include "seams/hooks.cuh"
 #include "shared_rows.cuh"
 #include "tiles/copies.cuh"
@@ -16,7 +15,6 @@ __device__ __forceinline__ void sum_rows(Element* gradient, i64 row_stride,
     const int tile = blockIdx.x % tiles;
     const SharedRows heads(p, axis_strides, blockIdx.x / tiles);
     Element* const rows = gradient + heads.offset;
-    await_kernel_before();
     for (int i = threadIdx.x; i < ROWS * CHUNKS; i += SIDE_THREADS) {
         const int row = tile * ROWS + i / CHUNKS, column = i % CHUNKS * CHUNK<Element>;
         if (row >= row_count || column >= D) continue;
