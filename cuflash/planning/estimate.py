@@ -39,11 +39,8 @@ def estimate(tile: Tile, problem: Problem, device: Device) -> float:
     )
     makespan = sum(time * count for time, count in times) / slots
     longer = 0
-    for (
-        time,
-        count,
-    ) in times:  # of so many items that take at least this long some block has several
-        longer += count
+    for time, count in times:
+        longer += count  # that take at least this long: some block has several of them
         makespan = max(makespan, ceil_div(longer, slots) * time)
     makespan -= tile.block_time  # of a block's first item
     steps = groups * sum(n * count for n, count in items.items())
