@@ -236,6 +236,10 @@ def _unmappable(layout: Layout, queries: int, keys: int, backward: bool) -> str:
             return f"tensor maps have no negative strides, {name} has"
         if rows == 0 and length > 1:
             return f"tensor maps repeat no rows, {name} does"
+    if layout.pages is not None and layout.pages.pool_size > 1:
+        for name, step in (("k", layout.pages.k_stride), ("v", layout.pages.v_stride)):
+            if step <= 0:
+                return f"tensor maps take pages in ascending order, {name} has others"
     return ""
 
 
@@ -250,7 +254,9 @@ def _group(layout: Layout, names: tuple[str, ...]) -> int:
 def _forward_group(layout: Layout, heads: int) -> int:
     """How many heads in a row share keys, values and mask, all of one batch entry."""
     group = _group(layout, ("k", "v", "mask", *LENGTHS))
-    distinct = all(layout.axis_strides[name][-1] for name in ("q", "out", "lse")) if group > 1 else 0
+    distinct = (
+        all(layout.axis_strides[name][-1] for name in ("q", "out", "lse")) if group > 1 else 0
+    )
     return group if distinct and heads % group == 0 else 1
 
 
