@@ -62,16 +62,22 @@ class Kernel(NamedTuple):
     name: str = ""
     mask: str = ""
     capped: bool = False
+    page_size: int = 0
 
     def __str__(self):
         text = f"{self.row}, D {self.head_dim}, {self.dtype}, {self.arch}"
         text += ", mask" if self.mask else ""
         text += ", softcap" if self.capped else ""
+        text += f", pages of {self.page_size}" if self.page_size else ""
         return f"{text}, {self.name}" if self.name else text
 
     @property
     def problem(self) -> Problem:
         made = problem(self.dtype, self.head_dim, self.row.backward, self.mask)
+        if self.page_size:
+            made = dataclasses.replace(
+                made, page_size=self.page_size, page_table="int64", kv_lengths="int64"
+            )
         if not self.capped:
             return made
         score = softcap(30.0)
@@ -129,7 +135,18 @@ def every_row() -> list[Kernel]:
     """
     mma = [x for x in kernels("sm_90a", ["bfloat16"]) if x.row.engine in ("mma", "wgmma")]
     simt = [x for x in kernels("sm_90a", ["float32", "float64"]) if x.row.engine == "simt"]
-    return mma + masked(mma) + capped(mma) + simt
+    return mma + masked(mma) + capped(mma) + paged(mma) + simt
+
+
+def paged(made: list[Kernel]) -> list[Kernel]:
+    """The fa3 kernels of `made` with pages, as fa2's are but for the grid; and what splits keys."""
+    rows = [x for x in made if not (x.name or x.row.backward) and x.row.algo == "fa3"]
+    rows += [
+        x._replace(row=dataclasses.replace(x.row, packed=4, span=512))
+        for x in rows
+        if x.row.has_variants
+    ]
+    return [x._replace(page_size=size) for x in rows for size in (16, 48)]
 
 
 def masked(made: list[Kernel]) -> list[Kernel]:
@@ -200,7 +217,7 @@ def whole_matrix() -> dict[str, Kernel]:
     """All kernels that may have a budget, by name."""
     made = [kernel for arch in (*ARCHES, "sm_90a") for kernel in kernels(arch, ITEM_BYTES)]
     halves = kernels("sm_90a", ["bfloat16"])
-    made += masked(halves) + capped([x for x in halves if x.row.engine != "simt"])
+    made += masked(halves) + capped([x for x in halves if x.row.engine != "simt"]) + paged(halves)
     names = {str(kernel): kernel for kernel in made}
     assert len(names) == len(made)  # a name tells a row
     return names
