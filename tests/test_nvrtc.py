@@ -62,11 +62,13 @@ class Kernel(NamedTuple):
     name: str = ""
     mask: str = ""
     capped: bool = False
+    page_size: int = 0
 
     def __str__(self):
         text = f"{self.row}, D {self.head_dim}, {self.dtype}, {self.arch}"
         text += ", mask" if self.mask else ""
         text += ", softcap" if self.capped else ""
+        text += f", pages of {self.page_size}" if self.page_size else ""
         return f"{text}, {self.name}" if self.name else text
 
     @property
@@ -74,6 +76,10 @@ class Kernel(NamedTuple):
         made = problem(self.dtype, self.head_dim, self.row.backward, self.mask)
         if self.row.packed > 1:
             made = dataclasses.replace(made, group=self.row.packed)
+        if self.page_size:
+            made = dataclasses.replace(
+                made, page_size=self.page_size, page_table="int64", kv_lengths="int64"
+            )
         if not self.capped:
             return made
         score = softcap(30.0)
@@ -132,7 +138,15 @@ def every_row() -> list[Kernel]:
     halves = [x for x in kernels("sm_90a", ["bfloat16"]) if x.row.engine != "simt"]
     mma = [x for x in halves if (x.row.algo, x.row.engine) != ("fa2", "wgmma")]
     simt = [x for x in kernels("sm_90a", ["float32", "float64"]) if x.row.engine == "simt"]
-    return mma + masked(mma) + capped(mma) + split(mma) + simt + split(simt)[::3]
+    made = mma + masked(mma) + capped(mma) + split(mma) + paged(mma)
+    return made + simt + split(simt)[::3]
+
+
+def paged(made: list[Kernel]) -> list[Kernel]:
+    """The fa3 kernels of `made` with pages; and some with parts of the keys as well."""
+    rows = [x for x in made if not (x.name or x.row.backward) and x.row.algo == "fa3"]
+    parts = [x._replace(page_size=48) for x in split(rows) if not x.name][::3]
+    return [x._replace(page_size=16) for x in rows] + parts
 
 
 def masked(made: list[Kernel]) -> list[Kernel]:
@@ -211,7 +225,7 @@ def whole_matrix() -> dict[str, Kernel]:
     made = [kernel for arch in (*ARCHES, "sm_90a") for kernel in kernels(arch, ITEM_BYTES)]
     halves = kernels("sm_90a", ["bfloat16"])
     halves = [x for x in halves if x.row.engine != "simt"]
-    made += masked(halves) + capped(halves) + split(halves)
+    made += masked(halves) + capped(halves) + split(halves) + paged(halves)
     made += split([x for x in kernels("sm_90a", ["float32", "float64"]) if x.row.engine == "simt"])
     names = {str(kernel): kernel for kernel in made}
     assert len(names) == len(made)  # a name tells a row

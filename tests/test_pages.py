@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from cases import numpy_dtype, place
 from compile_kernels import compile_source, require_nvrtc
+from test_emulator_catches import each_of, must_be_caught
 from tolerance import assert_forward_close
 
 import cuflash
@@ -202,13 +203,13 @@ def test_the_plan_says_pages():
 
 def test_which_kernels_read_pages():
     q, k, v, options = arrays_of("half")
-    plan = cuflash.plan(q, k, v, **options, device=H200)
-    assert (plan.algo, plan.engine) == ("fa2", "mma")
-    assert re.search("fa3 wgmma .*pages: not served", str(plan))
+    for algo in ("fa2", "fa3"):
+        plan = cuflash.plan(q, k, v, **options, device=H200, engine="wgmma", algo=algo)
+        assert (plan.algo, plan.engine) == (algo, "wgmma")
+    assert cuflash.plan(q, k, v, **options, device=Device(80)).engine == "mma"
     assert cuflash.plan(q, k, v, **options, device=Device(75)).engine == "simt"
-    for choice in ({"algo": "fa1"}, {"algo": "fa3"}, {"engine": "wgmma"}):
-        with pytest.raises(NotImplementedError, match="pages: not served"):
-            cuflash.plan(q, k, v, **options, **choice, device=H200)
+    with pytest.raises(NotImplementedError, match="pages: not served"):
+        cuflash.plan(q, k, v, **options, algo="fa1", device=H200)
 
 
 # ---------------------------------------------------------------------------------- errors
@@ -311,7 +312,7 @@ HALVES = ("half", "bfloat16")
 
 def engines(name):
     """Of the kernels that serve a case."""
-    return ("mma", "simt") if name in HALVES else ("simt",)
+    return ("wgmma", "mma", "simt") if name in HALVES else ("simt",)
 
 
 EACH_KERNEL = pytest.mark.parametrize(
@@ -345,6 +346,14 @@ def wild(page_size=16, dtype="float16", dims=(32, 24), tokens=300, spare=2):
 
 
 WILD = [
+    ("wgmma", {"page_size": 16, "spare": 0}, {}),
+    ("wgmma", {"page_size": 48}, {"causal": True}),
+    ("wgmma", {"page_size": 64, "dtype": "bfloat16"}, {"window": (40, 20), "softcap": 3.0}),
+    ("wgmma", {"page_size": 256, "tokens": 700, "dims": (64, 64)}, {"causal": "top_left"}),
+    ("wgmma", {"page_size": 80, "dims": (128, 96)}, {"q_lengths": [70, 30]}),
+    ("wgmma", {"page_size": 16, "dims": (256, 200)}, {"causal": True, "softcap": 2.0}),
+    ("wgmma", {"page_size": 32, "dims": (160, 192)}, {}),
+    ("wgmma", {"page_size": 16}, {"mask": np.random.default_rng(5).random((4, 70, 336)) < 0.3}),
     ("mma", {"page_size": 16, "spare": 0}, {}),
     ("mma", {"page_size": 48}, {"causal": True}),
     ("mma", {"page_size": 128, "dtype": "bfloat16"}, {"window": (40, 20), "softcap": 3.0}),
@@ -369,6 +378,82 @@ def test_emulator_hides_what_is_on_no_page(engine, shape, more):
         assert_forward_close(result.out, result.lse, q, k, v, plan=result.plan, **options)
 
 
+# Parts of the keys, packed heads, and items of every kind on few multiprocessors, some without
+# keys.
+PARTS = [
+    {"page_size": 16, "split_keys": 48},
+    {"page_size": 16, "split_keys": 112, "queries": 1, "dims": (128, 128)},
+    {"page_size": 48, "split_keys": 512, "causal": True, "tokens": 900},
+    {"page_size": 64, "split_keys": 256, "queries": 2, "tokens": 900},
+    {"page_size": 256, "split_keys": 64, "window": (200, 0), "tokens": 900},
+    {"page_size": 16, "algo": "fa2", "split_keys": 160, "softcap": 2.0, "queries": 3},
+    {"page_size": 16, "tokens": 900, "queries": 300, "device": 2, "causal": True},
+    {"page_size": 16, "tokens": 900, "queries": 300, "device": 1, "q_lengths": [300, 20],
+     "kv_lengths": [900, 0]},
+    {"page_size": 64, "tokens": 900, "queries": 300, "device": 1, "kv_lengths": [0, 900]},
+    {"page_size": 16, "dims": (256, 200), "causal": True, "softcap": 2.0},
+]  # fmt: skip
+KERNEL_OPTIONS = ("algo", "split_keys", "device")
+
+
+def parts_are_right(options):
+    """Compare with the reference under several schedules; raises where something is wrong."""
+    options = {"dims": (64, 64), "tokens": 300, "queries": 70, "device": 3, **options}
+    q, k, v, given = wild(options.pop("page_size"), "float16", options.pop("dims"),
+                          options.pop("tokens"))  # fmt: skip
+    rng = np.random.default_rng(1)
+    q = rng.standard_normal((2, 4, options.pop("queries"), q.shape[-1])).astype(q.dtype)
+    options["device"] = Device(90, multiprocessors=options["device"])
+    kernel = {name: options.pop(name) for name in KERNEL_OPTIONS if name in options}
+    given |= {n: np.array(x) if n.endswith("lengths") else x for n, x in options.items()}
+    first = None
+    for seed in (emulator.EAGER, 0, 1):
+        result = emulated.attention(q, k, v, **given, **kernel, engine="wgmma", seed=seed)
+        assert_forward_close(result.out, result.lse, q, k, v, plan=result.plan, **given)
+        bits = [x.tobytes() for x in result[:2]]
+        first = first or bits
+        assert bits == first, f"other bits with seed {seed}"
+
+
+@pytest.mark.parametrize("options", PARTS, ids=str)
+@needs_emulator
+def test_emulator_on_parts(options):
+    parts_are_right(options)
+
+
+SHORT_ITEMS = PARTS[8]
+PLANTED = [
+    ("keys on no page are shown", r"if \(missing\.any\(\)\) missing\.hide\(.*?\);", "", PARTS[0]),
+    ("what is missing is of another slot", r"missing\.groups = smem\.missing\[now\.slot\]",
+     "missing.groups = smem.missing[now.previous().slot]", PARTS[0]),
+    ("what is missing is overwritten while a lane reads it",
+     r"if constexpr \(PAGED\) __syncwarp\(\);(?=  // all lanes have read what)", "", PARTS[9]),
+    ("boxes of no page are copied", r"return number >= 0 && number < p\.pages \? number : -1;",
+     "return number < 0 ? 0 : min(number, p.pages - 1);", PARTS[0]),
+    ("entries beyond the length are looked at", r"box < BOXES && k < item\.head\.key_length",
+     "box < BOXES", PARTS[0]),
+    ("rows of another part of the page", r"\(row \+ first\) % max\(PAGE_SIZE, 1\)",
+     "first % max(PAGE_SIZE, 1)", PARTS[4]),
+    ("every box has the tile's first page", r"% WINDOW \* BOX_LANES \+ lane % BOX_LANES",
+     "% WINDOW * BOX_LANES", PARTS[0]),
+    ("the window is not turned", r"if \(i % WINDOW == 0\)", "if (i == 0)", PARTS[6]),
+    ("an item without keys takes the next one's pages", r" \|\| source->keys\.count\(\) == 0", "",
+     SHORT_ITEMS),
+    ("an item is read before it is there", r"if \(!reader\.has_next\(\)\) return;", "", PARTS[6]),
+    ("an item is given back while a lane reads it",
+     r"if constexpr \(PAGED\) __syncwarp\(\);(?=  // all lanes have read the item)", "", PARTS[6]),
+    ("all heads read the first one's pages", r"position\.at\[0\] \+ position\.at\[1\] \+",
+     "0 *", PARTS[0]),
+]  # fmt: skip
+
+
+@each_of(PLANTED)
+@needs_emulator
+def test_bugs_planted_in_pages(monkeypatch, text, wrong, options):
+    """Each is reported by the emulator, moves a result out of bounds, or changes its bits."""
+    must_be_caught(monkeypatch, text, wrong, lambda: parts_are_right(options))
+
+
 @pytest.mark.parametrize(
     "row", [x for x in TILES if x.threads and x.reads_pages and not x.backward], ids=str
 )
@@ -383,7 +468,7 @@ def test_emulator_on_every_row(row):
 def test_emulator_counts_the_keys_that_are_there():
     """A score of 0 for each: lse is the logarithm of their number."""
     q, k, v, options = wild(16)
-    for engine in ("mma", "simt"):
+    for engine in ("wgmma", "mma", "simt"):
         lse = emulated.attention(0 * q, k, v, **options, engine=engine).lse
         counts = options["kv_lengths"] - np.array([16, 32])
         np.testing.assert_allclose(lse, np.log(counts)[:, None, None] + 0 * lse, rtol=1e-6)
@@ -395,7 +480,7 @@ def test_emulator_on_infinities_in_pages():
     q, k, v, options = wild(16)
     v[options["page_table"][0, 3], :, 5, 2] = np.inf
     v[options["page_table"][1, 1], 0, 7, 3] = np.nan
-    for engine in ("mma", "simt"):
+    for engine in ("wgmma", "mma", "simt"):
         result = emulated.attention(q, k, v, **options, causal=True, engine=engine)
         assert_forward_close(result.out, result.lse, q, k, v, causal=True, **options)
         assert not np.isfinite(result.out).all()
@@ -413,7 +498,8 @@ def paged_plans():
                 dtype, (8, 4), 300, 4096, 128, 64, heads=4, page_size=page_size, page_table=table,
                 **{"kv_lengths": "int64"} | more,
             )  # fmt: skip
-            yield make_plan(problem, Device(90))
+            for device in (Device(89), Device(90)):
+                yield make_plan(problem, device)
 
 
 @pytest.mark.parametrize(
@@ -421,7 +507,7 @@ def paged_plans():
 )
 def test_nvrtc(plan):
     require_nvrtc()
-    for arch in ("sm_80", "sm_90", "sm_120"):
+    for arch in ("sm_90a",) if plan.engine == "wgmma" else ("sm_80", "sm_90", "sm_120"):
         assert compile_source(plan.source(), arch).messages == ()
 
 

@@ -1,5 +1,7 @@
 """Tensor maps: what they say of operands, and which operands no map describes."""
 
+import math
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -43,6 +45,29 @@ def test_heads_behind_positions_in_groups():
     assert maps["q"].strides == (6 * 256, 100 * 6 * 256, 3 * 256, 256)
     assert maps["k"].dims == (128, 90, 2, 2, 1)  # one key head for the group: by index
     assert maps["k"].strides == (2 * 256, 90 * 2 * 256, 256, 16)
+
+
+def paged(heads=2):
+    k = zeros(9, heads, 48, 64)
+    q, table = zeros(3, 4, 5, 64), np.zeros((3, 7), np.int32)
+    options = {"page_table": table, "kv_lengths": np.zeros(3, np.int32), "enable_gqa": True}
+    specs = {"page_table": Spec(table.shape, table.strides, table.dtype)}
+    layout = make_layout(
+        *(Spec(x.shape, x.strides, x.dtype) for x in (q, k, k)), **specs, enable_gqa=True
+    )
+    plan = cuflash.plan(q, k, k, engine="wgmma", device=H200, **options)
+    return plan, tensor_maps(plan, layout)
+
+
+def test_pools():
+    plan, maps = paged()
+    box = math.gcd(plan.block_k, 48)
+    assert maps["k"].dims == (64, 48, 2, 9, 1)
+    assert maps["k"].strides == (128, 48 * 128, 2 * 48 * 128, 16)
+    assert maps["k"].box == (64, box, 1, 1, 1)
+    assert maps["v"] == maps["k"]
+    _, maps = paged(heads=1)
+    assert maps["k"].dims == (64, 48, 1, 9, 1)
 
 
 def test_narrow_panels_and_values_of_their_own_width():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from ..operands.dtypes import CHUNK_BYTES, ITEM_BYTES
-from ..operands.layout import Layout
+from ..operands.layout import Layout, PageLayout
 from ..planning.plan import Plan
 from ..planning.problem import MAP_AXES
 
@@ -17,8 +17,9 @@ class TensorMap(NamedTuple):
     """A tensor in memory without its address, and the box that one copy moves.
 
     Dimensions from the innermost on: columns, rows, then leading axes; of packed heads the last of
-    these comes before the rows. An axis along which the operand broadcasts has length 1. Strides
-    count bytes and leave out the columns'. A row of the box spans `swizzle` bytes.
+    these comes before the rows. A pool has rows of a page, then heads and pages. An axis along
+    which the operand broadcasts has length 1. Strides count bytes and leave out the columns'. A row
+    of the box spans `swizzle` bytes.
     """
 
     dims: tuple[int, ...]
@@ -39,8 +40,12 @@ def tensor_maps(plan: Plan, layout: Layout, kernel: str | None = None) -> dict[s
     for name, rows, width, packed in plan.map_boxes(kernel or plan.kernel):
         length, columns = extents[name]
         panel = 64 if width % 64 == 0 else 32
-        steps = [step * item for step in (layout.rows[name], *layout.axis_strides[name])]
-        dims = [size if step else 1 for size, step in zip((length, *layout.axes), steps)]
+        axes = list(zip(layout.axes, layout.axis_strides[name]))
+        if layout.pages is not None and name != "q":
+            length, axes = p.page_size, _pool_axes(axes, name, layout.pages)
+        axes = [(length, layout.rows[name]), *axes]
+        dims = [size if step else 1 for size, step in axes]
+        steps = [step * item for _, step in axes]
         box = [rows] + [1] * MAP_AXES
         if packed > 1:  # heads come before queries
             steps, dims = [steps[-1], *steps[:-1]], [dims[-1], *dims[:-1]]
@@ -54,6 +59,15 @@ def tensor_maps(plan: Plan, layout: Layout, kernel: str | None = None) -> dict[s
             swizzle=panel * item,
         )
     return maps
+
+
+def _pool_axes(axes: list[tuple[int, int]], name: str, pages: PageLayout) -> list[tuple[int, int]]:
+    """Length and stride of the heads' axis, the only one along which a pool's rows in a batch entry
+    move, and of that of pages.
+    """
+    heads = next(((size, step) for size, step in axes if step), (1, 0))
+    step = pages.k_stride if name == "k" else pages.v_stride
+    return [heads, (pages.pool_size, step if pages.pool_size > 1 else 0)]
 
 
 def tables_bytes(plan: Plan, maps: int) -> int:

@@ -21,6 +21,9 @@
 // arrives that has read the buffer. A value tile that is cut has another one: the copy completes
 // "landed", and the clearing warps complete "full".
 //
+// From pages the warp of thread 0 copies K and V, a page's rows by a lane (hopper/paged_tiles.cuh).
+// It tells the consumers in shared memory which keys of a tile are on no page.
+//
 // Floor: for 64 x 128 scores the tensor cores take 4 (D + DV) clocks and the exponentials 512. At
 // D = 64 both bound the loop, above it the products do. At the clock that its power allows an H200
 // does products at 780 to 800 TFLOP/s. docs/hopper.md has what was measured.
@@ -51,7 +54,8 @@ __device__ __forceinline__ void add_nonfinite_values(const Params& p, const Item
         const Visit visit = keys[i / BLOCK_K];
         const int k = visit.tile * BLOCK_K + i % BLOCK_K;
         if (k >= head.key_length) continue;
-        const Element* const values = head.v + k * p.v_row_stride;
+        const Element* const values = find_value(p, head, k);
+        if (PAGED && values == nullptr) continue;
         bool finite = true;
 #pragma unroll 1
         for (int column = lane; column < HEAD_DIM_V; column += 32)
@@ -84,11 +88,14 @@ __device__ __forceinline__ void add_nonfinite_values(const Params& p, const Item
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     hopper_forward(const __grid_constant__ Params p, const __grid_constant__ Tables tables) {
     extern __shared__ __align__(1024) unsigned char bytes[];
-    SharedMemory& smem = *reinterpret_cast<SharedMemory*>(bytes);
+    // Of pages those who copy have no register for the address.
+    SharedMemory& smem = *static_cast<SharedMemory*>(PAGED ? __cvta_shared_to_generic(SHARED_BASE)
+                                                           : static_cast<void*>(bytes));
     Barriers& barriers = smem.barriers;
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
     bring_params<THREADS / 32>(p);
     if (threadIdx.x == 0) {
+        if (PAGED && shared_address(bytes) != SHARED_BASE) __trap();
         barriers.init();
         smem.items.init(ITEM_READERS);
         publish_barriers();
@@ -103,8 +110,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if constexpr (MOVES_REGISTERS) release_registers<PRODUCER_REGISTERS>();
         if (threadIdx.x == PLANNING_THREAD)
             plan_items(p, tables.order, smem);
-        else if (threadIdx.x == COPYING_THREAD)
-            copy_tiles(tables, smem);
+        else if (is_copier())
+            copy_tiles(p, tables, smem);
         else if (is_clearer())
             clear_tiles(smem);
         return;
@@ -131,6 +138,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     int row_begin;
     u32 parity = 0;    // of the phase that Q's barriers are in
     Ring<STAGES> now;  // the slot of the tile of S; that of P is the one before
+    MissingKeys<BLOCK_K, BOX_ROWS> missing;  // of the tile of S
 
     const auto adjust_scores = [&](const Visit& visit) {
         const int k_begin = visit.tile * BLOCK_K;
@@ -139,6 +147,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             mask_scores(S_regs, Tile::FromFirstColumn{tile}, p, head, row_begin,
                         k_begin + tile.column(0), TileBits(p, visit, consumer * SLAB),
                         tile.column(0));
+        if (missing.any()) missing.hide(S_regs, Tile::FromFirstColumn{tile}, 0);
     };
     // Turns the scores of the `i`-th visit into probabilities; returns whether O must be rescaled.
     const auto exponentiate = [&](int i, const Visit& visit) {
@@ -155,6 +164,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             __syncwarp();  // all lanes have read K
             adjust_scores(keys[i]);
         });
+        if constexpr (PAGED) __syncwarp();  // all lanes have read what is missing
         if (speaks) barriers.K_empty[now.slot].arrive();
         const int k_begin = visit.tile * BLOCK_K;
         drop_probabilities(S_regs, tile, p, head, row_begin, k_begin);
@@ -164,6 +174,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     };
     // Starts S = Q K^T for the tile at hand.
     const auto score = [&] {
+        if constexpr (PAGED) missing.groups = smem.missing[now.slot];
         open_products();
         tile.score(S_regs, Q, K + now.slot * (Tile::Keys::BYTES >> 4));
     };

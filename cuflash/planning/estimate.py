@@ -17,7 +17,7 @@ from .tile import Tile, ceil_div, round_up
 MERGE = 3.0  # microseconds of merge_parts, beside what it moves
 DRAM_RATE = 4.2e6  # bytes per microsecond
 SCATTERED_DRAM_RATE = 3.9e6  # where many tiles are under way
-CACHE_RATE = 5.5e6  # bytes per microsecond from the L2 cache to all multiprocessors
+CACHE_RATE = 7.0e6  # bytes per microsecond from the L2 cache to all multiprocessors
 PART_RATE = 2.0e6  # bytes per microsecond of what parts leave, written and read
 OVERLAP = 0.03  # of what takes second longest shows beside what takes longest
 MOST_TILES = 64  # of a head's tiles of queries so many are looked at

@@ -236,6 +236,10 @@ def _unmappable(layout: Layout, queries: int, keys: int, backward: bool) -> str:
             return f"tensor maps have no negative strides, {name} has"
         if rows == 0 and length > 1:
             return f"tensor maps repeat no rows, {name} does"
+    if layout.pages is not None and layout.pages.pool_size > 1:
+        for name, step in (("k", layout.pages.k_stride), ("v", layout.pages.v_stride)):
+            if step <= 0:
+                return f"tensor maps take pages in ascending order, {name} has others"
     return ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -58,6 +59,11 @@ class WgmmaTile(HopperTile):
         return super().has_variants and self.warps < 12
 
     @property
+    def reads_pages(self) -> bool:
+        """Whether keys may lie in pages."""
+        return not self.keys_outside
+
+    @property
     def scored(self) -> tuple[int, int]:
         """Rows and columns of a tile of a mask's lists."""
         return self.block_q, self.step_k
@@ -94,12 +100,15 @@ class WgmmaTile(HopperTile):
         return (*masks, Buffer("state", self.block_q * row, tiles))
 
     def map_boxes(self, problem: Problem) -> tuple[MapBox, ...]:
-        """A warpgroup's queries; the keys that are scored at once, and their values."""
+        """A warpgroup's queries; the keys that are scored at once, or those of them that are sure
+        to lie on one page, and their values.
+        """
         head, value = self.widths(problem)
+        keys = math.gcd(self.step_k, problem.page_size)
         return (
             MapBox("q", WARPGROUP_ROWS, head, self.packed),
-            MapBox("k", self.step_k, head),
-            MapBox("v", self.step_k, value),
+            MapBox("k", keys, head),
+            MapBox("v", keys, value),
         )
 
     def constants(self, problem: Problem) -> dict[str, int | bool]:
@@ -156,7 +165,7 @@ ROWS = (
     *_both(max_dim=256, block_k=80,  warps=8,
            rate=879, item_time=2.47, start_time=9.1),
     *_both(max_dim=256, block_k=64,  warps=8,
-           rate=785, item_time=2.59, start_time=9.1),
+           rate=765, item_time=2.59, start_time=9.1),
     *_both(max_dim=256, block_k=64,  warps=4,  stages=3,
            rate=726, item_time=2.21, start_time=8.0),
     *_both(max_dim=256, block_k=32,  warps=4,  stages=4, reads_once=True,

@@ -2,7 +2,9 @@
 // producer's threads. Reads the prelude.
 #pragma once
 #include "hopper/barriers.cuh"
+#include "hopper/few_registers.cuh"
 #include "hopper/items.cuh"
+#include "hopper/paged_tiles.cuh"
 #include "hopper/producer.cuh"
 #include "hopper/roles.cuh"
 #include "hopper/tables.cuh"
@@ -32,6 +34,7 @@ struct SharedMemory {
     unsigned char V[STAGES][Tile::Values::BYTES];
     Barriers barriers;
     alignas(16) ItemSlots<Item> items;
+    u32 missing[PAGED ? STAGES : 1];  // which boxes of a slot's keys are on no page
 };
 static_assert(BLOCK_Q == CONSUMERS * SLAB, "a consumer has SLAB queries");
 static_assert(sizeof(SharedMemory::Q) == shared_at::K &&
@@ -66,25 +69,33 @@ __device__ __forceinline__ void load_queries(unsigned char* buffer, Barrier& ful
     load_panels<Tile::Queries>(buffer, full, map, row, position);
 }
 
-// The copying thread fills the buffers as they become empty.
-__device__ __forceinline__ void copy_tiles(const Tables& tables, SharedMemory& smem) {
+// The copying thread fills the buffers as they become empty. With pages its warp copies keys and
+// values, and it does the rest.
+__device__ __forceinline__ void copy_tiles(const Params& p, const Tables& tables,
+                                           SharedMemory& smem) {
     Barriers& barriers = smem.barriers;
+    const bool speaks = !PAGED || threadIdx.x == COPYING_THREAD;
     Ring<STAGES> ring;
     u32 Q_parity = 0;  // of the phase that Q's barriers are in
     ItemReader<Item> reader(smem.items);
+    SourceTiles tiles;
     for (;;) {
         const Item& item = reader.next();
         if (!item.exists) return;
 #pragma unroll 1
         for (int i = 0; i < item.keys.count(); ++i) {
             const Visit visit = item.keys[i];
+            tiles.turn_to(p, item, i, reader);
             const int row = visit.tile * BLOCK_K, slot = ring.slot;
             barriers.K_empty[slot].wait(ring.parity ^ 1);
-            load_panels<Tile::Keys>(smem.K[slot], barriers.K_full[slot], &tables.k, row,
-                                    item.k_position);
-            if (i == 0) {  // later than keys: this waits for the last item's scores
+            const u32 missing = tiles.missing(i);
+            if (PAGED && speaks) smem.missing[slot] = missing;
+            tiles.load<Tile::Keys>(i, smem.K[slot], barriers.K_full[slot], &tables.k, row,
+                                   item.k_position);
+            if (i == 0 && speaks) {  // later than keys: this waits for the last item's scores
 #pragma unroll 1
-                for (int consumer = 0; consumer < CONSUMERS; ++consumer) {
+                for (int slab = 0; slab < CONSUMERS; ++slab) {
+                    const int consumer = PAGED ? afresh(slab) : slab;
                     barriers.Q_empty[consumer].wait(Q_parity ^ 1);
                     load_queries(smem.Q[consumer], barriers.Q_full[consumer], &tables.q,
                                  item.row_begin + consumer * SLAB, item);
@@ -93,13 +104,14 @@ __device__ __forceinline__ void copy_tiles(const Tables& tables, SharedMemory& s
             }
             barriers.V_empty[slot].wait(ring.parity ^ 1);
             const bool cut = item.keys.is_cut(visit);
-            if (!cut) barriers.V_full[slot].arrive();  // for the second warp that clears
-            load_panels<Tile::Values>(smem.V[slot],
-                                      cut ? barriers.V_landed[slot] : barriers.V_full[slot],
-                                      &tables.v, row, item.v_position);
+            if (!cut && speaks) barriers.V_full[slot].arrive();  // for the second warp that clears
+            tiles.load<Tile::Values>(i, smem.V[slot],
+                                     cut ? barriers.V_landed[slot] : barriers.V_full[slot],
+                                     &tables.v, row, item.v_position);
             ring.advance();
         }
-        reader.release(item);
+        if constexpr (PAGED) __syncwarp();  // all lanes have read the item
+        if (speaks) reader.release(item);
     }
 }
 

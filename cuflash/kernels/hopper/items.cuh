@@ -2,6 +2,7 @@
 // shared memory.
 #pragma once
 #include "hopper/barriers.cuh"
+#include "hopper/few_registers.cuh"
 #include "ptx/memory.cuh"
 
 // Two slots for items, in shared memory. An item whose `exists` is 0 stands behind the last one.
@@ -43,6 +44,11 @@ struct ItemReader {
         ring.advance();
         return item;
     }
+    // Whether the item that next() will return is there to be read.
+    __device__ __forceinline__ bool has_next() const {
+        return slots.full[afresh(ring.slot)].has_ended(ring.parity);
+    }
+    __device__ __forceinline__ const Item& peek() const { return slots.items[afresh(ring.slot)]; }
     // In 32 bits: a difference of pointers took 2 % of the time of short causal items.
     __device__ __forceinline__ void release(const Item& item) const {
         slots.empty[(shared_address(&item) - shared_address(slots.items)) / sizeof(Item)].arrive();

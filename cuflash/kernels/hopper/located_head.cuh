@@ -2,6 +2,7 @@
 #pragma once
 #include "hopper/map_position.cuh"
 #include "seams/output.cuh"
+#include "seams/pages.cuh"
 #include "seams/parts.cuh"
 #include "seams/sequence.cuh"
 
@@ -12,6 +13,12 @@ struct LocatedHead {
     HeadOutput output;
     MapPosition q_position, k_position, v_position;
     int first_head;  // of packed heads, in their group; q_position is without
+
+    // The map of a pool has the heads' axis first, the only one that its operand moves along; then
+    // comes the page, which is none of the head's.
+    static __device__ __forceinline__ MapPosition in_pool(const MapPosition& position) {
+        return {position.at[0] + position.at[1] + position.at[2], 0, 0};
+    }
 
     __device__ __forceinline__ void locate(const Params& p, int index, int part = 0) {
         // All loops are unrolled: an array takes longer when its indices are no constants.
@@ -48,12 +55,13 @@ struct LocatedHead {
         }
         k_position = map_position(p.k_axis_stride);
         v_position = map_position(p.v_axis_stride);
+        if constexpr (PAGED) k_position = in_pool(k_position), v_position = in_pool(v_position);
         head = head_at(p, index, offset(p.q_axis_stride), offset(p.k_axis_stride),
                        offset(p.v_axis_stride), offset(p.q_lengths_stride),
                        offset(p.kv_lengths_stride), offset(p.q_offset_stride),
                        offset(p.mask_axis_stride));
         take_part(p, head, part);
         output = locate_output(p, index, part, offset);
-        if (!SCORE_IS_MODIFIED) head.batch = head.head = 0;  // nobody asks: no division
+        if (!SCORE_IS_MODIFIED && !PAGED) head.batch = head.head = 0;  // nobody asks: no division
     }
 };

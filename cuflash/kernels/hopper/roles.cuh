@@ -13,6 +13,10 @@ static_assert(THREADS == (CONSUMERS + 1) * WARPGROUP, "roles");
 constexpr int SHARED_BASE = 1024;
 
 constexpr int COPYING_THREAD = 0, PLANNING_THREAD = 64;
+// Whether this thread copies. With pages the whole warp does.
+__device__ __forceinline__ bool is_copier() {
+    return PAGE_SIZE > 0 ? threadIdx.x / 32 == COPYING_THREAD / 32 : threadIdx.x == COPYING_THREAD;
+}
 constexpr int CLEARERS = 2;  // warps 1 and 3
 __device__ __forceinline__ bool is_clearer() { return threadIdx.x / 32 % 2 == 1; }
 

@@ -12,12 +12,21 @@
 constexpr bool PAGED = PAGE_SIZE > 0;
 constexpr int PAGE_GROUP = 16;  // page sizes are multiples of it: so many keys lie on one page
 
-// The page of a head's k-th key, or -1 where there is none.
+// What the table says of a head's k-th key.
+template <typename P>
+__device__ __forceinline__ PageNumber page_number(const P& p, const Head& head, int k) {
+    return p
+        .page_table[head.batch * p.page_table_stride[0] + k / PAGE_SIZE * p.page_table_stride[1]];
+}
+// The page of that number, or -1 where there is none.
+template <typename P>
+__device__ __forceinline__ i64 page_of(const P& p, i64 number) {
+    return number >= 0 && number < p.pages ? number : -1;
+}
+// The page of a head's k-th key.
 template <typename P>
 __device__ __forceinline__ i64 find_page(const P& p, const Head& head, int k) {
-    const i64 page =
-        p.page_table[head.batch * p.page_table_stride[0] + k / PAGE_SIZE * p.page_table_stride[1]];
-    return page >= 0 && page < p.pages ? page : -1;
+    return page_of(p, page_number(p, head, k));
 }
 
 // Row k of a head, whose first page would have its rows from `rows` on; null if it is on no page.
@@ -43,19 +52,20 @@ __device__ __forceinline__ const Element* find_value(const P& p, const Head& hea
         return head.v + k * p.v_row_stride;
 }
 
-// Which keys of a tile of KEYS keys from k_begin on are on no page.
-template <int KEYS>
+// Which keys of a tile of KEYS keys from k_begin on are on no page. Those of a GROUP are on one page.
+template <int KEYS, int GROUP = PAGE_GROUP>
 struct MissingKeys {
-    static_assert(KEYS % PAGE_GROUP == 0 || PAGE_GROUP % KEYS == 0, "a group is on one page");
+    static_assert(KEYS % GROUP == 0 || GROUP % KEYS == 0, "a group is on one page");
     u32 groups = 0;  // a bit for each
 
+    MissingKeys() = default;
     template <typename P>
     __device__ __forceinline__ MissingKeys(const P& p, const Head& head, int k_begin) {
         if constexpr (PAGED) {
 #pragma unroll
-            for (int k = 0; k < KEYS; k += PAGE_GROUP)
+            for (int k = 0; k < KEYS; k += GROUP)
                 if (k_begin + k < head.key_length && find_page(p, head, k_begin + k) < 0)
-                    groups |= 1u << k / PAGE_GROUP;
+                    groups |= 1u << k / GROUP;
         }
     }
     __device__ __forceinline__ bool any() const { return PAGED && groups != 0; }
@@ -65,7 +75,7 @@ struct MissingKeys {
         if constexpr (PAGED) {
 #pragma unroll
             for (int j = 0; j < COLUMNS; ++j)
-                if (groups >> (step + tile.column(j)) / PAGE_GROUP & 1)
+                if (groups >> (step + tile.column(j)) / GROUP & 1)
 #pragma unroll
                     for (int i = 0; i < ROWS; ++i) S[i][j] = -infinity<A>();
         }
