@@ -182,9 +182,24 @@ def test_workspace_of_parts():
     assert "4 heads packed" in str(plan)
 
 
+def test_queries_of_packed_tiles():
+    """140 heads in tiles of 128 rows: two tiles side by side, each of all queries in turn."""
+    row = make_plan(decode(queries=300, group=1, keys=1000), H200).tile
+    row = dataclasses.replace(row, warps=8, block_k=128, stages=3, packed=128, span=0)
+    problem = Problem("bfloat16", (2, 140), 3, 1000, 128, 128, heads=140, group=140)
+    plan = dataclasses.replace(make_plan(problem, H200), tile=row)
+    assert plan.query_tiles == 2 * 3
+    assert [plan.query_range(tile) for tile in range(6)] == [
+        (0, 1), (0, 1), (1, 2), (1, 2), (2, 3), (2, 3)
+    ]  # fmt: skip
+    keys = 2 * 6 * 1000 * 2 * 128 * 2  # of each head's 6 tiles
+    rows = 2 * 140 * 3 * (2 * 128 * 2 + 4)
+    assert plan.traffic == keys + rows
+
+
 def test_a_given_span_makes_the_row_independent_of_the_batch():
     rows = {
-        dataclasses.replace(make_plan(problem, device).tile)
+        make_plan(problem, device).tile
         for device in (H200, FEW)
         for problem in (
             decode(batch, keys, split_keys=512)

@@ -91,7 +91,8 @@ class Plan:
 
     def query_range(self, tile: int) -> tuple[int, int]:
         """Half-open range of the queries of a head's `tile`-th tile, or of packed heads'."""
-        row, packed = tile * self.block_q - self.query_lead, self.tile.packed
+        packed, side_by_side = self.tile.packed, self.tile.group_tiles(self.problem)
+        row = tile // side_by_side * self.block_q - self.query_lead
         end = ceil_div(row + self.block_q, packed)
         return max(0, row // packed), min(end, self.problem.query_length)
 
