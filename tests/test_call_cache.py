@@ -84,7 +84,7 @@ def test_the_cache_stays_small(monkeypatch):
 def test_plan_and_attention_share_their_decision():
     q, k, v = inputs((2, 8), 100, 90, 64, 64, np.float16)
     plan = cuflash.plan(q, k, v, causal=True, device=H200)
-    assert plan.engine == "mma"
+    assert plan.engine == "wgmma"
     assert plan.problem.leading == (2, 8)
     assert cuflash.plan(q, k, v, causal=True).engine == "numpy"
     pair = np.empty((2, 8, 100, 64), np.float16), np.empty((2, 8, 100), np.float32)

@@ -1023,8 +1023,9 @@ HOPPER = [
     ("keys passed by are kept",
      r"barriers\.K_empty\[now\.slot\]\.arrive\(\), (?=barriers\.V)", "", {}),
     ("queries passed by are kept", r"passed_by > 0 && speaks", "false", {"window": (50, 20)}),
-    ("a consumer has its neighbour's keys", r"q_begin \+ i \* SLAB, q_begin \+ \(i \+ 1\) \* SLAB",
-     "q_begin + (i ^ 1) * SLAB, q_begin + ((i ^ 1) + 1) * SLAB", {}),
+    ("a consumer has its neighbour's keys",
+     r"row_begin \+ i \* SLAB, row_begin \+ \(i \+ 1\) \* SLAB",
+     "row_begin + (i ^ 1) * SLAB, row_begin + ((i ^ 1) + 1) * SLAB", {}),
     ("the last tile alone tells of infinities", r"item\.nonfinite\[part\] \|= any",
      "item.nonfinite[part] = any", {"nonfinite": True}),
     ("infinities of the item before are told of", r"nonfinite\[i\] = 0;", "", {"nonfinite": True}),
@@ -1056,7 +1057,7 @@ HOPPER = [
      "upper ? high : low, step", {}),
     ("rows beyond the ends are written", r"store_where\(exists && !empty", "store_where(!empty",
      {"causal": False}),
-    ("rows before the first are written", r"exists = q >= 0 && ", "exists = ", {}),
+    ("rows before the first are written", r"return q >= 0 && q < p", "return q < p", {}),
 ]  # fmt: skip
 
 

@@ -597,10 +597,11 @@ def test_work_is_proportional_to_the_window(algo, engine, window):
     dtype, dim = DTYPES[engine][0], DIMS[engine]
     tile, what = tile_of(algo, engine, dtype), COUNTED[engine]
     step = np.lcm(tile.block_q, tile.block_k)
+    kernel = {"algo": algo, "engine": engine, "row": tile, "split_keys": 0}
 
     def work(length, **options):
         q = np.zeros((length, dim), numpy_dtype(dtype))
-        return attention(q, q, q, algo=algo, engine=engine, **options).stats[what]
+        return attention(q, q, q, **kernel, **options).stats[what]
 
     one, two, four = (work(n * step, window=window) for n in (1, 2, 4))
     slope = two - one
@@ -631,11 +632,14 @@ def test_causal_masks_halve_the_work(algo, engine):
 def test_hidden_keys_cost_nothing(algo, engine):
     """Keys beyond the length: as many products as if they were not there."""
     dtype, dim = DTYPES[engine][0], DIMS[engine]
-    m = 3 * tile_of(algo, engine, dtype).block_k
+    tile = tile_of(algo, engine, dtype)
+    m = 3 * tile.block_k
     q, k = np.zeros((1, 5, dim), numpy_dtype(dtype)), np.zeros((1, m, dim), numpy_dtype(dtype))
-    lengths = {"kv_lengths": np.int32(7), "algo": algo, "engine": engine}
+    kernel = {"algo": algo, "engine": engine, "row": tile, "split_keys": 0}
     what = COUNTED[engine]
-    long, short = (attention(q, x, x, **lengths).stats[what] for x in (k, k[:, :8]))
+    long, short = (
+        attention(q, x, x, kv_lengths=np.int32(7), **kernel).stats[what] for x in (k, k[:, :8])
+    )
     assert long == short if what != "accesses" else long == pytest.approx(short, rel=0.02)
 
 

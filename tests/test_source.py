@@ -152,7 +152,7 @@ print(cuflash.plan(x, x, x, causal=True, softcap=5.0, kv_lengths=[1, 2], device=
         for seed in ("1", "2")
     }  # fmt: skip
     assert len(texts) == 1
-    assert "fa2_forward" in texts.pop()
+    assert "hopper_forward" in texts.pop()
 
 
 def test_text_depends_on_what_changes_the_code_alone():

@@ -41,8 +41,8 @@ def test_heads_behind_positions_in_groups():
     q = zeros(2, 100, 6, 128).swapaxes(1, 2)
     k, v = (zeros(2, 90, 2, 128).swapaxes(1, 2) for _ in "kv")
     _, maps = maps_of(q, k, v, enable_gqa=True)
-    assert maps["q"].dims == (128, 100, 2, 2, 3)
-    assert maps["q"].strides == (6 * 256, 100 * 6 * 256, 3 * 256, 256)
+    assert maps["q"].dims == (128, 3, 100, 2, 2)  # the tile packs the heads of a group
+    assert maps["q"].strides == (256, 6 * 256, 100 * 6 * 256, 3 * 256)
     assert maps["k"].dims == (128, 90, 2, 2, 1)  # one key head for the group: by index
     assert maps["k"].strides == (2 * 256, 90 * 2 * 256, 256, 16)
 
