@@ -685,6 +685,9 @@ def plan(
     >>> p = cuflash.plan(q[:, :, :1], k, k, device=h200)
     >>> p.grid > 100, p.tile.span > 0, p.kernels[-1].name
     (True, True, 'merge_parts')
+
+    Gradients, of which a block computes one tile of keys after the other:
+
     >>> q = np.zeros((8, 16, 512, 64), np.float16)
     >>> p = cuflash.plan(q, q, q, causal=True, device=h200, backward=True)
     >>> p.kernel, p.algo, p.grid

@@ -254,10 +254,9 @@ def _group(layout: Layout, names: tuple[str, ...]) -> int:
 def _forward_group(layout: Layout, heads: int) -> int:
     """How many heads in a row share keys, values and mask, all of one batch entry."""
     group = _group(layout, ("k", "v", "mask", *LENGTHS))
-    distinct = (
-        all(layout.axis_strides[name][-1] for name in ("q", "out", "lse")) if group > 1 else 0
-    )
-    return group if distinct and heads % group == 0 else 1
+    if group == 1 or heads % group:
+        return 1
+    return group if all(layout.axis_strides[name][-1] for name in ("q", "out", "lse")) else 1
 
 
 def _backward_group(layout: Layout) -> int:
