@@ -76,9 +76,7 @@ def _items(tile: Tile, problem: Problem) -> Counter[float]:
     if not problem.shift_is_given:
         shift = band.shift(problem.query_length, problem.key_length)
     for index in looked_at:
-        row = index * tile.block_q - tile.query_lead(problem)
-        begin, end = max(0, row // tile.packed), ceil_div(row + tile.block_q, tile.packed)
-        end = min(end, problem.query_length)
+        begin, end = tile.query_range(problem, index)
         rows = min(round_up((end - begin) * tile.packed, tile.slab_rows), tile.block_q)
         share = FIXED + (1 - FIXED) * rows / tile.block_q
         first, last = band.key_range(begin, end, shift, problem.key_length)

@@ -14,7 +14,7 @@ from . import source
 from .choice import best_variants
 from .estimate import estimate
 from .problem import Device, Problem
-from .tile import Launch, MapBox, Tile, ceil_div, round_up
+from .tile import Launch, MapBox, Tile, round_up
 from .traffic import moved, moved_unfused
 
 if TYPE_CHECKING:
@@ -91,10 +91,7 @@ class Plan:
 
     def query_range(self, tile: int) -> tuple[int, int]:
         """Half-open range of the queries of a head's `tile`-th tile, or of packed heads'."""
-        packed, side_by_side = self.tile.packed, self.tile.group_tiles(self.problem)
-        row = tile // side_by_side * self.block_q - self.query_lead
-        end = ceil_div(row + self.block_q, packed)
-        return max(0, row // packed), min(end, self.problem.query_length)
+        return self.tile.query_range(self.problem, tile // self.tile.group_tiles(self.problem))
 
     @property
     def key_tiles(self) -> int:

@@ -215,6 +215,12 @@ class Tile:
         """Rows of a head's first tile of queries that lie before its first query."""
         return 0
 
+    def query_range(self, problem: Problem, index: int) -> tuple[int, int]:
+        """Half-open range of the queries of a tile; packed tiles side by side count once."""
+        row = index * self.block_q - self.query_lead(problem)
+        end = ceil_div(row + self.block_q, self.packed)
+        return max(0, row // self.packed), min(end, problem.query_length)
+
     def blocks(self, problem: Problem) -> int:
         """Thread blocks: B * H in fa1; B * H * Tr in fa2, B * H * Tc in its backward.
 
