@@ -254,7 +254,7 @@ def _group(layout: Layout, names: tuple[str, ...]) -> int:
 def _forward_group(layout: Layout, heads: int) -> int:
     """How many heads in a row share keys, values and mask, all of one batch entry."""
     group = _group(layout, ("k", "v", "mask", *LENGTHS))
-    if group == 1 or heads % group:
+    if group < 2 or heads % group:
         return 1
     return group if all(layout.axis_strides[name][-1] for name in ("q", "out", "lse")) else 1
 
