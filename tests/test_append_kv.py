@@ -196,7 +196,7 @@ ERRORS = [
           "page_table has dtype float64: page numbers are integers"),
     wrong(with_option(page_table=PAGES), ValueError,
           "its axes are (pages, heads, page_size, head dim), page_size a multiple of 16", "number"),
-    wrong(with_option(page_table=np.zeros((2, MAX_LENGTH), np.int8)), ValueError,
+    wrong(with_option(page_table=np.broadcast_to(np.int64(0), (2, MAX_LENGTH))), ValueError,
           f"lengths up to {MAX_LENGTH} are supported: {16 * MAX_LENGTH} positions"),
     wrong(with_option(start=[1, 2, 3]), ValueError, "start has shape (3,)"),
     wrong(with_option(start=[1.5]), TypeError, "start has dtype float64: positions are integers"),
