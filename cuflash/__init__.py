@@ -6,12 +6,14 @@ from ._attention import attention, attention_backward, attention_vjp, plan
 from .masks.block_mask import BlockMask
 from .planning.plan import Plan
 from .planning.problem import Device
+from .scores.score_mod import ScoreMod
 
 __version__ = "0.1.0"
 __all__ = [
     "BlockMask",
     "Device",
     "Plan",
+    "ScoreMod",
     "append_kv",
     "attention",
     "attention_backward",

@@ -5,7 +5,14 @@ from __future__ import annotations
 import contextlib
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
-from .calls.arguments import Arguments, Options, as_options, backward_arrays, forward_arrays
+from .calls.arguments import (
+    Arguments,
+    Options,
+    as_options,
+    backward_arrays,
+    forward_arrays,
+    split_scores,
+)
 from .calls.arrays import as_array, as_mask, as_window, split_offset
 from .calls.call import BackwardCall, ForwardCall
 from .calls.run import find_call, launch_module, run_call
@@ -19,6 +26,7 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from .masks.block_mask import BlockMask
+    from .scores.score_mod import ScoreMod
     from .typing import (
         Algo,
         AnyArray,
@@ -31,6 +39,7 @@ if TYPE_CHECKING:
         Integers,
         MaskOptions,
         Real,
+        ScoreFunction,
         Vjp,
         VjpOptions,
         Window,
@@ -125,7 +134,11 @@ def attention(
     causal: Causal = False,
     window: Window | None = None,
     mask: BlockMask | AnyArray | None = None,
+    bias: AnyArray | Real | None = None,
+    score_mod: ScoreMod | ScoreFunction | None = None,
     softcap: Real | None = None,
+    alibi_slopes: AnyArray | Real | None = None,
+    sinks: AnyArray | Real | None = None,
     q_lengths: Integers | None = None,
     kv_lengths: Integers | None = None,
     q_offset: Integers | None = None,
@@ -169,9 +182,22 @@ def attention(
         True where a query may attend to a key. Tiles that show nothing are skipped: a
         :class:`BlockMask` knows them beforehand, those of an array are found in each call. What
         `causal`, `window` or lengths hide stays hidden.
+    bias : array of float, broadcastable to (..., H, N, M), optional
+        Added to the scores. -inf hides a key.
+    score_mod : ScoreMod or function, optional
+        Any other change of the scores: an expression, see :class:`ScoreMod`, or a function of
+        (score, batch, head, q, k), with shift as sixth argument if it takes six, which is traced
+        once into such an expression. Arrays and numbers in its closure and its module are captured
+        and read at each call. `numpy.where` and the like are understood; `if` is not.
     softcap : float, optional
         Scores s become `softcap * tanh(s / softcap)`. From 2^-100 to 2^100; for float64 operands
         from 2^-1000 to 2^1000.
+    alibi_slopes : array of float, shape (H,) or broadcastable to (..., H), optional
+        Adds `-slope * abs(j - i - shift)` to the score of query i and key j, with the shift of
+        `causal` (ALiBi [3]_).
+    sinks : array of float, shape (H,) or broadcastable to (..., H), optional
+        The score of one more key that all queries of a head see, and that has no value: a share of
+        the weight goes nowhere. lse counts it, also in rows that see no key.
     q_lengths, kv_lengths : int or array of int, optional
         Valid queries and keys of each batch entry: shape of the leading axes but the heads, or
         broadcastable to it. Rows beyond are 0, keys beyond are hidden. Clamped to [0, N], [0, M].
@@ -228,6 +254,9 @@ def attention(
 
     Notes
     -----
+    With `x = scale * q.k`, scores are `score_mod(softcap * tanh(x / softcap)) + alibi + bias`. Keys
+    are hidden behind all of these.
+
     Halves and float32 accumulate in float32, float64 in float64. The result is deterministic.
     Values in hidden keys, NaN and infinity included, do not reach it. A score of -infinity has
     weight 0, and a row of nothing else is 0, whatever values it sees. `docs/numerics.md` has the
@@ -243,6 +272,8 @@ def attention(
        IO-Awareness", 2022, arXiv:2205.14135.
     .. [2] T. Dao, "FlashAttention-2: Faster Attention with Better Parallelism and Work
        Partitioning", 2023, arXiv:2307.08691.
+    .. [3] O. Press, N. A. Smith, M. Lewis, "Train Short, Test Long: Attention with Linear Biases
+       Enables Input Length Extrapolation", 2022, arXiv:2108.12409.
 
     Examples
     --------
@@ -287,6 +318,16 @@ def attention(
     >>> own = cuflash.attention(q[:, :, :48], k[:, :, :48], v[:, :, :48])
     >>> np.allclose(out[:, :, :48], own, atol=1e-6)
     True
+
+    Scores of one's own, here those that a query and a key of different parity lose by:
+
+    >>> out = cuflash.attention(
+    ...     q, k, v, score_mod=lambda score, batch, head, q, k: score - (q % 2 != k % 2)
+    ... )
+    >>> odd = np.arange(100) % 2
+    >>> bias = -(odd[:, None] != odd).astype(np.float32)
+    >>> np.allclose(out, cuflash.attention(q, k, v, bias=bias), atol=1e-6)
+    True
     """
     offset = offsets = None
     if q_offset is not None:
@@ -296,8 +337,12 @@ def attention(
     if mask is not None:
         mask = as_mask(mask)
     arrays = forward_arrays(q, k, v, out, return_lse, q_lengths, kv_lengths, offsets, page_table)
+    text = None
+    if not (score_mod is None and bias is None and sinks is None and alibi_slopes is None):
+        text, scored = split_scores(q, score_mod, bias, sinks, alibi_slopes)
+        arrays |= scored
     options = as_options(
-        (algo, engine, causal, window, offset, softcap, scale, enable_gqa, True, split_keys)
+        (algo, engine, causal, window, offset, softcap, scale, enable_gqa, True, split_keys, text)
     )
     arguments = Arguments(ForwardCall.operands, arrays, mask, workspace)
     results = run_call(ForwardCall, arguments, options, 1 + bool(return_lse))
@@ -345,7 +390,11 @@ def attention_backward(
     causal: Causal = False,
     window: Window | None = None,
     mask: BlockMask | AnyArray | None = None,
+    bias: AnyArray | Real | None = None,
+    score_mod: ScoreMod | ScoreFunction | None = None,
     softcap: Real | None = None,
+    alibi_slopes: AnyArray | Real | None = None,
+    sinks: AnyArray | Real | None = None,
     q_lengths: Integers | None = None,
     kv_lengths: Integers | None = None,
     q_offset: Integers | None = None,
@@ -377,7 +426,9 @@ def attention_backward(
         the forward call.
     engine : {"numpy", "simt", "mma", "wgmma"}, optional
         As in :func:`attention`; fa1 has no gradients on wgmma.
-    causal, window, mask, softcap, q_lengths, kv_lengths, q_offset, scale, enable_gqa
+    causal, window, mask, bias, score_mod, softcap, alibi_slopes, sinks
+        As in :func:`attention`.
+    q_lengths, kv_lengths, q_offset, scale, enable_gqa
         As given to :func:`attention`.
     dlse : array, shape (..., H, N), optional
         Gradient with respect to `lse`, of a float type that converts to that of `lse` without
@@ -463,9 +514,12 @@ def attention_backward(
         inputs[name] = as_array(name, inputs[name])
     offset, offsets = split_offset(q_offset)
     arrays = backward_arrays(inputs, grads_out, q_lengths, kv_lengths, offsets)
+    text, scored = split_scores(q, score_mod, bias, sinks, alibi_slopes)
+    arrays |= scored
     options = Options(
-        algo, engine, causal, as_window(window), offset, softcap, scale, enable_gqa, deterministic
-    )
+        algo, engine, causal, as_window(window), offset, softcap, scale, enable_gqa, deterministic,
+        score_mod=text,
+    )  # fmt: skip
     arguments = Arguments(BackwardCall.operands, arrays, as_mask(mask), workspace)
     results = run_call(BackwardCall, arguments, options, 3)
     return tuple(x if mine is None else mine for x, mine in zip(results, grads_out or (None,) * 3))
@@ -523,7 +577,11 @@ def attention_vjp(
     causal: Causal = False,
     window: Window | None = None,
     mask: BlockMask | AnyArray | None = None,
+    bias: AnyArray | Real | None = None,
+    score_mod: ScoreMod | ScoreFunction | None = None,
     softcap: Real | None = None,
+    alibi_slopes: AnyArray | Real | None = None,
+    sinks: AnyArray | Real | None = None,
     q_lengths: Integers | None = None,
     kv_lengths: Integers | None = None,
     q_offset: Integers | None = None,
@@ -542,7 +600,9 @@ def attention_vjp(
     algo, engine : str, optional
         As in :func:`attention`, for the gradients as well. Those of fa1 on wgmma, which has none
         of its own, are those of the default kernel.
-    causal, window, mask, softcap, q_lengths, kv_lengths, q_offset, scale, enable_gqa
+    causal, window, mask, bias, score_mod, softcap, alibi_slopes, sinks
+        As in :func:`attention`.
+    q_lengths, kv_lengths, q_offset, scale, enable_gqa
         As in :func:`attention`.
     deterministic : bool
         As in :func:`attention_backward`.
@@ -589,9 +649,9 @@ def attention_vjp(
     True
     """
     options: MaskOptions = {
-        "causal": causal, "window": window, "mask": mask, "softcap": softcap,
-        "q_lengths": q_lengths, "kv_lengths": kv_lengths, "q_offset": q_offset, "scale": scale,
-        "enable_gqa": enable_gqa,
+        "causal": causal, "window": window, "mask": mask, "bias": bias, "score_mod": score_mod,
+        "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks, "q_lengths": q_lengths,
+        "kv_lengths": kv_lengths, "q_offset": q_offset, "scale": scale, "enable_gqa": enable_gqa,
     }  # fmt: skip
     backward_algo, backward_engine = choice_for_gradients(algo, engine)
 
@@ -606,9 +666,11 @@ def attention_vjp(
 
     offset, offsets = split_offset(q_offset)
     arrays = forward_arrays(q, k, v, None, True, q_lengths, kv_lengths, offsets)
+    text, scored = split_scores(q, score_mod, bias, sinks, alibi_slopes)
+    arrays |= scored
     asked = Options(
         algo, engine, causal, as_window(window), offset, softcap, scale, enable_gqa,
-        split_keys=split_keys,
+        split_keys=split_keys, score_mod=text,
     )  # fmt: skip
     arguments = Arguments(ForwardCall.operands, arrays, as_mask(mask))
     out, lse = run_call(ForwardCall, arguments, asked, 2, before_first=begin)
@@ -633,7 +695,11 @@ def plan(
     causal: Causal = False,
     window: Window | None = None,
     mask: BlockMask | AnyArray | None = None,
+    bias: AnyArray | Real | None = None,
+    score_mod: ScoreMod | ScoreFunction | None = None,
     softcap: Real | None = None,
+    alibi_slopes: AnyArray | Real | None = None,
+    sinks: AnyArray | Real | None = None,
     q_lengths: Integers | None = None,
     kv_lengths: Integers | None = None,
     q_offset: Integers | None = None,
@@ -650,7 +716,7 @@ def plan(
 
     Parameters
     ----------
-    q, k, v, algo, engine, causal, window, mask, softcap
+    q, k, v, algo, engine, causal, window, mask, bias, score_mod, softcap, alibi_slopes, sinks
         As in :func:`attention`.
     q_lengths, kv_lengths, q_offset, scale, enable_gqa, split_keys, page_table
         As in :func:`attention`.
@@ -696,9 +762,10 @@ def plan(
     if not (device is None or isinstance(device, Device)):
         raise TypeError(f"device={device!r}: give a cuflash.Device, or None for the arrays' own")
     offset, offsets = split_offset(q_offset)
+    text, scored = split_scores(q, score_mod, bias, sinks, alibi_slopes)
     options = Options(
         algo, engine, causal, as_window(window), offset, softcap, scale, enable_gqa, deterministic,
-        split_keys,
+        split_keys, text,
     )  # fmt: skip
     integers, visible = (q_lengths, kv_lengths, offsets), as_mask(mask)
     if backward:
@@ -707,9 +774,9 @@ def plan(
         inputs: dict[str, AnyArray | None]
         inputs = dict.fromkeys(("dout", "q", "k", "v", "out", "lse", "dlse"))
         inputs.update(q=q, k=k, v=v)
-        arrays = backward_arrays(inputs, out, *integers)
+        arrays = backward_arrays(inputs, out, *integers) | scored
         arguments = Arguments(BackwardCall.operands, arrays, visible)
         return find_call(BackwardCall, arguments, options, device).plan
     arrays = forward_arrays(q, k, v, out, isinstance(out, tuple), *integers, page_table)
-    arguments = Arguments(ForwardCall.operands, arrays, visible)
+    arguments = Arguments(ForwardCall.operands, arrays | scored, visible)
     return find_call(ForwardCall, arguments, options, device).plan

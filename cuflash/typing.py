@@ -8,7 +8,7 @@ of shapes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 
 if TYPE_CHECKING:
     from .masks.block_mask import BlockMask
+    from .scores.score_mod import ScoreMod
 
 Algo: TypeAlias = Literal["fa1", "fa2", "fa3"]
 Engine: TypeAlias = Literal["numpy", "simt", "mma", "wgmma"]
@@ -105,6 +106,8 @@ class CupyArray(Array, SupportsCudaArrayInterface, Protocol):
 
 
 AnyArray: TypeAlias = Array | SupportsDLPack | SupportsCudaArrayInterface
+# Of (score, batch, head, q, k) or (score, batch, head, q, k, shift), as it is traced.
+ScoreFunction: TypeAlias = Callable[..., Any]
 Integers: TypeAlias = Integer | list[int] | tuple[int, ...] | AnyArray
 
 _Gradients_co = TypeVar("_Gradients_co", covariant=True)
@@ -123,7 +126,11 @@ class MaskOptions(TypedDict, total=False):
     causal: Causal
     window: Window | None
     mask: BlockMask | AnyArray | None
+    bias: AnyArray | Real | None
+    score_mod: ScoreMod | ScoreFunction | None
     softcap: Real | None
+    alibi_slopes: AnyArray | Real | None
+    sinks: AnyArray | Real | None
     q_lengths: Integers | None
     kv_lengths: Integers | None
     q_offset: Integers | None

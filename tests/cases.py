@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import ml_dtypes
 import numpy as np
 
-from cuflash import BlockMask, reference
+from cuflash import BlockMask, ScoreMod, reference
 from cuflash.operands.dtypes import EVERY, HALF
 from cuflash.planning.plan import make_plan
 from cuflash.planning.problem import Device, Problem
@@ -41,7 +41,6 @@ SIZES = {  # of the values of a case
     },
 }  # fmt: skip
 UNMAPPABLE = {"odd", "offset", "reversed"}  # layouts that no tensor map describes
-OPTIONS = "causal window mask softcap scale enable_gqa q_lengths kv_lengths q_offset".split()
 FAR = 1 << 29  # the largest shift
 
 
@@ -354,6 +353,8 @@ def _text(options):
 
 class _Cases:
     """Collects the cases of one kernel."""
+
+    backward = False
 
     def __init__(self, algo, engine):
         self.algo, self.engine, self.list = algo, engine, []
@@ -758,6 +759,40 @@ class _Cases:
                     f"scale {scale}", dtype, (n + 1, dim), (m + 2, dim), scale=scale, causal=True
                 )
 
+    def scores(self):
+        """Biases, sinks and expressions, with bands, lengths, groups and split keys."""
+        rng = np.random.default_rng(0)
+        dtype, dim = self.dtypes[-1], DIMS[self.engine]
+        n, m = 70, self.tile(dtype).block_k + 13
+        q, k = (2, 4, n, dim), (2, 2, m, dim)
+        lengths = {"q_lengths": np.int32([n - 7, n]), "kv_lengths": np.int32([m, m - 30])}
+        groups = {"enable_gqa": True, "causal": True}
+        sinks = np.float32([[0.5, -np.inf, 3, -2], [150, 0, 1, 2]])
+        slopes = np.float32([0.5, 0.1, 0, 0.02])
+        self.add("scores alibi and sinks", dtype, q, k, alibi_slopes=slopes, sinks=sinks, **groups,
+                 **lengths)  # fmt: skip
+        self.add("scores sinks of rows that see nothing", dtype, (n, dim), (9, dim), causal=True,
+                 sinks=np.float64(0.5), alibi_slopes=np.array(0.1))  # fmt: skip
+        bias = rng.standard_normal((2, 1, n, m)).astype(numpy_dtype(self.dtypes[0]))
+        bias[0, 0, 3], bias[..., ::7], bias[..., n - 7 :, 1] = -np.inf, -np.inf, np.nan
+        bias[:, :, :, m - 20 :] = np.nan
+        shown = {"mask": np.arange(m) < m - 20, "q_lengths": np.int32([n - 7, n - 7])}
+        self.add("scores bias", dtype, q, k, bias=bias, softcap=3.0, enable_gqa=True, **shown)
+        if self.algo != "fa1" and not self.backward:
+            self.add("scores in splits", dtype, (2, 4, 3, dim), k, alibi_slopes=slopes, **groups,
+                     sinks=sinks, split_keys=64, bias=bias[1, 0, 5:8].astype(np.float64),
+                     mask=shown["mask"])  # fmt: skip
+        table = rng.standard_normal((4, 11)).astype(np.float32).T[::2]
+        mod = ScoreMod(
+            "where((ids[q] == ids[k]) | (k % 3 == 0), "
+            "tanh(score * much) + table[(q - k) // 5, head], "
+            "minimum(score, -score / 2) - abs(score + batch))",
+            ids=rng.integers(0, 3, n + m), table=table, much=0.7,
+        )  # fmt: skip
+        window = {"window": (m // 2, None), "q_offset": 40}
+        self.add("scores of an expression", self.dtypes[0], q, k, score_mod=mod, enable_gqa=True,
+                 alibi_slopes=slopes, **window)  # fmt: skip
+
     def orders(self):
         """The forward pass has none to choose."""
 
@@ -767,6 +802,8 @@ class _Cases:
 
 class _BackwardCases(_Cases):
     """Collects the backward cases of one kernel: smaller and fewer, with an eye on sums."""
+
+    backward = True
 
     def tile(self, dtype, *dims):
         return tile_of(self.algo, self.engine, dtype, *dims, backward=True)
@@ -978,7 +1015,7 @@ def _all_cases(kind, kernels):
 
 FAMILIES = (
     "edges windows softcaps lengths heads axes strides dims wide masked extremes blocks elements "
-    "scales orders offsets splits"
+    "scales orders offsets splits scores"
 ).split()
 CASES = _all_cases(_Cases, KERNELS)
 BACKWARD_CASES = _all_cases(_BackwardCases, BACKWARD_KERNELS)

@@ -12,7 +12,13 @@ from emulator import Memory, Module
 from emulator.memory import TensorMap
 
 from cuflash.calls.append import AppendCall
-from cuflash.calls.arguments import Arguments, Options, backward_arrays, forward_arrays
+from cuflash.calls.arguments import (
+    Arguments,
+    Options,
+    backward_arrays,
+    forward_arrays,
+    split_scores,
+)
 from cuflash.calls.arrays import as_integers, as_mask, conform, split_offset
 from cuflash.calls.call import BackwardCall, ForwardCall
 from cuflash.calls.run import find_call
@@ -22,6 +28,7 @@ from cuflash.gpu.work_order import work_order
 from cuflash.masks.tile_lists import tile_lists
 from cuflash.planning.append import OPERANDS
 from cuflash.planning.plan import Plan
+from cuflash.scores.emit import field_of
 
 
 class Result(NamedTuple):
@@ -36,7 +43,8 @@ class Result(NamedTuple):
 def attention(
     q, k, v, *, algo=None, engine=None, causal=False, window=None, mask=None, softcap=None,
     q_lengths=None, kv_lengths=None, q_offset=None, scale=None, enable_gqa=False, return_lse=True,
-    split_keys=None, page_table=None, out=None, mode="check", seed=0, row=None, device=H200,
+    split_keys=None, page_table=None, bias=None, score_mod=None, alibi_slopes=None, sinks=None,
+    out=None, mode="check", seed=0, row=None, device=H200,
 ):  # fmt: skip
     """attention() as `device` would run it; `row` forces a row of the table, `mode` and `seed`
     are the emulator's.
@@ -44,12 +52,14 @@ def attention(
     New results are never-written memory to the kernel; `out=` counts as written, gaps included.
     """
     offset, offsets = split_offset(q_offset)
+    text, scored = split_scores(q, score_mod, bias, sinks, alibi_slopes)
     options = Options(
-        algo, engine, causal, window, offset, softcap, scale, enable_gqa, split_keys=split_keys
-    )
+        algo, engine, causal, window, offset, softcap, scale, enable_gqa, split_keys=split_keys,
+        score_mod=text,
+    )  # fmt: skip
     given_lse = return_lse and out is not None
     lengths = q_lengths, kv_lengths
-    arrays = forward_arrays(q, k, v, out, given_lse, *lengths, offsets, page_table)
+    arrays = forward_arrays(q, k, v, out, given_lse, *lengths, offsets, page_table) | scored
     count = 1 + return_lse
     return Result(*_run(ForwardCall, arrays, options, count, mask, mode, seed, row, device))
 
@@ -67,7 +77,8 @@ class Gradients(NamedTuple):
 def attention_backward(
     dout, q, k, v, out, lse, *, dlse=None, grads_out=None, algo=None, engine=None, causal=False,
     window=None, mask=None, softcap=None, q_lengths=None, kv_lengths=None, q_offset=None,
-    scale=None, enable_gqa=False, deterministic=True, mode="check", seed=0, row=None, device=H200,
+    scale=None, enable_gqa=False, deterministic=True, bias=None, score_mod=None,
+    alibi_slopes=None, sinks=None, mode="check", seed=0, row=None, device=H200,
 ):  # fmt: skip
     """attention_backward() as `device` would run it; `row`, `mode` and `seed` as in attention().
 
@@ -75,10 +86,12 @@ def attention_backward(
     """
     inputs = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
     offset, offsets = split_offset(q_offset)
+    text, scored = split_scores(q, score_mod, bias, sinks, alibi_slopes)
     options = Options(
-        algo, engine, causal, window, offset, softcap, scale, enable_gqa, deterministic
-    )
-    arrays = backward_arrays(inputs, grads_out, q_lengths, kv_lengths, offsets)
+        algo, engine, causal, window, offset, softcap, scale, enable_gqa, deterministic,
+        score_mod=text,
+    )  # fmt: skip
+    arrays = backward_arrays(inputs, grads_out, q_lengths, kv_lengths, offsets) | scored
     return Gradients(*_run(BackwardCall, arrays, options, 3, mask, mode, seed, row, device))
 
 
@@ -126,9 +139,10 @@ def _run(kind, arrays, options, count, mask, mode, seed, row, device):
         fresh.add(name)
 
     memory = Memory()
-    params = pack(plan, call.layout, call.scale, call.score.values if call.score else ())
+    params = pack(plan, call.layout, call.scale, call.score, call.captured)
+    fields = {x.operand: field_of(x.capture) for x in call.captured}
     for name, x in arrays.items():
-        params[name] = memory.place(x, initialised=name not in fresh)
+        params[fields.get(name, name)] = memory.place(x, initialised=name not in fresh)
     _place_mask(params, mask, plan, memory)
     tables = {x.name: _tables(plan, x.name, call.layout, arrays, memory) for x in plan.kernels}
     stats = _launch(plan, params, tables, memory, mode, seed)

@@ -19,13 +19,14 @@ from pathlib import Path
 from cuflash.planning.plan import TILES, Plan
 from cuflash.planning.problem import Device, Problem
 from cuflash.planning.source import without_comments
+from cuflash.scores.score import softcap
 
 ARCHES = (75, 80, 86, 89, 90, 100, 120)
 KINDS = {
     "plain": {},
     "unaligned": {"aligned": False},
     "lengths": {"q_lengths": "int32", "kv_lengths": "int32", "q_offset": "int32"},
-    "score": {"score": "tanh(score)", "captures": ("softcap",), "unit": "softcap"},
+    "score": {"score": softcap(30.0).form},
     "blocks": {"mask": "blocks"},
     "elements": {"mask": "elements", "mask_lists": 4},
     "any order": {"deterministic": False},

@@ -347,7 +347,7 @@ def test_gradients_refuse_what_attention_refuses(name):
 
 
 def test_options_that_are_not_there_yet_are_unknown():
-    for name in ("bias", "alibi_slopes", "dropout_p"):
+    for name in ("dropout_p", "seed", "precision"):
         with pytest.raises(TypeError, match=name):
             cuflash.attention(Q, K, V, **{name: None})
     with pytest.raises(TypeError):

@@ -99,7 +99,16 @@ def random(cupy, dtype, *shape, seed=0):
 
 
 def options_on_device(cupy, options):
-    return {n: cupy.asarray(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
+    def moved(x):
+        if isinstance(x, cuflash.ScoreMod):
+            numbers = {name: value for name, _, value in x.text.numbers}
+            arrays = {name: moved(array) for name, array in x.arrays.items()}
+            return cuflash.ScoreMod(x.expression, **numbers, **arrays)
+        if not isinstance(x, np.ndarray):
+            return x
+        return to_device(cupy, x) if x.ndim and x.dtype.kind not in "iub" else cupy.asarray(x)
+
+    return {name: moved(x) for name, x in options.items()}
 
 
 def same_bits(a, b):

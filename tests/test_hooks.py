@@ -18,6 +18,8 @@ from tolerance import _worst
 from cuflash import reference
 from cuflash.planning import source, wgmma_gradients
 from cuflash.planning.problem import Device
+from cuflash.reference import bounds
+from cuflash.reference.dense import Dense, visible_sum
 
 pytestmark = pytest.mark.skipif(available() is not None, reason=str(available()))
 
@@ -33,7 +35,8 @@ SINKS = np.array([[-np.inf, 0.7], [150.0, -3.0]])  # of two batch entries with t
 EMPTY = {
     "keep": r"(keep\(const P&) *(, const Head&) *(, int q, int k\) \{)\s*return true;",
     "kept_share": r"(kept_share\(const P&\) \{)\s*return Accumulator\(1\);",
-    "sink_score": r"(sink_score\(const P&, const Head&) *(\) \{)\s*return -infinity<.*?;",
+    "sink_score": r"(sink_score\(const P& p, const Head& head\) \{)\s*if constexpr[^;]*;"
+                  r"\s*return -infinity<.*?;",
     "store_dscore": r"(store_dscore\(const P&) *(, const Head&) *(, int q, int k,"
                     r"\s*Accumulator dscore\) \{)",
 }  # fmt: skip
@@ -44,7 +47,7 @@ DROPOUT = [
     (EMPTY["kept_share"], rf"\1 return Accumulator({SHARE});"),
 ]  # fmt: skip
 SINK = [
-    (EMPTY["sink_score"], r"\1 head\2 const Accumulator sinks[] = {-infinity<Accumulator>(), "
+    (EMPTY["sink_score"], r"\1 const Accumulator sinks[] = {-infinity<Accumulator>(), "
      r"Accumulator(0.7), Accumulator(150), Accumulator(-3)}; return sinks[head.index];"),
 ]  # fmt: skip
 # The bias, and behind it the place for its gradient, lie where q_offset points, which no kernel
@@ -57,7 +60,8 @@ BIAS = [
      r"head.bias = head.dbias - p.head_count * pairs;"),
     (r"return (tanh\(score\));",
      r"const bool exists = q >= 0 && q < located.query_length && k < located.key_length; return \1 "
-     r"+ Accumulator(exists ? located.bias[(long long)q * p.key_length + k] : 0.0f) / softcap;"),
+     r"+ Accumulator(exists ? located.bias[(long long)q * p.key_length + k] : 0.0f) / "
+     r"p.capture_softcap;"),
     (EMPTY["store_dscore"], r"\1 p\2 head\3 head.dbias[i64(q) * p.key_length + k] += dscore;"),
 ]  # fmt: skip
 
@@ -103,8 +107,9 @@ class Hooked:
 
     def __init__(self, q, k, v, softcap=None, bias=0.0, kept=1.0, sinks=-np.inf, **mask):
         self.dtype, self.softcap = np.result_type(q, k, v).name, softcap
-        self.u, self.u_acc, exact = reference._precision(self.dtype)
-        dense = reference._Dense.of(q, k, v, exact, softcap=softcap, **mask)
+        self.u, self.u_acc, exact = bounds.precision(self.dtype)
+        dense = Dense.of(q, k, v, exact, softcap=softcap, **mask)
+        errors = bounds.score_errors(dense, self.u_acc)
         scores = dense.scale * (dense.q @ dense.k.mT)
         if softcap is not None:
             scores = softcap * np.tanh(scores / softcap)
@@ -119,10 +124,12 @@ class Hooked:
             lse = np.logaddexp(np.logaddexp.reduce(scores, axis=-1, keepdims=True), sinks)
             weights = np.where(visible & (lse > -np.inf), np.exp(scores - lse), 0)
             self.kept = np.broadcast_to(kept, weights.shape)
-            out = reference._visible_sum(weights * self.kept, dense.v, visible)
+            out = visible_sum(weights * self.kept, dense.v, visible)
         self.dense = dense._replace(visible=visible, weights=weights, out=out, lse=lse[..., 0])
-        self.sigma_x, sigma = reference._score_errors(dense, softcap, self.u_acc)
-        self.sigma = sigma + 2 * self.u_acc * np.abs(bias).max()
+        self.sigma_x, self.sigma = (
+            errors.before,
+            errors.behind + 2 * self.u_acc * np.abs(bias).max(),
+        )
         self.sums = self.u_acc * (8 + np.sqrt(visible.sum(axis=-1, keepdims=True)))
         rounded = np.where(np.isfinite(sinks), np.abs(sinks) + 2 * np.abs(lse), 0)
         self.sums = self.sums + self.u_acc * rounded
@@ -131,17 +138,17 @@ class Hooked:
     def weighted(self):
         """P kept times |V|."""
         d = self.dense
-        return reference._visible_sum(d.weights * self.kept, np.abs(d.v), d.visible)
+        return visible_sum(d.weights * self.kept, np.abs(d.v), d.visible)
 
     def assert_forward(self, result):
-        d, under = self.dense, reference._UNDERFLOW[self.dtype]
+        d, under = self.dense, bounds.UNDERFLOW[self.dtype]
         with np.errstate(all="ignore"):
             error = self.u * (self.weighted + np.abs(d.out))
             error += (2 * self.sigma + self.sums) * self.weighted
-            error += under * reference._visible_sum(self.kept * d.visible, np.abs(d.v), d.visible)
+            error += under * visible_sum(self.kept * d.visible, np.abs(d.v), d.visible)
             lse_error = ((self.sigma + self.sums) * np.maximum(1, np.abs(d.lse))[..., None])[..., 0]
             bound = reference.Bound(
-                d.out, d.lse, 2 * (error + reference._TINY[self.dtype]), 2 * lse_error
+                d.out, d.lse, 2 * (error + bounds.TINY[self.dtype]), 2 * lse_error
             )
         results = {"out": result.out, "lse": result.lse}
         ratios = dict(zip(results, bound.ratios(**results), strict=True))
@@ -155,7 +162,7 @@ class Hooked:
     def assert_backward(self, result, dscore, dout, names=("dv", "dq", "dk", "dscore")):
         """dq, dk, dv, and the derivative by the modified score, or some of these."""
         d, u, u_acc = self.dense, self.u, self.u_acc
-        dout, under = dout.astype(d.v.dtype), reference._TINY[self.dtype]
+        dout, under = dout.astype(d.v.dtype), bounds.TINY[self.dtype]
         delta = (dout * d.out).sum(axis=-1, keepdims=True)
         dP = np.where(d.visible, dout @ d.v.mT, 0) * self.kept
         by_modified = np.where(d.visible, d.weights * (dP - delta), 0)
@@ -185,8 +192,8 @@ class Hooked:
             ("dv", 1.0, W.mT, W_error.mT, dout, d.visible.mT),
         ):
             sums = u_acc * (8 + np.sqrt(count.sum(axis=-1, keepdims=True)))
-            expected[name] = factor * reference._visible_sum(pairs, rows, count)
-            error, size = (reference._visible_sum(x, abs(rows), count) for x in (error, abs(pairs)))
+            expected[name] = factor * visible_sum(pairs, rows, count)
+            error, size = (visible_sum(x, abs(rows), count) for x in (error, abs(pairs)))
             limits[name] = factor * (error + sums * size)
             limits[name] += u * np.abs(expected[name]) + under
         got = {"dq": result.dq, "dk": result.dk, "dv": result.dv}
@@ -195,7 +202,7 @@ class Hooked:
         for name in names:
             if name not in got:
                 continue
-            ratio = reference._ratio(got[name], expected[name], 2 * limits[name] + 2.0**-126)
+            ratio = bounds.ratio_of(got[name], expected[name], 2 * limits[name] + 2.0**-126)
             assert (ratio <= 1).all(), f"{name}: {ratio.max():.2f} times its bound\n{result.plan}"
 
 

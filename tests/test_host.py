@@ -14,12 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cuflash
-from cuflash import BlockMask, scores
+from cuflash import BlockMask
 from cuflash.masks.band import Band
 from cuflash.numpy_engine import walks as host
 from cuflash.numpy_engine.tiles import Head
 from cuflash.planning.plan import Plan, make_plan
 from cuflash.planning.problem import CPU, Problem
+from cuflash.scores.score import Score, ScoreForm
+from cuflash.scores.score import softcap as capped
 
 DTYPES = {
     "float16": np.dtype(np.float16),
@@ -110,7 +112,7 @@ def run(
             out,
             lse,
             scale=1 / math.sqrt(q.shape[-1]) if scale is None else scale,
-            score=scores.softcap(softcap) if softcap else score,
+            score=capped(softcap) if softcap else score or Score(),
             **lengths,
         )
     return plan, out, lse
@@ -314,7 +316,9 @@ def test_a_score_knows_its_place(algo):
         def __init__(self):
             self.seen = {}
 
-        def evaluate(self, score, batch, head, q, k):
+        form = ScoreForm()
+
+        def evaluate(self, score, batch, head, q, k, shift, arrays):
             queries, keys = np.broadcast_arrays(q, k)
             assert queries.shape == score.shape
             pairs = self.seen.setdefault((batch, head), set())
@@ -330,6 +334,8 @@ def test_a_score_knows_its_place(algo):
 
 class Counting:
     """A score that counts the pairs it is asked for."""
+
+    form = ScoreForm()
 
     def __init__(self):
         self.pairs = 0

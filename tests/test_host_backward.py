@@ -9,6 +9,7 @@ import tolerance
 from cases import BACKWARD_CASES
 from hypothesis import given, settings
 from numpy.lib.stride_tricks import as_strided
+from scoring import changed
 from test_host import (
     BLOCKS,
     DTYPES,
@@ -32,7 +33,8 @@ import cuflash
 from cuflash import BlockMask
 from cuflash.masks.band import Band
 from cuflash.numpy_engine import walks as host
-from cuflash.scores import ScoreMod, softcap
+from cuflash.scores.score import Score, ScoreForm
+from cuflash.scores.score import softcap as capped
 
 
 def cotangents(leading=(), n=21, e=6, dtype="float32"):
@@ -48,7 +50,7 @@ def forward(algo, q, k, v, **options):
     given = {"scale": 1 / math.sqrt(q.shape[-1])}
     if options.get("scale") is not None:
         given["scale"] = options["scale"]
-    given["score"] = softcap(options["softcap"]) if options.get("softcap") else None
+    given["score"] = capped(options["softcap"]) if options.get("softcap") else Score()
     if options.get("score"):
         given["score"] = options["score"]
     integers = {name: options.get(name) for name in ("q_lengths", "kv_lengths", "q_offset")}
@@ -248,12 +250,12 @@ def test_a_band_that_hides_everything(algo):
 
 
 SCORES = {
-    "none": None,
-    "softcap": softcap(2.0),
-    "positions": ScoreMod("score - slope * abs(q - k) + head / (1 + batch)", (("slope", 0.2),)),
-    "functions": ScoreMod("log(1 + exp(-score)) * sqrt(2 + score * score) - abs(score) / 3"),
-    "quotient": ScoreMod("(1 - score) / (width + score * score)", (("width", 3.0),)),
-    "constant": ScoreMod("tanh((q - k) / 9.0)"),
+    "none": Score(),
+    "softcap": capped(2.0),
+    "positions": changed("score - slope * abs(q - k) + head / (1.0 + batch)", slope=0.2),
+    "functions": changed("log(1 + exp(-score)) * sqrt(2 + score * score) - abs(score) / 3"),
+    "quotient": changed("(1 - score) / (width + score * score)", width=3.0),
+    "constant": changed("tanh((q - k) / 9.0)"),
 }
 
 
@@ -304,13 +306,15 @@ def test_arguments_are_left_alone(algo):
 class Counting:
     """A score that counts the pairs whose derivative is asked for, and notes where they are."""
 
+    form = ScoreForm()
+
     def __init__(self):
         self.pairs, self.places = 0, set()
 
     def evaluate(self, score, *place):
         return score
 
-    def linearize(self, score, batch, head, q, k):
+    def linearize(self, score, batch, head, q, k, shift, arrays):
         assert np.broadcast_shapes(q.shape, k.shape) == score.shape
         self.pairs += score.size
         self.places.add((batch, head))

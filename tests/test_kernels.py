@@ -44,6 +44,7 @@ from cuflash.planning import source
 from cuflash.planning.plan import TILES, make_plan
 from cuflash.planning.problem import Device, Problem
 from cuflash.reference import UNIT_ROUNDOFF, forward_bound
+from cuflash.scores.score import Score
 
 pytestmark = pytest.mark.skipif(available() is not None, reason=str(available()))
 
@@ -711,7 +712,7 @@ def test_the_farthest_shifts_of_the_longest_sequences(window, offsets):
     problem = Problem("float32", (count, 1), n, n, 8, 8, band=band, q_offset="int64")
     plan = make_plan(problem, H200, "fa2", "simt")
     memory, got = Memory(), np.zeros((count, 4, 6), np.int32)
-    params = pack(plan, layout, 1.0, ())
+    params = pack(plan, layout, 1.0, Score())
     params["q_offset"] = memory.place(offsets)
     prelude = source.prelude(plan.problem, plan.tile)
     module = Module(prelude + source.expand("seams/key_tiles.cuh") + EDGES)

@@ -1,13 +1,12 @@
-"""Bands and score expressions: their dense form against the definition, and their shortcuts."""
+"""Bands: their dense form against the definition, and their shortcuts."""
 
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 from cuflash import reference
 from cuflash.masks.band import ALIGNMENTS, MAX_SHIFT, Band, integers_of, window_sides
-from cuflash.scores import ScoreMod, softcap
 
 lengths = st.integers(0, 12)
 widths = st.none() | st.integers(-3, 15)
@@ -145,84 +144,3 @@ def test_drawing():
 def test_bands_are_values():
     assert Band.from_options(True) == Band(right=0) == Band.from_options("bottom_right")
     assert hash(Band(1, 2)) == hash(Band(1, 2))
-
-
-@given(st.floats(0.1, 50), st.lists(st.floats(-200, 200, width=32), max_size=5))
-@example(cap=2.0, scores=[2.54e-42])
-def test_softcap(cap, scores):
-    scores = np.array(scores, np.float32)
-    capped = softcap(cap).evaluate(scores)
-    assert capped.dtype == np.float32
-    # Subnormal numbers: what score / cap loses is lost `cap` times, and the product rounds again.
-    lost = (cap + 1) * np.finfo(np.float32).smallest_subnormal
-    expected = cap * np.tanh(scores.astype(float) / cap)
-    np.testing.assert_allclose(capped, expected, rtol=1e-5, atol=lost)
-
-
-def test_an_expression_sees_positions_and_captures():
-    score = ScoreMod("score - slope * abs(q + 1 - k) + head + batch", (("slope", 0.5),))
-    assert score.names == ("slope",)
-    assert score.values == (0.5,)
-    got = score.evaluate(np.zeros((2, 3)), 10, 100, np.arange(2)[:, None], np.arange(3))
-    expected = 110 - 0.5 * np.abs(np.arange(2)[:, None] + 1 - np.arange(3))
-    np.testing.assert_array_equal(got, expected)
-
-
-@pytest.mark.parametrize(
-    "expression",
-    ["score", "+score", "-score", "score + 2", "2 + score", "score - k", "k - score",
-     "slope * score", "score * score", "score / slope", "slope / score", "score / (1 + score)",
-     "tanh(score)", "exp(-score)", "log(score)", "sqrt(score)", "abs(score)", "abs(-score)", "2.5",
-     "slope * tanh(exp(score / slope) - sqrt(score) * k)"],
-)  # fmt: skip
-@pytest.mark.parametrize("unit", ["", "slope"])
-def test_a_derivative_is_the_limit_of_differences(expression, unit):
-    score = ScoreMod(expression, (("slope", 1.5),), unit)
-    points, k, step = np.linspace(0.3, 2, 6).reshape(2, 3), np.arange(3), 1e-5
-    value, got = score.linearize(points, k=k)
-    np.testing.assert_array_equal(value, score.evaluate(points, k=k))
-    difference = score.evaluate(points + step, k=k) - score.evaluate(points - step, k=k)
-    np.testing.assert_allclose(got, difference / (2 * step), rtol=1e-8, atol=1e-10)
-    np.testing.assert_array_equal(score.derivative(points, k=k), got)
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_a_derivative_has_the_precision_of_the_score(dtype):
-    value, derivative = softcap(3.0).linearize(np.array([-np.inf, -1e9, 0, 1e9, np.inf], dtype))
-    assert value.dtype == derivative.dtype == dtype
-    np.testing.assert_array_equal(value, [-3, -3, 0, 3, 3])
-    np.testing.assert_allclose(derivative, [0, 0, 1, 0, 0], rtol=1e-6)
-
-
-def test_a_derivative_needs_functions_it_knows():
-    with pytest.raises(TypeError, match="power"):
-        ScoreMod("score ** 2").derivative(1.0)
-
-
-def test_an_expression_has_no_builtins():
-    with pytest.raises(NameError):
-        ScoreMod("open('file')").evaluate(1.0)
-
-
-@pytest.mark.parametrize(
-    ("value", "kind"),
-    [(0, ValueError), (-1, ValueError), (np.inf, ValueError), (np.nan, ValueError),
-     (1e39, ValueError), (1e-39, ValueError), (10**400, ValueError), (2**101, ValueError),
-     ("1", TypeError), (True, TypeError), (None, TypeError), (1j, TypeError)],
-)  # fmt: skip
-def test_softcap_refuses(value, kind):
-    with pytest.raises(kind, match="softcap=.*: give a positive"):
-        softcap(value)
-
-
-@pytest.mark.parametrize(("dtype", "largest"), [("float32", 2.0**100), ("float64", 2.0**1000)])
-def test_softcaps_as_far_as_they_go(dtype, largest):
-    """A large one changes nothing, a small one leaves it and the scores' signs."""
-    scores = np.array([-40, -1e-3, 0, 2, 1e4]).astype(dtype)
-    np.testing.assert_allclose(softcap(largest, dtype).evaluate(scores), scores, rtol=1e-6)
-    smallest = 1 / largest
-    capped = softcap(smallest, dtype).evaluate(scores)
-    np.testing.assert_allclose(capped, np.sign(scores) * smallest, rtol=1e-6)
-    for beyond in (np.nextafter(largest, np.inf), np.nextafter(smallest, 0)):
-        with pytest.raises(ValueError, match="for sums in " + dtype):
-            softcap(beyond, dtype)

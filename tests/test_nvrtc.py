@@ -16,11 +16,12 @@ from typing import NamedTuple
 
 import pytest
 from compile_kernels import Compiled, compile_source, messages, newest_library, require_nvrtc
+from scoring import form
 
 from cuflash.operands.dtypes import ITEM_BYTES
 from cuflash.planning.plan import TILES, Plan, Tile, make_plan
 from cuflash.planning.problem import Device, Problem
-from cuflash.scores import softcap
+from cuflash.scores.score import softcap
 
 REGISTERS = 65536  # of a multiprocessor
 ARCHES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_100", "sm_120")
@@ -82,10 +83,7 @@ class Kernel(NamedTuple):
             )
         if not self.capped:
             return made
-        score = softcap(30.0)
-        return dataclasses.replace(
-            made, score=score.expression, captures=score.names, unit=score.unit
-        )
+        return dataclasses.replace(made, score=softcap(30.0).form)
 
     @property
     def plan(self) -> Plan:
@@ -259,11 +257,12 @@ ptxas info    : Used 12 registers, used 1 barriers"""
 
 def odd_plans() -> list[Plan]:
     """Plans with what else changes the code: odd head dims, unaligned rows, integers, a score."""
-    more = {"aligned": False, "kv_lengths": "int64", "captures": ("slope",), "heads": 32}
+    more = {"aligned": False, "kv_lengths": "int64", "heads": 32}
     sizes = (32, 32), 4096, 4096, 72, 37
     more["summed"] = (1, 2, 2)
+    more["score"] = form("score * slope", captures=("slope",))
     problems = [
-        Problem(dtype, *sizes, score="score * slope", backward=backward, **more)
+        Problem(dtype, *sizes, backward=backward, **more)
         for backward in (False, True)
         for dtype in ITEM_BYTES
     ]

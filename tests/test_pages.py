@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from cases import numpy_dtype, place
 from compile_kernels import compile_source, require_nvrtc
+from scoring import form
 from test_emulator_catches import each_of, must_be_caught
 from tolerance import assert_forward_close
 
@@ -496,7 +497,7 @@ def paged_plans():
         for page_size, table, more in (
             (16, "int32", {}),
             (48, "int64", {"mask": "elements", "aligned": False}),
-            (128, "int32", {"score": "score * 2", "q_lengths": "int64"}),
+            (128, "int32", {"score": form("score * 2"), "q_lengths": "int64"}),
         ):
             problem = Problem(
                 dtype, (8, 4), 300, 4096, 128, 64, heads=4, page_size=page_size, page_table=table,

@@ -10,6 +10,7 @@ import pytest
 from emulator.module import _SHARED_LIMITS
 from hypothesis import given
 from hypothesis import strategies as st
+from scoring import form
 
 import cuflash
 from cuflash import reference
@@ -221,7 +222,7 @@ def test_modified_scores_have_smaller_tiles_on_hopper():
     for d, queries, fewer in ((64, 128, 96), (128, 80, 64)):
         plan = make_plan(backward(d=d), H200, "fa3")
         assert plan.block_q == queries
-        modified = make_plan(backward(d=d, score="score / 2"), H200, "fa3")
+        modified = make_plan(backward(d=d, score=form("score / 2")), H200, "fa3")
         assert modified.block_q == fewer
         assert "has no registers for modified scores" in dict(modified.rejected).values()
 
@@ -646,7 +647,7 @@ def test_reasons_are_said_once():
 
 
 def test_printing():
-    p = problem(e=32, n=512, m=512, band=Band(right=0), score="score * 2", kv_lengths="int32",
+    p = problem(e=32, n=512, m=512, band=Band(right=0), score=form("score * 2"), kv_lengths="int32",
                 aligned=False)  # fmt: skip
     plan = make_plan(p, H200, "fa1", "mma")
     lines = dict(line.split(maxsplit=1) for line in str(plan).splitlines())

@@ -14,7 +14,7 @@ from cuflash import BlockMask, reference
 from cuflash.planning.plan import make_plan
 from cuflash.planning.problem import Problem
 from cuflash.planning.source import without_comments
-from cuflash.scores import softcap
+from cuflash.scores.score import softcap
 
 KEYS, QUERIES = "hopper_backward_keys", "hopper_backward_queries"
 DIMS = [(136, 8), (160, 160), (192, 128), (192, 192), (8, 256), (128, 256), (256, 256)]
@@ -82,9 +82,7 @@ def test_each_kernel_has_tensor_maps_of_its_own():
 @pytest.mark.parametrize("kind", ["", "blocks", "score"])
 def test_registers_suffice(d, e, kind):
     require_nvrtc()
-    score = softcap(2.0)
-    changed = {"score": score.expression, "captures": score.names, "unit": score.unit}
-    more = {"blocks": {"mask": kind}, "score": changed}
+    more = {"blocks": {"mask": kind}, "score": {"score": softcap(2.0).form}}
     plan = plan_of(d, e, **more.get(kind, {}))
     for kernel in (KEYS, QUERIES):
         compiled = compile_source(without_comments(plan.source(kernel)), "sm_90a")

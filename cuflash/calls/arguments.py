@@ -11,10 +11,14 @@ import numpy as np
 from ..masks.block_mask import BlockMask
 from ..operands.dtypes import CHUNK_BYTES
 from ..operands.spec import Spec
+from ..scores.captured import check_elements, operand_of
+from ..scores.score_mod import ADDED
+from ..scores.trace import as_score_mod
 from .arrays import array_types, as_array, as_integers, beside, of_batch
 
 if TYPE_CHECKING:
-    from ..typing import AnyArray, Integers
+    from ..scores.score_mod import ScoreText
+    from ..typing import AnyArray, Array, Integers
 
 _BOOL = np.dtype(np.bool_)
 
@@ -38,6 +42,7 @@ class Options(NamedTuple):
     enable_gqa: Any = False
     deterministic: Any = True
     split_keys: Any = None
+    score_mod: ScoreText | None = None
 
 
 # What Options(...) does of a tuple of all its fields, in less time: it is part of every call.
@@ -146,6 +151,28 @@ def backward_arrays(
     every = inputs | gradients
     arrays = {name: x for name, x in every.items() if x is not None or name in "qkv"}
     return arrays | of_batch(q_lengths, kv_lengths, offsets, as_array("q", inputs["q"]))
+
+
+def split_scores(
+    q: AnyArray, score_mod: object, bias: Any, sinks: Any, alibi_slopes: Any
+) -> tuple[ScoreText | None, dict[str, Array]]:
+    """What `score_mod` says, and the arrays that scores depend on, by the names of operands."""
+    mod = as_score_mod(score_mod)
+    given = {} if mod is None else {operand_of(n): x for n, x in mod.arrays.items()}
+    given |= {n: x for n, x in zip(ADDED, (bias, sinks, alibi_slopes)) if x is not None}
+    found: dict[str, Array] = {}
+    for name, x in given.items():
+        if name in ADDED and isinstance(x, (int, float, np.integer, np.floating)):
+            x = np.asarray(x, np.float64)
+        array = as_array(name, x)
+        check_elements(name, array)
+        # As lengths are: integers of the host, and numbers, come along.
+        found[name] = beside(as_array("q", q), array) if _comes_along(array) else array
+    return (None if mod is None else mod.text), found
+
+
+def _comes_along(array: Array) -> bool:
+    return array.ndim == 0 or array.dtype.kind in "iub"
 
 
 def _split_pair(

@@ -18,7 +18,8 @@ from ..operands.layout import Layout, check_shapes, make_layout, unpaged
 from ..operands.spec import Spec, check_apart, clearance, conformed
 from ..planning.plan import Plan, make_plan
 from ..planning.problem import Device, make_problem
-from ..scores import UNSCALED, ScoreMod, checked_scale, softcap
+from ..scores.captured import captured_views, is_score_operand, make_score
+from ..scores.score import checked_scale
 from .arguments import Options
 from .arrays import OF_BATCH
 
@@ -94,7 +95,9 @@ class Call:
         Keys of a page, 0 where k and v have none.
     plan : Plan
     scale : float
-    score : ScoreMod or None
+    score : Score
+    captured : tuple of Captured
+        The arrays that it reads.
     results : tuple of Copy
         What is returned, and its spec where the caller gives no array for it.
     copied : tuple of Copy
@@ -109,8 +112,9 @@ class Call:
     """
 
     __slots__ = (
-        "anywhere", "apart", "copied", "has_lists", "is_empty", "launch", "layout", "lse_dtype",
-        "out_dtype", "page_size", "plan", "results", "scale", "score", "staged", "workspace_bytes",
+        "anywhere", "apart", "captured", "copied", "has_lists", "is_empty", "launch", "layout",
+        "lse_dtype", "out_dtype", "page_size", "plan", "results", "scale", "score", "staged",
+        "workspace_bytes",
     )  # fmt: skip
     operands: ClassVar[tuple[str, ...]]  # in the order of the kernels' pointers
     matrices: ClassVar[tuple[str, ...]]  # those among them whose rows kernels load in chunks
@@ -138,30 +142,33 @@ class Call:
         self.scale = 1.0 / math.sqrt(q.shape[-1])
         if options.scale is not None:
             self.scale = checked_scale(options.scale, accumulator)
-        # Kernels tell hidden keys by -infinity times the scale, unless a score is changed.
-        self.score: ScoreMod | None = UNSCALED if self.scale == 0 else None
-        if options.softcap is not None:
-            self.score = softcap(options.softcap, accumulator, self.scale)
         lengths = {name: given.get(name) for name in OF_BATCH}
         mask = given.get("mask")
         gqa = bool(options.enable_gqa)
         broadcast = {**lengths, "mask": mask, "page_table": table, "enable_gqa": gqa}
         specs = self._specs(given, inputs, broadcast, mask_kind, device)
         self.layout = self._layout(specs, broadcast)
+        self.score, self.captured = make_score(
+            options.score_mod, options.softcap, given, self.layout.lse_shape, k.shape[-2],
+            self.scale, accumulator,
+        )  # fmt: skip
         if mask and mask_kind == "blocks" and mask.shape[-2:] != (q.shape[-2], k.shape[-2]):
             raise ValueError(
                 f"mask is a BlockMask of shape {mask.shape}: it must have {q.shape[-2]} queries "
                 f"and {k.shape[-2]} keys"
             )
         self.anywhere = tuple(
-            name for name in given if name != "mask" and not (aligned and name not in _TRAILING)
+            name
+            for name in given
+            if name != "mask"
+            and not (aligned and name not in _TRAILING and not is_score_operand(name))
         )
         rows = (spec for name, spec in specs.items() if name not in _TRAILING)
         problem = make_problem(
             self.layout,
             *(q, k, v),
             band=band,
-            score=self.score,
+            score=self.score.form,
             lengths={name: spec.dtype.name for name, spec in lengths.items() if spec is not None},
             mask=mask_kind,
             page_size=self.page_size,
@@ -191,13 +198,15 @@ class Call:
         specs = {name: self._seen(name, spec, device) for name, spec in known.items()}
         self.results = tuple(Copy(name, expected[name]) for name in self.written)
         changed = [name for name in self.operands if name in specs and specs[name] != known[name]]
+        scored = {name: spec for name, spec in given.items() if is_score_operand(name)}
+        whole = {name: conformed(x, x.dtype, rows=False) for name, x in scored.items()}
         self.copied = tuple(
             Copy(name, specs[name])
             for name in changed
             if name in given and name not in self.written
-        )
+        ) + tuple(Copy(name, x) for name, x in whole.items() if x != scored[name])
         self.staged = tuple(Copy(name, specs[name]) for name in self.written if name in changed)
-        others = [*expected, *OF_BATCH, "page_table"]
+        others = [*expected, *OF_BATCH, "page_table", *scored]
         others += ["mask"] if mask_kind == "elements" else []
         self.apart = apart_of(self._pairs(others), given)
         return specs
@@ -230,11 +239,12 @@ class Call:
         """Run on NumPy arrays that are ready to be read and written."""
         raise NotImplementedError
 
-    def _host_options(self, mask: Any) -> dict[str, Any]:
+    def _host_options(self, arrays: dict[str, Any], mask: Any) -> dict[str, Any]:
         """What the NumPy engine is told beside its arrays."""
         if mask is not None:
             mask = head_masks(mask, self.layout, self.plan.problem.key_length)
-        return {"scale": self.scale, "score": self.score, "mask": mask}
+        captured = captured_views(self.captured, arrays)
+        return {"scale": self.scale, "score": self.score, "captured": captured, "mask": mask}
 
     def _spread(self, arrays: dict[str, Any]) -> list[Any]:
         """Views of the operands, broadcast to the problem's leading axes by stride 0."""
@@ -282,7 +292,7 @@ class ForwardCall(Call):
 
     def run_host(self, arrays: dict[str, Any], mask: Any) -> None:
         """Run on NumPy arrays that are ready to be read and written."""
-        options = self._host_options(mask)
+        options = self._host_options(arrays, mask)
         q, k, v, *others = self._spread(arrays)
         if self.page_size:
             table, lengths = arrays["page_table"], arrays["kv_lengths"]
@@ -334,4 +344,4 @@ class BackwardCall(Call):
         """Run on NumPy arrays that are ready to be read and written."""
         for name, _ in self.results:
             arrays[name][...] = 0
-        walks.backward(self.plan, *self._spread(arrays), **self._host_options(mask))
+        walks.backward(self.plan, *self._spread(arrays), **self._host_options(arrays, mask))

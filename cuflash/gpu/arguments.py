@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,9 +12,13 @@ from ..operands.layout import LENGTHS, MAX_LENGTH, Layout, MaskLayout
 from ..planning.params import OPERANDS, params_dtype
 from ..planning.plan import Plan
 from ..planning.problem import Problem
+from ..scores.emit import field_of
+from ..scores.score import Score
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
+
+    from ..scores.captured import Captured
 
 # A band's open side: as far as a shift and a position can be from another position. The sum of all
 # three is still an int.
@@ -36,7 +41,9 @@ def reciprocal(divisor: int) -> int:
     return -(-(1 << 31 + shift) // divisor) | shift << 32
 
 
-def pack(plan: Plan, layout: Layout, scale: float, captured: tuple[float, ...]) -> NDArray[Any]:
+def pack(
+    plan: Plan, layout: Layout, scale: float, score: Score, captured: Sequence[Captured] = ()
+) -> NDArray[Any]:
     """The argument with everything but its pointers, as an array of one structure."""
     problem, dtype = plan.problem, params_dtype(plan.problem)
     params = np.zeros(1, dtype)
@@ -74,10 +81,14 @@ def pack(plan: Plan, layout: Layout, scale: float, captured: tuple[float, ...]) 
         _pack_elements(params, problem, layout.mask)
     params["section"] = plan.section
     params["scale"] = scale
-    for name, value in zip(problem.captures, captured):
-        params[name] = value
-    if problem.unit:
-        params["score_scale"] = scale / captured[problem.captures.index(problem.unit)]
+    for name, value in score.numbers.items():
+        params[f"capture_{name}"] = value
+    for array in captured:
+        if array.sizes:
+            params[f"{field_of(array.capture)}_size"] = array.sizes
+            params[f"{field_of(array.capture)}_stride"] = array.strides
+    if score.form.unit:
+        params["score_scale"] = scale / score.numbers[score.form.unit]
     return params
 
 

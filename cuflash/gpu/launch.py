@@ -119,7 +119,7 @@ def prepare(call: Call, device_id: int) -> Launcher:
     """
     plan = call.plan
     names = pointers(plan.problem)
-    template = pack(plan, call.layout, call.scale, call.score.values if call.score else ())
+    template = pack(plan, call.layout, call.scale, call.score, call.captured)
     template = template.view(f"V{template.itemsize}")  # CuPy describes each field of a structure
     tables = {
         x.name: tables_of(plan, call.layout, device_id, x.name)
@@ -168,6 +168,8 @@ def run(call: Call, arguments: Arguments, count: int) -> list[Any]:
     if call.is_empty:
         for x, value in zip(results, call.empty_values):
             x.fill(value)
+        if call.score.form.sink and len(results) > 1 and not call.backward:
+            _fill_sinks(call, arrays, results[1])
         return results
     if call.has_lists:
         lists: Any = device_lists(arguments.mask, call.plan, device_id)
@@ -185,6 +187,17 @@ def run(call: Call, arguments: Arguments, count: int) -> list[Any]:
     else:
         launch(addresses, base)
     return results
+
+
+def _fill_sinks(call: Call, arrays: dict[str, Any], lse: Any) -> None:
+    """Write the log-sum-exp of queries without any key: their sink's score."""
+    sinks = cupy.broadcast_to(arrays["sinks"], lse.shape[:-1])[..., None]
+    lengths = arrays.get("q_lengths")
+    if lengths is None:
+        lse[...] = sinks
+        return
+    lengths = cupy.broadcast_to(lengths, lse.shape[:-2])[..., None, None]
+    lse[...] = cupy.where(cupy.arange(lse.shape[-1]) < lengths, sinks, -cupy.inf)
 
 
 def _launch_with_copies(

@@ -46,5 +46,24 @@ struct Dual {
         const A y = ::sqrt(x.value);
         return {y, x.slope / (A(2) * y)};
     }
-    friend __device__ __forceinline__ Dual abs(Dual x) { return x.value < A(0) ? -x : x; }
+    // At a kink the derivative to the right.
+    friend __device__ __forceinline__ Dual abs(Dual x) {
+        const A slope = x.value > A(0) ? x.slope : x.value < A(0) ? -x.slope : fabs(x.slope);
+        return {fabs(x.value), slope};
+    }
+    friend __device__ __forceinline__ Dual minimum(Dual x, Dual y) {
+        if (x.value == y.value) return {x.value, x.slope < y.slope ? x.slope : y.slope};
+        return x.value < y.value || x.value != x.value ? x : y;
+    }
+    friend __device__ __forceinline__ Dual maximum(Dual x, Dual y) {
+        if (x.value == y.value) return {x.value, x.slope > y.slope ? x.slope : y.slope};
+        return x.value > y.value || x.value != x.value ? x : y;
+    }
+    friend __device__ __forceinline__ Dual floor_divide(Dual x, Dual y) {
+        return floor_divide(x.value, y.value);
+    }
+    friend __device__ __forceinline__ Dual floor_modulo(Dual x, Dual y) {
+        return {floor_modulo(x.value, y.value),
+                x.slope - floor_divide(x.value, y.value) * y.slope};
+    }
 };

@@ -111,7 +111,7 @@ __device__ __forceinline__ void sum_values(const Params& p, SharedMemory& smem) 
             }
             barriers.P_empty[slot].wait(step.parity() ^ 1);
             store_units<WARPGROUP>(smem.P[slot][0], weights.all(), thread);
-            if (SCORE_IS_MODIFIED)
+            if (SCORE_HAS_SLOPE)
                 store_units<WARPGROUP>(smem.P[slot][WEIGHT_FORMS - 1], weights.sloped(), thread);
             __syncwarp();  // all lanes have stored P, and read what came with Q
             if (speaks) barriers.P_full[slot].arrive(), barriers.Q_empty[slot].arrive();
@@ -198,7 +198,7 @@ __device__ __forceinline__ void sum_keys(const Params& p, SharedMemory& smem) {
             if (speaks) barriers.dO_empty[slot].arrive();
             barriers.P_full[slot].wait(step.parity());
             load_units<WARPGROUP>(weights.all(), smem.P[slot][0], thread);
-            if (SCORE_IS_MODIFIED)
+            if (SCORE_HAS_SLOPE)
                 load_units<WARPGROUP>(weights.sloped(), smem.P[slot][WEIGHT_FORMS - 1], thread);
             __syncwarp();  // all lanes have loaded P, and read what came with Q
             if (speaks) barriers.P_empty[slot].arrive();

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -11,13 +11,13 @@ import numpy as np
 
 from ..masks.band import Band
 from ..masks.block_mask import BlockMask
-from ..scores import ScoreMod
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..operands.layout import Layout
     from ..planning.plan import Plan
+    from ..scores.score import Score
 
     Floats = NDArray[np.floating[Any]]
     Bools = NDArray[np.bool_]
@@ -113,7 +113,8 @@ class Head:
     values: NDArray[np.floating[Any]] | PagedRows
     band: Band
     shift: int
-    score: ScoreMod | None
+    score: Score
+    captured: Mapping[str, NDArray[Any]]
     mask: BlocksOfHead | ElementsOfHead | None
     place: tuple[int, int]  # batch entry and head, for the score
     block_q: int
@@ -129,7 +130,8 @@ class Head:
         arrays: tuple[NDArray[Any], NDArray[Any] | PagedRows, NDArray[Any] | PagedRows],
         *,
         scale: float,
-        score: ScoreMod | None,
+        score: Score,
+        captured: Mapping[str, NDArray[Any]],
         mask: BlocksOfHead | ElementsOfHead | None,
         place: tuple[int, int],
         shift: int | None = None,
@@ -153,6 +155,7 @@ class Head:
             band=plan.problem.band,
             shift=plan.problem.band.shift(rows, keys) if shift is None else shift,
             score=score,
+            captured=captured,
             mask=mask,
             place=place,
             block_q=block_q,
@@ -161,6 +164,13 @@ class Head:
             buffer=np.empty(math.prod(largest), dtype),
             ones=np.ones((longest[1], 1), dtype),
         )
+
+    @property
+    def sink(self) -> NDArray[np.floating[Any]] | None:
+        """The score of one more key, without a value, that each row sees; None for none."""
+        if not self.score.form.sink:
+            return None
+        return self.score.sinks(*self.place, self.captured, self.queries.dtype)
 
     def start(self, rows: int) -> tuple[Floats, Floats, Floats]:
         """O, l and m of `rows` queries that have not seen a key."""
@@ -203,9 +213,9 @@ class Head:
 
     def positions(
         self, queries: range, keys: range
-    ) -> tuple[int, int, NDArray[np.int64], NDArray[np.int64]]:
-        """Where a tile lies, as a score modification is told."""
-        return *self.place, np.array(queries)[:, None], np.array(keys)
+    ) -> tuple[int, int, NDArray[np.int64], NDArray[np.int64], int]:
+        """Where a tile lies, as a score is told."""
+        return *self.place, np.array(queries)[:, None], np.array(keys), self.shift
 
     def hidden(self, queries: range, keys: range) -> Bools | None:
         """Which pairs of one tile the band or the mask hides; None for none."""
@@ -219,8 +229,9 @@ class Head:
     def scores(self, queries: range, keys: range) -> tuple[Floats, Bools | None]:
         """S of one tile, -inf where a key is hidden, and which ones are (None: none)."""
         scores = self.products(queries, keys)
-        if self.score is not None:
-            scores[...] = self.score.evaluate(scores, *self.positions(queries, keys))
+        if self.score:
+            positions = self.positions(queries, keys)
+            scores[...] = self.score.evaluate(scores, *positions, self.captured)
         hidden = self.hidden(queries, keys)
         if hidden is not None:
             np.copyto(scores, -np.inf, where=hidden)
@@ -283,8 +294,9 @@ class HeadBackward:
         """P of one tile, the score's derivative (None: 1), and which pairs have no part in it."""
         head = self.head
         weights, slope = head.products(queries, keys), None
-        if head.score is not None:
-            weights[...], slope = head.score.linearize(weights, *head.positions(queries, keys))
+        if head.score:
+            positions = head.positions(queries, keys)
+            weights[...], slope = head.score.linearize(weights, *positions, head.captured)
         hidden = head.hidden(queries, keys)
         weightless = self.weightless[rows_of(queries), None]
         if weightless.any():

@@ -26,21 +26,24 @@ One head is worked on at a time. Half precision is widened to float32 head by he
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..masks.band import MAX_SHIFT
+from ..scores.score import Score
 from .tiles import Head, HeadBackward, PagedRows, rows_of, tiles_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..planning.plan import Plan
-    from ..scores import ScoreMod
     from .tiles import Floats, HeadMask
 
     Integers = NDArray[np.integer[Any]]
+
+_UNCHANGED = Score()
 
 
 def forward(
@@ -55,7 +58,8 @@ def forward(
     q_offset: Integers | None = None,
     *,
     scale: float,
-    score: ScoreMod | None = None,
+    score: Score = _UNCHANGED,
+    captured: Mapping[str, NDArray[Any]] = {},
     mask: HeadMask | None = None,
     page_table: Integers | None = None,
 ) -> None:
@@ -75,8 +79,10 @@ def forward(
         The shift of each head, where the plan's band does not know it.
     scale : float
         What the products q.k are multiplied by.
-    score : ScoreMod, optional
+    score : Score, optional
         How the scaled products are changed.
+    captured : mapping of str to ndarray
+        The arrays that this reads.
     mask : function, optional
         From an index into the leading axes to that head's mask, see :func:`tiles.head_masks`.
     page_table : ndarray of int, shape (leading[0], pages), optional
@@ -104,6 +110,7 @@ def forward(
                     ),
                     scale=scale,
                     score=score,
+                    captured=captured,
                     mask=mask and mask(index),
                     place=divmod(number, problem.heads),
                     shift=_shift(q_offset, index),
@@ -130,7 +137,8 @@ def backward(
     q_offset: Integers | None = None,
     *,
     scale: float,
-    score: ScoreMod | None = None,
+    score: Score = _UNCHANGED,
+    captured: Mapping[str, NDArray[Any]] = {},
     mask: HeadMask | None = None,
 ) -> None:
     """Add the gradients of `q`, `k` and `v` to `dq`, `dk` and `dv`.
@@ -148,7 +156,7 @@ def backward(
     dq, dk, dv : ndarray, shapes of `q`, `k` and `v`
         In the type of the sums, and zero. Heads may share memory (a stride of 0), where their
         gradients are summed in the order of the heads.
-    q_lengths, kv_lengths, q_offset, scale, score, mask
+    q_lengths, kv_lengths, q_offset, scale, score, captured, mask
         As :func:`forward` had them.
     """
     problem = plan.problem
@@ -164,6 +172,7 @@ def backward(
                 (q[index][:rows], k[index][:keys], v[index][:keys]),
                 scale=scale,
                 score=score,
+                captured=captured,
                 mask=mask and mask(index),
                 place=divmod(number, problem.heads),
                 shift=_shift(q_offset, index),
@@ -217,9 +226,7 @@ def _walk_fa1(head: Head, out: Floats, lse: Floats | None) -> None:
             output[tile] *= sums_before
             output[tile] += head.weighted_values(scores, hidden, keys)
             output[tile] /= _divisor(sums[tile])
-    out[...] = _weighed(output, sums)
-    if lse is not None:
-        lse[...] = (maxima + np.log(sums))[:, 0]
+    _end(head, output, sums, maxima, out, lse)
 
 
 def _walk_fa2(head: Head, out: Floats, lse: Floats | None) -> None:
@@ -237,9 +244,9 @@ def _walk_fa2(head: Head, out: Floats, lse: Floats | None) -> None:
             sums[tile] = sums[tile] * rescale + row_sums
             output[tile] *= rescale
             output[tile] += head.weighted_values(scores, hidden, keys)
-        out[rows_of(query_tile)] = _weighed(output / _divisor(sums), sums)
-        if lse is not None:
-            lse[rows_of(query_tile)] = (maxima + np.log(sums))[:, 0]
+        rows = rows_of(query_tile)
+        output /= _divisor(sums)
+        _end(head, output, sums, maxima, out[rows], None if lse is None else lse[rows])
 
 
 def _walk_back_fa1(tiles: HeadBackward, dq: Floats, dk: Floats, dv: Floats) -> None:
@@ -277,6 +284,19 @@ def _walk_back_fa2(tiles: HeadBackward, dq: Floats, dk: Floats, dv: Floats) -> N
             dk[rows_of(keys)] += dk_part
             dv[rows_of(keys)] += dv_part
         dq[rows_of(query_tile)] += dq_tile
+
+
+def _end(
+    head: Head, output: Floats, sums: Floats, maxima: Floats, out: Floats, lse: Floats | None
+) -> None:
+    """Write rows of O, divided by l, and their log-sum-exp; a sink has its share of both."""
+    own = log_sums = maxima + np.log(sums)
+    if head.sink is not None:
+        log_sums = np.logaddexp(own, head.sink)
+        output *= np.where(sums == 0, 1, np.exp(own - log_sums))
+    out[...] = _weighed(output, sums)
+    if lse is not None:
+        lse[...] = log_sums[:, 0]
 
 
 def _divisor(sums: Floats) -> Floats:

@@ -158,7 +158,7 @@ def _spread(spec: Spec, leading: tuple[int, ...], trailing: int) -> tuple[int, .
     return (0,) * (len(leading) - len(own)) + own
 
 
-def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
+def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
     """Whether an array of `shape` broadcasts to the shape `to`."""
     try:
         return np.broadcast_shapes(to, shape) == to
@@ -168,7 +168,7 @@ def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
 
 def batch_steps(name: str, spec: Spec, batch: tuple[int, ...], given: str) -> tuple[int, ...]:
     """Element strides of lengths or offsets along the batch axes."""
-    if not _broadcasts(spec.shape, batch):
+    if not broadcasts(spec.shape, batch):
         raise ValueError(
             f"{name} has shape {spec.shape} ({given}): it must broadcast to {batch}, the leading "
             "axes but the heads"
@@ -237,7 +237,7 @@ def _hint_of_mask(given: tuple[int, ...], shape: tuple[int, ...]) -> str:
 
 def _mask_layout(mask: Spec, shape: tuple[int, ...]) -> tuple[MaskLayout, tuple[int, ...]]:
     """The layout of a mask that broadcasts to `shape`, and its steps along the leading axes."""
-    if not _broadcasts(mask.shape, shape):
+    if not broadcasts(mask.shape, shape):
         hint = _hint_of_mask(mask.shape, shape)
         raise ValueError(f"mask has shape {mask.shape}: it must broadcast to {shape}{hint}")
     strides = _spread(mask, shape, 0)

@@ -42,7 +42,7 @@ class HopperTile(KernelTile):
 
     def reject(self, problem: Problem, device: Device) -> str:
         """Why this row cannot or should not serve, or an empty string."""
-        if problem.score and not self.modified:
+        if problem.score.stages and not self.modified:
             return "has no registers for modified scores"
         return super().reject(problem, device)
 

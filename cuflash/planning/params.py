@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ..operands.layout import LENGTHS, MAX_AXES
+from ..scores.emit import ELEMENTS, NUMBERS, field_of
 from .problem import Problem
 
 # Name, NumPy type, count and C type of a struct's field.
@@ -63,8 +64,8 @@ _ELEMENT_SCALARS = (
 
 
 def pointers(problem: Problem) -> tuple[str, ...]:
-    """Names of the struct's leading fields, all pointers: operands, lengths, pages, mask and
-    workspace.
+    """Names of the struct's leading fields, all pointers: operands, lengths, pages, captured
+    arrays, mask and workspace.
     """
     operands, others, workspace = _pointer_types(problem)
     return (*operands, *LENGTHS, *others, *workspace)
@@ -76,16 +77,17 @@ def workspace_pointers(problem: Problem) -> tuple[str, ...]:
 
 
 def _pointer_types(problem: Problem) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
-    """C types of the operands, of pages and mask, and of the parts of the workspace."""
+    """C types of the operands, of what else is read, and of the parts of the workspace."""
     workspace = {**_MASK_WORKSPACE[problem.mask], **_WORKSPACE[problem.backward]}
     if problem.backward and problem.mask:
         workspace |= _QUERY_LISTS
-    pages = _PAGES if problem.page_size else {}
-    return OPERANDS[problem.backward], pages | _MASK[problem.mask], workspace
+    others = _PAGES if problem.page_size else {}
+    others |= {field_of(x): f"const {ELEMENTS[x.element]}*" for x in problem.score.arrays}
+    return OPERANDS[problem.backward], others | _MASK[problem.mask], workspace
 
 
 def _fields(problem: Problem) -> Iterator[tuple[tuple[str, ...], str, str]]:
-    """(names, NumPy type, C type) of the fields before the captured scalars."""
+    """(names, NumPy type, C type) of the fields before those of captures."""
     operands, others, workspace = _pointer_types(problem)
     for name, c_type in operands.items():
         yield (name,), "u8", c_type
@@ -100,20 +102,26 @@ def _fields(problem: Problem) -> Iterator[tuple[tuple[str, ...], str, str]]:
         yield from _PAGE_SCALARS
     if problem.mask == "elements":
         yield from _ELEMENT_SCALARS
-    if problem.unit:
+    if problem.score.unit:
         yield ("score_scale",), "Accumulator", "Accumulator"  # by which q.k is in the score's unit
 
 
 def fields(problem: Problem) -> Iterator[Field]:
-    """Every field; captured scalars come last."""
+    """Every field; captured numbers, and the extents of captured arrays, come last."""
     for names, kind, c_type in _fields(problem):
         numpy_type, _, repeated = kind.partition(" ")
         if numpy_type == "Accumulator":
             numpy_type = problem.accumulator
         for name in names:
             yield name, numpy_type, MAX_AXES if repeated == "axes" else int(repeated or 1), c_type
-    for name in problem.captures:
-        yield name, problem.accumulator, 1, "Accumulator"
+    for capture in problem.score.captures:
+        name = field_of(capture)
+        if not capture.is_array:
+            kind = problem.accumulator if capture.kind == "real" else "i4"
+            yield name, kind, 1, NUMBERS[capture.kind]
+        elif capture.axes:
+            yield f"{name}_size", "i4", capture.axes, "int"
+            yield f"{name}_stride", "i8", capture.axes, "long long"
 
 
 @functools.lru_cache(maxsize=256)

@@ -11,7 +11,7 @@ from ..masks.band import Band
 from ..operands.dtypes import ACCUMULATORS, result_dtype
 from ..operands.layout import LENGTHS, Layout
 from ..operands.spec import Spec
-from ..scores import ScoreMod
+from ..scores.score import UNCHANGED, ScoreForm
 
 # Shared memory one block may use, by compute capability (CUDA C programming guide, table of
 # technical specifications).
@@ -115,9 +115,8 @@ class Problem:
         N, M, D and Dv.
     band : Band
         Causal mask and window.
-    score : str
-        The score modification's expression, empty for none; `captures` names its scalars, and
-        `unit` the one among them that scores are measured in.
+    score : ScoreForm
+        How scores are changed.
     q_lengths, kv_lengths : str
         Integer type of the lengths, empty where there are none.
     q_offset : str
@@ -156,9 +155,7 @@ class Problem:
     value_dim: int
     heads: int = 1
     band: Band = Band()
-    score: str = ""
-    captures: tuple[str, ...] = ()
-    unit: str = ""
+    score: ScoreForm = UNCHANGED
     q_lengths: str = ""
     kv_lengths: str = ""
     q_offset: str = ""
@@ -210,8 +207,9 @@ class Problem:
             text += f", {self.band}"
         if self.mask:
             text += f", mask of {self.mask}"
-        if self.score:
-            text += f", score {self.score}" + (f" in units of {self.unit}" if self.unit else "")
+        if self.score.stages:
+            text += f", score {self.score}"
+        text += ", sinks" if self.score.sink else ""
         for name in ("q_lengths", "kv_lengths", "q_offset"):
             if getattr(self, name):
                 text += f", {name}"
@@ -266,7 +264,7 @@ def _backward_group(layout: Layout) -> int:
 
 
 def make_problem(
-    layout: Layout, q: Spec, k: Spec, v: Spec, *, band: Band, score: ScoreMod | None,
+    layout: Layout, q: Spec, k: Spec, v: Spec, *, band: Band, score: ScoreForm,
     lengths: dict[str, str], mask: str = "", page_size: int = 0, page_table: str = "",
     aligned: bool, backward: bool = False, deterministic: bool = True,
     split_keys: int | None = None,
@@ -282,9 +280,7 @@ def make_problem(
         head_dim=q.shape[-1],
         value_dim=v.shape[-1],
         band=band,
-        score=score.expression if score else "",
-        captures=score.names if score else (),
-        unit=score.unit if score else "",
+        score=score,
         q_lengths=lengths.get("q_lengths", ""),
         kv_lengths=lengths.get("kv_lengths", ""),
         q_offset=lengths.get("q_offset", ""),

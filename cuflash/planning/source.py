@@ -8,6 +8,8 @@ import re
 from collections.abc import Sequence
 from importlib.resources import files
 
+from ..scores.emit import emit
+from ..scores.expression import parse
 from .params import Field, fields, struct_dtype
 from .problem import Problem
 from .tile import Tile
@@ -52,24 +54,34 @@ def _namespace(name: str, values: dict[str, int]) -> str:
 
 
 def _score_function(problem: Problem) -> str:
-    """The expression with the names it may use, and what its scores are measured in.
+    """The changes of the score one after the other, what scores are measured in, and the sinks.
 
     Head, defined further on, is a template's.
     """
-    unit = f"p.{problem.unit}" if problem.unit else "Accumulator(1)"
-    scale = "p.score_scale" if problem.unit else "p.scale"
-    captures = "".join(
-        f"    [[maybe_unused]] const Accumulator {name} = p.{name};\n" for name in problem.captures
-    )
-    return f"""\
+    form = problem.score
+    unit = f"p.capture_{form.unit}" if form.unit else "Accumulator(1)"
+    scale = "p.score_scale" if form.unit else "p.scale"
+    *before, last = [emit(node) for node in form.nodes] or ["score"]
+    steps = "".join(f"    score = {text};\n" for text in before)
+    # Kernels ask for queries that do not exist, and multiply zeros by what they get.
+    if form.reads_pair:
+        last = f"unsigned(q) < unsigned(located.query_length) ? T({last}) : T(0)"
+    functions = expand("score_functions.cuh") if form.stages or form.sink else ""
+    text = f"""\
+{functions}#line 1 "score expression"
 __device__ __forceinline__ Accumulator score_unit(const Params& p) {{ return {unit}; }}
 __device__ __forceinline__ Accumulator score_scale(const Params& p) {{ return {scale}; }}
 template <typename T, typename Head>
 __device__ __forceinline__ T modify(T score, const Head& located, int q, int k, const Params& p) {{
     [[maybe_unused]] const int batch = located.batch, head = located.head;
-{captures}#line 1 "score expression"
-    return {problem.score or "score"};
+{steps}    return {last};
 }}"""
+    if form.sink:
+        text += f"""
+__device__ __forceinline__ Accumulator read_sink(const Params& p, int batch, int head) {{
+    return {emit(parse(form.sink, form.captures))};
+}}"""
+    return text
 
 
 def prelude(problem: Problem, tile: Tile) -> str:

@@ -58,7 +58,7 @@ class WgmmaKeysTile(WgmmaGradientTile):
         """
         item = ITEM_BYTES[problem.dtype]
         head, value = (width * item for width in self.widths(problem))
-        weights = (2 if problem.score else 1) * self.block_k * self.block_q * item
+        weights = (2 if problem.score.has_slope else 1) * self.block_k * self.block_q * item
         return (
             Buffer("K", self.block_k * head),
             Buffer("V", self.block_k * value),

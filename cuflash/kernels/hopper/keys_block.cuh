@@ -14,7 +14,7 @@ constexpr int KEY_ITEM_READERS = WARPS + 1;
 constexpr int ROWS_SCORED = 1;  // named barrier: both consumers have read Q and dO
 
 // In how many forms the second consumer needs P^T.
-constexpr int WEIGHT_FORMS = SCORE_IS_MODIFIED ? 2 : 1;
+constexpr int WEIGHT_FORMS = SCORE_HAS_SLOPE ? 2 : 1;
 
 // "Full" counts bytes, "empty" the consumers' warps; those of P count a consumer's.
 struct Barriers {

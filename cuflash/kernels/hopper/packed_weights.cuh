@@ -5,7 +5,7 @@
 
 // Weights are packed times 2^WEIGHT_EXPONENT, so that small ones keep their digits in float16. Those
 // times the derivative of a modified score must not pass 65504.
-constexpr int WEIGHT_EXPONENT = !SAME<Element, __half> ? 0 : SCORE_IS_MODIFIED ? 7 : 14;
+constexpr int WEIGHT_EXPONENT = !SAME<Element, __half> ? 0 : SCORE_HAS_SLOPE ? 7 : 14;
 constexpr Accumulator WEIGHT_UNIT = Accumulator(1) / (1 << WEIGHT_EXPONENT);
 
 // The two numbers of a packed pair, widened.
@@ -29,7 +29,7 @@ struct Weights {
     Packed kept_pairs, all_pairs, sloped_pairs;
     __device__ __forceinline__ Packed& kept() { return kept_pairs; }
     __device__ __forceinline__ Packed& all() { return DROPS ? all_pairs : kept_pairs; }
-    __device__ __forceinline__ Packed& sloped() { return SCORE_IS_MODIFIED ? sloped_pairs : all(); }
+    __device__ __forceinline__ Packed& sloped() { return SCORE_HAS_SLOPE ? sloped_pairs : all(); }
 };
 
 // One step of a warpgroup: its keys, from k_begin on, against a tile of queries.
@@ -90,7 +90,7 @@ struct PackedStep {
                     kept[e] = !DROPS || keep(p, head, q, k) ? P[e] : Accumulator(0);
                 }
                 if (DROPS) pair_of(weights.all(), i, m) = pack(P[0], P[1], Element());
-                if (SCORE_IS_MODIFIED)
+                if (SCORE_HAS_SLOPE)
                     pair_of(weights.sloped(), i, m) = pack(sloped[0], sloped[1], Element());
                 pair_of(weights.kept(), i, m) = pack(kept[0], kept[1], Element());
             }
@@ -126,7 +126,7 @@ struct PackedStep {
                 };
                 hide_pair(weights.kept());
                 if (DROPS) hide_pair(weights.all());
-                if (SCORE_IS_MODIFIED) hide_pair(weights.sloped());
+                if (SCORE_HAS_SLOPE) hide_pair(weights.sloped());
             }
         }
     }

@@ -28,7 +28,8 @@ __device__ __forceinline__ Accumulator kept_share(const P&) {
 // Attention sinks: the score of one more key, whose value is 0, for every row of the head;
 // -infinity for none. Called where a row ends. Backward finds it in lse.
 template <typename P>
-__device__ __forceinline__ Accumulator sink_score(const P&, const Head&) {
+__device__ __forceinline__ Accumulator sink_score(const P& p, const Head& head) {
+    if constexpr (HAS_SINKS) return read_sink(p, head.index / p.heads, head.index % p.heads);
     return -infinity<Accumulator>();
 }
 

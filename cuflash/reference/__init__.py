@@ -1,0 +1,18 @@
+"""The definition of attention that every engine is tested against: dense, in float64."""
+
+from .append import append_kv
+from .bounds import UNIT_ROUNDOFF, BackwardBound, Bound, backward_bound, forward_bound
+from .definition import attention, attention_backward
+from .dense import visible_keys
+
+__all__ = [
+    "UNIT_ROUNDOFF",
+    "BackwardBound",
+    "Bound",
+    "append_kv",
+    "attention",
+    "attention_backward",
+    "backward_bound",
+    "forward_bound",
+    "visible_keys",
+]

@@ -1,0 +1,1 @@
+"""What becomes of a score between the product q.k and the softmax."""

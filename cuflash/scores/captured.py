@@ -1,0 +1,181 @@
+"""The changes of a call's scores, from its options, and the arrays that they read."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ..operands.layout import broadcasts
+from ..operands.spec import Spec, conformed
+from .emit import ELEMENTS
+from .expression import Capture, parse
+from .score import UNSCALED, Score, ScoreForm, softcap
+from .score_mod import ADDED, ScoreText
+
+if TYPE_CHECKING:
+    from ..typing import Array
+
+_OF_MOD = " of score_mod"
+
+
+class Captured(NamedTuple):
+    """An array that scores depend on, as kernels index it; strides count elements."""
+
+    operand: str
+    capture: Capture
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def operand_of(name: str) -> str:
+    """The operand's name of a captured array of a ScoreMod."""
+    return name + _OF_MOD
+
+
+def is_score_operand(name: str) -> bool:
+    """Whether an operand is an array that scores depend on."""
+    return name in ADDED or name.endswith(_OF_MOD)
+
+
+def make_score(
+    text: ScoreText | None, cap: object, given: dict[str, Spec], rows: tuple[int, ...], keys: int,
+    scale: float, accumulator: str,
+) -> tuple[Score, tuple[Captured, ...]]:  # fmt: skip
+    """The changes of a call's scores, and the arrays that they read.
+
+    Parameters
+    ----------
+    text : ScoreText or None
+        What `score_mod` says.
+    cap : object
+        The option `softcap`, None for none.
+    given : dict of str to Spec
+        The operands.
+    rows : tuple of int
+        The shape of lse, (..., H, N).
+    keys : int
+        M.
+    scale : float
+    accumulator : str
+        The type of the sums.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If an array does not broadcast, or an expression is none.
+    """
+    capped = None if cap is None else softcap(cap, accumulator, scale)
+    stages, numbers, values, arrays = [], [], [], []
+    if text is not None:
+        names = [name for name, _, _ in text.numbers]
+        if capped is not None and {"softcap", "softcap_inverse"} & {*names, *text.arrays}:
+            raise ValueError("softcap= takes the name softcap: capture it as another name")
+        stages.append(text.expression)
+        numbers = [Capture(name, kind) for name, kind, _ in text.numbers]
+        values = [value for _, _, value in text.numbers]
+        arrays = [_whole(operand_of(x), x, given[operand_of(x)]) for x in text.arrays]
+    for name, shape, tail, stage in (
+        ("alibi_slopes", rows[:-1], (), "score - {} * abs(k - q - shift)"),
+        ("bias", (*rows, keys), ("q", "k"), "score + {}"),
+        ("sinks", rows[:-1], (), ""),
+    ):
+        if name in given:
+            read, array = _broadcast(name, given[name], shape, tail)
+            arrays.append(array)
+            if stage:
+                stages.append(stage.format(read))
+            else:
+                sink = read
+    sink = sink if "sinks" in given else ""
+    captures = tuple(x.capture for x in arrays)
+    if not stages:
+        base = capped or (UNSCALED if scale == 0 else Score())
+        form = base.form._replace(captures=base.form.captures + captures, sink=sink)
+        return Score(form, base.values), tuple(arrays)
+    if capped is not None:
+        stages.insert(0, "softcap * tanh(score * softcap_inverse)")
+        numbers += [Capture("softcap", "real"), Capture("softcap_inverse", "real")]
+        values += [*capped.values, 1 / capped.values[0]]
+    form = ScoreForm(tuple(stages), (*numbers, *captures), sink=sink)
+    for stage in stages:
+        parse(stage, form.captures)
+    return Score(form, tuple(values)), tuple(arrays)
+
+
+def _whole(operand: str, name: str, spec: Spec) -> Captured:
+    """A captured array with axes as they are."""
+    return _captured(operand, name, spec, spec.shape, conformed(spec, spec.dtype, rows=False))
+
+
+def _captured(
+    operand: str, name: str, spec: Spec, sizes: tuple[int, ...], strided: Spec
+) -> Captured:
+    strides = strided.element_strides()
+    adjacent = bool(sizes) and (sizes[-1] <= 1 or strides[-1] == 1)
+    return Captured(operand, Capture(name, spec.dtype.name, len(sizes), adjacent), sizes, strides)
+
+
+def _broadcast(
+    name: str, given: Spec, shape: tuple[int, ...], tail: tuple[str, ...]
+) -> tuple[str, Captured]:
+    """How an array that broadcasts to `shape`, (..., H) and the `tail`, is indexed.
+
+    Axes that it broadcasts over are left out. Those of the batch are found in the one number that
+    counts its entries, neighbours in memory as one.
+    """
+    if not broadcasts(given.shape, shape):
+        raise ValueError(f"{name} has shape {given.shape}: it must broadcast to {shape}")
+    spec = conformed(given, given.dtype, rows=False)
+    own = (1,) * (len(shape) - len(spec.shape)) + spec.shape
+    steps = (0,) * (len(shape) - len(spec.shape)) + spec.element_strides()
+    batch = max(0, len(shape) - len(tail) - 1)  # axes
+    count = math.prod(shape[:batch])
+    axes: list[tuple[int, int, int]] = []  # size, step, entries of the batch for one position
+    for axis, size, step in zip(range(batch), own, steps):
+        entries = math.prod(shape[axis + 1 : batch])
+        if size > 1 and axes and axes[-1][1:] == (step * size, entries * size):
+            size *= axes.pop()[0]
+        if size != 1:
+            axes.append((size, step, entries))
+    indices = [_position(size, entries, count) for size, _, entries in axes]
+    others = ("head", *tail) if len(shape) > len(tail) else tail
+    for position, size, step in zip(others, own[batch:], steps[batch:]):
+        if size != 1:
+            axes.append((size, step, 1))
+            indices.append(position)
+    sizes, strides = tuple(x[0] for x in axes), tuple(x[1] for x in axes)
+    adjacent = bool(sizes) and strides[-1] == 1
+    capture = Capture(name, given.dtype.name, len(sizes), adjacent)
+    read = f"{name}[{', '.join(indices)}]" if indices else name
+    return read, Captured(name, capture, sizes, strides)
+
+
+def _position(size: int, entries: int, count: int) -> str:
+    """The position along an axis, of the number that counts a batch's entries."""
+    whole = "batch" if entries == 1 else f"batch // {entries}"
+    return whole if size * entries == count else f"{whole} % {size}"
+
+
+def check_elements(name: str, array: Array) -> None:
+    """Raise a TypeError for elements that no expression reads."""
+    kind = array.dtype.name
+    wanted = {x for x in ELEMENTS if "float" in x} if name in ADDED else ELEMENTS
+    if kind not in wanted:
+        raise TypeError(f"{name} has dtype {kind}: give an array of {', '.join(sorted(wanted))}")
+
+
+def captured_views(
+    captured: tuple[Captured, ...], arrays: dict[str, Any]
+) -> dict[str, np.ndarray[Any, Any]]:
+    """The arrays as expressions index them, by the names that these have."""
+    return {
+        x.capture.name: np.lib.stride_tricks.as_strided(
+            arrays[x.operand],
+            x.sizes,
+            [s * arrays[x.operand].dtype.itemsize for s in x.strides],
+            writeable=False,
+        )
+        for x in captured
+    }

@@ -1,0 +1,216 @@
+"""All that changes the scores of one call."""
+
+from __future__ import annotations
+
+import functools
+import math
+import numbers
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from .evaluate import evaluate
+from .expression import Capture, Node, parse
+
+if TYPE_CHECKING:
+    from numpy.typing import ArrayLike, NDArray
+
+    Positions = int | NDArray[np.integer[Any]]
+
+# What `scale` and `softcap` may be where sums are of that type. A scale beyond would make log2(e)
+# times it infinite or, where kernels flush subnormal numbers, 0. A softcap of 2^100 loses what
+# flushing takes from score / softcap: 2^100 2^-126, less than rounding to float32 does.
+_SCALES = {"float32": (2.0**-126, 2.0**127), "float64": (2.0**-1022, 2.0**1023)}
+_SOFTCAPS = {"float32": (2.0**-100, 2.0**100), "float64": (2.0**-1000, 2.0**1000)}
+
+
+class ScoreForm(NamedTuple):
+    """What kernels are compiled for of a :class:`Score`.
+
+    Parameters
+    ----------
+    stages : tuple of str
+        Expressions, each over the score that the one before has made.
+    captures : tuple of Capture
+        What these read, numbers before arrays.
+    unit : str
+        The captured number that scores are measured in, before and after: the score becomes
+        ``unit * stage(score / unit)``, whose slope is the stage's. Empty for 1.
+    sink : str
+        The expression of a row's sink, over `batch` and `head`; empty for none.
+    """
+
+    stages: tuple[str, ...] = ()
+    captures: tuple[Capture, ...] = ()
+    unit: str = ""
+    sink: str = ""
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """The trees of the stages."""
+        return tuple(parse(text, self.captures) for text in self.stages)
+
+    @property
+    def arrays(self) -> tuple[Capture, ...]:
+        """The captures that are arrays."""
+        return tuple(x for x in self.captures if x.is_array)
+
+    @property
+    def reads_pair(self) -> bool:
+        """Whether the changed score depends on more than the score and numbers."""
+        return any(x.reads_pair for x in self.nodes)
+
+    @property
+    def has_slope(self) -> bool:
+        """Whether the derivative by the score is other than 1."""
+        return not all(map(_is_addend, self.nodes))
+
+    def __str__(self) -> str:
+        text = ", then ".join(self.stages)
+        return text + (f" in units of {self.unit}" if self.unit else "")
+
+
+UNCHANGED = ScoreForm()
+
+
+def _is_addend(node: Node) -> bool:
+    """Whether a stage adds to the score what does not depend on it."""
+    if node.operation == "score":
+        return True
+    if node.operation not in "+-" or not node.inputs:
+        return False
+    first, second = node.inputs
+    added = node.operation == "+" and second.operation == "score" and not first.reads_score
+    return added or (first.operation == "score" and not second.reads_score)
+
+
+@dataclass(frozen=True)
+class Score:
+    """The changes of the scores of one call, and the numbers in them.
+
+    Parameters
+    ----------
+    form : ScoreForm
+    values : tuple
+        Of the captured numbers, in their order.
+
+    Examples
+    --------
+    >>> softcap(30.0).evaluate(np.array([0.0, 1e9]))
+    array([ 0., 30.])
+    """
+
+    form: ScoreForm = UNCHANGED
+    values: tuple[float, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.form.stages)
+
+    @functools.cached_property
+    def numbers(self) -> dict[str, float]:
+        """The captured numbers by their names."""
+        return dict(zip((x.name for x in self.form.captures if not x.is_array), self.values))
+
+    def evaluate(
+        self, score: ArrayLike, batch: Positions = 0, head: Positions = 0, q: Positions = 0,
+        k: Positions = 0, shift: Positions = 0, arrays: Mapping[str, NDArray[Any]] | None = None,
+    ) -> NDArray[Any]:  # fmt: skip
+        """The changed scores, in the precision of `score`; positions broadcast to it."""
+        return self.linearize(score, batch, head, q, k, shift, arrays)[0]
+
+    def linearize(
+        self, score: ArrayLike, batch: Positions = 0, head: Positions = 0, q: Positions = 0,
+        k: Positions = 0, shift: Positions = 0, arrays: Mapping[str, NDArray[Any]] | None = None,
+    ) -> tuple[NDArray[Any], NDArray[Any]]:  # fmt: skip
+        """The changed scores, and their exact derivatives with respect to `score`.
+
+        Examples
+        --------
+        >>> softcap(2.0).linearize(np.zeros(2))[1]
+        array([1., 1.])
+        """
+        given = np.asarray(score)
+        dtype = given.dtype
+        unit = dtype.type(self.numbers[self.form.unit]) if self.form.unit else None
+        positions = {"batch": batch, "head": head, "q": q, "k": k, "shift": shift}
+        names = {**positions, **self.numbers, **(arrays or {})}
+        value: Any = given if unit is None else given / unit
+        slope: Any = dtype.type(1)
+        for node in self.form.nodes:
+            value, own = evaluate(node, names | {"score": value}, dtype)
+            slope = dtype.type(0) if own is None else slope * own
+        shape = np.broadcast_shapes(given.shape, np.shape(value), np.shape(slope))
+        value = np.broadcast_to(value if unit is None else unit * value, shape)
+        return value, np.broadcast_to(slope, shape)
+
+    def sinks(
+        self, batch: Positions, head: Positions, arrays: Mapping[str, NDArray[Any]],
+        dtype: np.dtype[Any],
+    ) -> NDArray[Any]:  # fmt: skip
+        """The sinks of heads."""
+        node = parse(self.form.sink, self.form.captures)
+        names = {"batch": batch, "head": head, **arrays}
+        return np.asarray(evaluate(node, names, dtype)[0])
+
+
+UNSCALED = Score(ScoreForm(("score",)))  # for a scale of 0, see Call
+
+
+def checked_scale(value: object, accumulator: str) -> float:
+    """`value` as a float, if it is 0 or a number that sums of type `accumulator` can be scaled by.
+
+    Raises
+    ------
+    TypeError
+        If `value` is not a real number.
+    ValueError
+        If it is not in range.
+    """
+    low, high = _SCALES[accumulator]
+    number = _real("scale", value, "a number")
+    if not (number == 0 or low <= number <= high):
+        raise ValueError(
+            f"scale={reprlib.repr(value)}: give 0 or a number from {low:.2g} to {high:.2g}, for "
+            f"sums in {accumulator}"
+        )
+    return number
+
+
+def softcap(value: object, accumulator: str = "float32", scale: float = 1.0) -> Score:
+    """`value * tanh(score / value)`: bounds scores smoothly to +-value.
+
+    Raises
+    ------
+    TypeError
+        If `value` is not a real number.
+    ValueError
+        If `value` is not in the range that scores of type `accumulator` allow, or `scale / value`,
+        which kernels multiply q.k by, is no such scale.
+    """
+    low, high = _SOFTCAPS[accumulator]
+    number = _real("softcap", value, "a positive number")
+    if not low <= number <= high:
+        raise ValueError(
+            f"softcap={reprlib.repr(value)}: give a positive number from {low:.2g} to {high:.2g}, "
+            f"for sums in {accumulator}, or None for no softcap"
+        )
+    low, high = _SCALES[accumulator]
+    if scale and not low <= scale / number <= high:
+        raise ValueError(
+            f"scale={scale:.2g} and softcap={number:.2g}: scale / softcap must be 0 or a number "
+            f"from {low:.2g} to {high:.2g}, for sums in {accumulator}"
+        )
+    return Score(ScoreForm(("tanh(score)",), (Capture("softcap", "real"),), "softcap"), (number,))
+
+
+def _real(name: str, value: object, wanted: str) -> float:
+    """A real number as a float, infinite where it is too large for one."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name}={value!r}: give {wanted}")
+    try:
+        return float(value)
+    except OverflowError:
+        return -math.inf if value < 0 else math.inf
