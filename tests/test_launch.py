@@ -26,6 +26,8 @@ from cuflash.planning.params import params_dtype, pointers
 H200 = cuflash.Device(90, "NVIDIA H200", multiprocessors=132)
 # The engine mma, since tensor maps are the driver's to make.
 OPTIONS = Options(engine="mma", enable_gqa=True)
+# Modules that import CuPy, or each other.
+FRESH = ("memory", "tables", "launch", "one_kernel", "append")
 BASE = 1 << 20  # where the first array of the stand-in lies
 
 
@@ -99,7 +101,7 @@ def launch(monkeypatch):
         monkeypatch.setattr(kinds, "_calls", {})  # what is prepared in one test launches there
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     forget_modules()
-    for name in ("memory", "tables", "launch", "append"):
+    for name in FRESH:
         monkeypatch.delitem(sys.modules, f"cuflash.gpu.{name}", raising=False)
         monkeypatch.delattr(cuflash.gpu, name, raising=False)
     module = importlib.import_module("cuflash.gpu.launch")
@@ -117,12 +119,7 @@ def launch(monkeypatch):
     monkeypatch.setattr(module, "compiled", compiled)
     yield module
     forget_modules()
-    for name in (
-        "memory",
-        "tables",
-        "launch",
-        "append",
-    ):  # before monkeypatch puts back what was there
+    for name in FRESH:  # before monkeypatch puts back what was there
         sys.modules.pop(f"cuflash.gpu.{name}", None)
         vars(cuflash.gpu).pop(name, None)
 

@@ -5,19 +5,20 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..numpy_engine.append import append_entry
 from ..operands.checks import check_out, check_page_numbers, check_pages
-from ..operands.dtypes import CHUNK_BYTES, ITEM_BYTES
+from ..operands.dtypes import ITEM_BYTES
 from ..operands.layout import MAX_LENGTH, batch_steps
 from ..operands.spec import Spec
 from ..planning.append import OPERANDS, AppendPlan, plan_append
 from .arguments import Arguments
-from .arrays import as_array, as_integers, beside, check_devices, split_offset
+from .arrays import as_array, as_integers, beside, split_offset
 from .call import apart_of, keep_apart
+from .remembered import remembered
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -30,9 +31,6 @@ _calls: dict[tuple[object, ...], AppendCall] = {}
 _CACHE_OF = {"k": "k_cache", "v": "v_cache"}
 _READ = ("k", "v", "start", "lengths", "page_table")
 _APART = (*((cache, x) for cache in _CACHE_OF.values() for x in _READ), ("v_cache", "k_cache"))
-
-# Launches the kernel, given the operands' addresses, `start` and `lengths`.
-Launcher: TypeAlias = Callable[[dict[str, int], int, int], None]
 
 
 @functools.cache
@@ -56,7 +54,8 @@ class AppendCall:
         Whether there is nothing to copy, whatever the numbers say.
     apart : tuple of Apart
     launch : function or None
-        Of a GPU's kernel, once it is compiled.
+        Launches a GPU's kernel, once that is compiled, given the operands' addresses, `start` and
+        `lengths`.
     """
 
     __slots__ = ("apart", "capacity", "is_empty", "launch", "params", "plan", "tokens")
@@ -77,7 +76,7 @@ class AppendCall:
         }
         self.apart = apart_of(_APART, given)
         self.is_empty = 0 in (*given["k"].shape, *cache.shape, self.capacity)
-        self.launch: Launcher | None = None
+        self.launch: Callable[..., None] | None = None
         self.plan: AppendPlan | None = None
         if not (on_host or self.is_empty):
             _check_integers_are_aligned(given, addresses)
@@ -162,16 +161,7 @@ def append(
 
 def find_append(arguments: Arguments) -> AppendCall:
     """The remembered call of this kind, or a new one."""
-    low_bits = {name: x % CHUNK_BYTES for name, x in arguments.addresses.items()}
-    key = (*arguments.forms, *low_bits.values())
-    call = _calls.get(key)
-    if call is None:
-        check_devices(arguments.arrays)
-        call = AppendCall(arguments.specs(), low_bits, arguments.device_id is None)
-        if len(_calls) >= _MAX_CALLS:
-            _calls.clear()
-        _calls[key] = call
-    return call
+    return remembered(_calls, _MAX_CALLS, arguments, AppendCall)
 
 
 def _append_on_host(

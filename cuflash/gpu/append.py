@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-import struct
 from typing import TYPE_CHECKING, Any
 
 import cupy
 
-from ..planning.append import NUMBERS, OPERANDS, PARAMS
-from .launch import compiled, device_facts
+from ..planning.append import NUMBERS, OPERANDS
+from .one_kernel import prepare
 
 if TYPE_CHECKING:
-    from ..calls.append import AppendCall, Launcher
+    from ..calls.append import AppendCall
     from ..calls.arguments import Arguments
 
-
-def prepare(call: AppendCall, device_id: int) -> Launcher:
-    """A function that launches a call's kernel on the current stream."""
-    device_facts(device_id)  # which raises where kernels cannot run
-    assert call.plan is not None
-    (kernel,) = call.plan.kernels
-    function = compiled(call.plan, device_id, kernel)
-    grid, block = (kernel.grid,), (kernel.threads,)
-    template = call.params.view(f"V{PARAMS.itemsize}")  # CuPy describes each field of a structure
-    pack = struct.Struct(f"{len(OPERANDS)}Q{len(NUMBERS)}q").pack_into
-
-    def launch(addresses: dict[str, int], first: int, count: int) -> None:
-        params: Any = template.copy()  # several threads may be here
-        pack(params, 0, *addresses.values(), first, count)
-        function(grid, block, (params,), 0)
-
-    return launch
+_CHANGING = f"{len(OPERANDS)}Q{len(NUMBERS)}q"
 
 
 def run(call: AppendCall, arguments: Arguments, first: int, count: int) -> None:
@@ -40,5 +23,6 @@ def run(call: AppendCall, arguments: Arguments, first: int, count: int) -> None:
         with cupy.cuda.Device(device_id):
             return run(call, arguments, first, count)
     if call.launch is None:
-        call.launch = prepare(call, device_id)
-    call.launch(arguments.addresses, first, count)
+        assert call.plan is not None
+        call.launch = prepare(call.plan, call.params, _CHANGING, device_id)
+    call.launch(*arguments.addresses.values(), first, count)

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from ..operands.dtypes import CHUNK_BYTES
 from .params import Field, struct_dtype
 from .source import C_INTEGERS, expand, params_struct
 from .tile import Launch, ceil_div
+from .units import is_side_by_side, unit_of
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -91,26 +90,9 @@ class AppendPlan:
         )
 
 
-def _unit(cache: Spec, rows: Spec, addresses: tuple[int, int]) -> int:
-    """Bytes of the largest unit in which rows of both can be copied; 0 where an item is none.
-
-    Where the columns of both lie side by side, it holds any part of a row; else it is one item.
-    """
-    item = rows.dtype.itemsize
-    strides = (s for x in (cache, rows) for n, s in zip(x.shape[:-1], x.strides) if n > 1)
-    if _side_by_side(cache) and _side_by_side(rows):
-        return math.gcd(CHUNK_BYTES, rows.shape[-1] * item, *addresses, *strides)
-    columns = cache.strides[-1], rows.strides[-1]
-    return item if math.gcd(item, *addresses, *strides, *columns) == item else 0
-
-
-def _side_by_side(spec: Spec) -> bool:
-    return spec.shape[-1] == 1 or spec.strides[-1] == spec.dtype.itemsize
-
-
 def _steps(spec: Spec, unit: int) -> list[int]:
     """Strides in units, of rows that are cut into such."""
-    column = 1 if _side_by_side(spec) else spec.strides[-1] // unit
+    column = 1 if is_side_by_side(spec) else spec.strides[-1] // unit
     return [*(s // unit if n > 1 else 0 for n, s in zip(spec.shape[:-1], spec.strides)), column]
 
 
@@ -137,7 +119,7 @@ def plan_append(
     units, columns = [], []
     for rows, cache in (("k", "k_cache"), ("v", "v_cache")):
         pair = given[cache], given[rows]
-        unit = _unit(*pair, (addresses[cache], addresses[rows]))
+        unit = unit_of(pair, (addresses[cache], addresses[rows]))
         if not unit:
             raise ValueError(
                 f"{rows} has strides {pair[1].strides}, {cache} {pair[0].strides}: these or an "

@@ -1,0 +1,37 @@
+"""Calls that are one launch of one kernel. Needs CuPy and a GPU."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from .launch import compiled, device_facts
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from ..planning.append import AppendPlan
+
+
+def prepare(
+    plan: AppendPlan, params: NDArray[Any], changing: str, device_id: int
+) -> Callable[..., None]:
+    """A function that launches a plan's kernel on the current stream.
+
+    Its arguments are the first fields of `params`, of the format `changing` (as of :mod:`struct`);
+    the others stay.
+    """
+    device_facts(device_id)  # which raises where kernels cannot run
+    (kernel,) = plan.kernels
+    function = compiled(plan, device_id, kernel)
+    grid, block = (kernel.grid,), (kernel.threads,)
+    template = params.view(f"V{params.itemsize}")  # CuPy describes each field of a structure
+    pack = struct.Struct(changing).pack_into
+
+    def launch(*fields: int) -> None:
+        argument: Any = template.copy()  # several threads may be here
+        pack(argument, 0, *fields)
+        function(grid, block, (argument,), 0)
+
+    return launch
