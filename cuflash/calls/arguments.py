@@ -146,7 +146,7 @@ def backward_arrays(
 ) -> dict[str, AnyArray | None]:
     """The operands of a backward call that are given; `inputs` are those that are read."""
     if not (grads_out is None or (isinstance(grads_out, tuple) and len(grads_out) == 3)):
-        raise TypeError(f"grads_out is {_kind(grads_out)}: give a triple (dq, dk, dv)")
+        raise TypeError(f"grads_out is {kind_of(grads_out)}: give a triple (dq, dk, dv)")
     gradients = dict(zip(("dq", "dk", "dv"), grads_out or (None,) * 3))
     every = inputs | gradients
     arrays = {name: x for name, x in every.items() if x is not None or name in "qkv"}
@@ -181,12 +181,13 @@ def _split_pair(
     """Those that are given of a pair `out=(out, lse)`."""
     if not return_lse:
         raise TypeError(
-            f"out is {_kind(out)}: a pair goes with return_lse=True, else give an array"
+            f"out is {kind_of(out)}: a pair goes with return_lse=True, else give an array"
         )
     if not isinstance(out, tuple) or len(out) != 2:
-        raise TypeError(f"out is {_kind(out)}: with return_lse=True give a pair (out, lse)")
+        raise TypeError(f"out is {kind_of(out)}: with return_lse=True give a pair (out, lse)")
     return {name: x for name, x in zip(("out", "lse"), out) if x is not None}
 
 
-def _kind(x: object) -> str:
+def kind_of(x: object) -> str:
+    """What `x` is, in an error's words."""
     return f"a tuple of {len(x)}" if isinstance(x, tuple) else f"a {type(x).__name__}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -154,6 +155,27 @@ def beside(like: Array, integers: Array) -> Array:
     with like.device:
         copy: CupyArray = memory_module().as_array(integers)
         return copy
+
+
+def host_results(
+    specs: Mapping[str, Spec], given: dict[str, Any], titles: dict[str, str]
+) -> dict[str, NDArray[Any]]:
+    """The arrays of NumPy that results go to: those given, which errors call by `titles`, or new.
+
+    Raises
+    ------
+    ValueError
+        For one that is read-only.
+    """
+    results = {}
+    for name, spec in specs.items():
+        if name not in given:
+            results[name] = np.empty(spec.shape, spec.dtype)
+        elif given[name].flags.writeable:
+            results[name] = given[name]
+        else:
+            raise ValueError(f"{titles[name]} is read-only: give an array that can be written to")
+    return results
 
 
 def conform(x: NDArray[Any], wanted: Spec) -> NDArray[Any]:

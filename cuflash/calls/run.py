@@ -12,7 +12,7 @@ import numpy as np
 from ..operands.dtypes import CHUNK_BYTES
 from ..planning.problem import CPU, Device
 from .arguments import Arguments, Options
-from .arrays import check_devices, conform, memory_module
+from .arrays import check_devices, conform, host_results, memory_module
 from .call import Call, keep_apart
 
 _LARGEST_ITEM = 8  # bytes
@@ -113,15 +113,8 @@ def _run_host(call: Call, arguments: Arguments, count: int) -> list[Any]:
             f"workspace is a {type(arguments.workspace).__name__}: it goes with CuPy arrays, for "
             "NumPy arrays leave it out"
         )
-    arrays = dict(arguments.arrays)
-    results = {}
-    for name, spec in call.results[:count]:
-        if name not in arrays:
-            arrays[name] = np.empty(spec.shape, spec.dtype)
-        elif not arrays[name].flags.writeable:
-            title = call.written[name]
-            raise ValueError(f"{title} is read-only: give an array that can be written to")
-        results[name] = arrays[name]
+    results = host_results(dict(call.results[:count]), arguments.arrays, call.written)
+    arrays = arguments.arrays | results
     for name, spec in call.copied:
         arrays[name] = conform(arrays[name], spec)
     for name, spec in call.staged:

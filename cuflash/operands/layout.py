@@ -176,7 +176,7 @@ def batch_steps(name: str, spec: Spec, batch: tuple[int, ...], given: str) -> tu
     return _spread(spec, batch, 0)
 
 
-def _fold(
+def fold_axes(
     leading: Sequence[int], strides: dict[str, tuple[int, ...]]
 ) -> tuple[tuple[int, ...], dict[str, tuple[int, ...]]]:
     """Merge adjacent axes that every operand walks as one; drop those of size 1."""
@@ -243,7 +243,7 @@ def _mask_layout(mask: Spec, shape: tuple[int, ...]) -> tuple[MaskLayout, tuple[
     strides = _spread(mask, shape, 0)
     own = [size if step else 1 for size, step in zip(shape, strides[:-2])]
     steps = Spec.contiguous(own, np.bool_).element_strides()
-    axes, folded = _fold(own, {"mask": strides[:-2]})
+    axes, folded = fold_axes(own, {"mask": strides[:-2]})
     return MaskLayout(math.prod(own), axes, folded["mask"], (strides[-2], strides[-1])), steps
 
 
@@ -317,7 +317,7 @@ def make_layout(
     if group > 1:
         heads = (heads[0] // group, group)
     leading = (*batch, *heads)
-    axes, axis_strides = _fold(leading, strides)
+    axes, axis_strides = fold_axes(leading, strides)
     count = math.prod(leading)
     q_sum, k_sum, v_sum = (count // math.prod(x.shape[:-2]) if count else 1 for x in (q, k, v))
     summed = q_sum, k_sum, v_sum
