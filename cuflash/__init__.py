@@ -3,6 +3,7 @@
 from . import reference
 from ._append_kv import append_kv
 from ._attention import attention, attention_backward, attention_vjp, plan
+from ._merge import merge
 from .masks.block_mask import BlockMask
 from .planning.plan import Plan
 from .planning.problem import Device
@@ -18,6 +19,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "attention_vjp",
+    "merge",
     "plan",
     "reference",
 ]

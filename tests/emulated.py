@@ -21,6 +21,7 @@ from cuflash.calls.arguments import (
 )
 from cuflash.calls.arrays import as_integers, as_mask, conform, split_offset
 from cuflash.calls.call import BackwardCall, ForwardCall
+from cuflash.calls.merge import MergeCall
 from cuflash.calls.run import find_call
 from cuflash.gpu.arguments import pack
 from cuflash.gpu.tensor_maps import tables_bytes, tensor_maps
@@ -119,6 +120,40 @@ def append_kv(
     memory.fetch()
     memory.close()
     return call.plan
+
+
+def merge(outs, lses, *, out=None, mode="check", seed=0):
+    """merge() as a GPU would run it; returns out, lse and the plan.
+
+    New results are never-written memory to the kernel; `out=`, a pair, counts as written.
+    """
+    arrays = {}
+    for name, x in (("outs", outs), ("lses", lses)):
+        stacked = isinstance(x, np.ndarray)
+        arrays |= {name: x} if stacked else {f"{name}[{i}]": part for i, part in enumerate(x)}
+    operands = *arrays, "out", "lse"
+    arrays |= dict(zip(("out", "lse"), out or ()))
+    memory = Memory()
+    addresses = dict.fromkeys(operands, 0)
+    addresses |= {name: memory.place(x) for name, x in arrays.items()}
+    call = MergeCall(Arguments(operands, arrays).specs(), addresses, on_host=False)
+    for name, spec in call.results:
+        if name not in arrays:
+            arrays[name] = np.empty(spec.shape, spec.dtype)
+            addresses[name] = memory.place(arrays[name], initialised=False)
+    for name, spec in call.copied:
+        arrays[name] = conform(arrays[name], spec)
+        addresses[name] = memory.place(arrays[name])
+    params = call.params.copy()
+    for name, parts in (("outs", call.outs), ("lses", call.lses)):
+        params[name][0, : len(parts.names)] = [addresses[x] for x in parts.names]
+    params["out"], params["lse"] = addresses["out"], addresses["lse"]
+    (kernel,) = call.plan.kernels
+    module = Module(call.plan.source(), mode=mode)
+    module.launch(kernel.name, kernel.grid, kernel.threads, [params], seed=seed, memory=memory)
+    memory.fetch()
+    memory.close()
+    return arrays["out"], arrays["lse"], call.plan
 
 
 def _run(kind, arrays, options, count, mask, mode, seed, row, device):

@@ -640,18 +640,20 @@ def test_arguments_of_the_wrong_size():
 
 
 # -------------------------------------------------------------------------- bugs in our kernels
-def plant(monkeypatch, *changes):
-    """Change the text of every kernel; returns how often, for each kernel and change."""
-    found = []
+def plant(monkeypatch, *changes, where=(source, "kernel_source")):
+    """Change the text of every kernel that the function `where` makes; returns how often, for each
+    kernel and change.
+    """
+    found, right = [], getattr(*where)
 
-    def changed(*args, right=source.kernel_source):
+    def changed(*args):
         text = right(*args)
         for pattern, wrong in changes:
             text, count = re.subn(pattern, wrong, text, flags=re.DOTALL)
             found.append(count)
         return text
 
-    monkeypatch.setattr(source, "kernel_source", changed)
+    monkeypatch.setattr(*where, changed)
     return found
 
 
@@ -666,9 +668,9 @@ def each_of(bugs):
     return pytest.mark.parametrize(("text", "wrong", "options"), rows)
 
 
-def must_be_caught(monkeypatch, text, wrong, check):
+def must_be_caught(monkeypatch, text, wrong, check, **where):
     """With `wrong` in the kernels' text the emulator reports it, or a result is found wrong."""
-    found = plant(monkeypatch, (text, wrong))
+    found = plant(monkeypatch, (text, wrong), **where)
     with pytest.raises((EmulatorError, AssertionError)):
         check()
     assert any(found), "no kernel has this text any more"

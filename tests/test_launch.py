@@ -13,7 +13,7 @@ import pytest
 
 import cuflash
 import cuflash.gpu
-from cuflash.calls import append, arrays
+from cuflash.calls import append, arrays, merge
 from cuflash.calls import run as calls
 from cuflash.calls.arguments import Arguments, Options, forward_arrays
 from cuflash.calls.arrays import of_batch, split_offset
@@ -21,13 +21,14 @@ from cuflash.calls.call import BackwardCall, ForwardCall
 from cuflash.calls.run import find_call, run_call
 from cuflash.masks.tile_lists import tile_lists
 from cuflash.planning.append import OPERANDS, PARAMS, AppendPlan
+from cuflash.planning.merge import MergePlan
 from cuflash.planning.params import params_dtype, pointers
 
 H200 = cuflash.Device(90, "NVIDIA H200", multiprocessors=132)
 # The engine mma, since tensor maps are the driver's to make.
 OPTIONS = Options(engine="mma", enable_gqa=True)
 # Modules that import CuPy, or each other.
-FRESH = ("memory", "tables", "launch", "one_kernel", "append")
+FRESH = ("memory", "tables", "launch", "one_kernel", "append", "merge")
 BASE = 1 << 20  # where the first array of the stand-in lies
 
 
@@ -82,6 +83,7 @@ def forget_modules():
     arrays.memory_module.cache_clear()
     calls.launch_module.cache_clear()
     append.append_module.cache_clear()
+    merge.merge_module.cache_clear()
 
 
 @pytest.fixture
@@ -97,7 +99,7 @@ def launch(monkeypatch):
     )
     monkeypatch.setattr(Array, "made", [])
     monkeypatch.setattr(Stream, "waits", 0)
-    for kinds in (calls, append):
+    for kinds in (calls, append, merge):
         monkeypatch.setattr(kinds, "_calls", {})  # what is prepared in one test launches there
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     forget_modules()
@@ -109,8 +111,12 @@ def launch(monkeypatch):
 
     def compiled(plan, device_id, kernel):
         def run(grid, block, arguments, shared_bytes):
-            of_cache = isinstance(plan, AppendPlan)
-            params = arguments[0].view(PARAMS if of_cache else params_dtype(plan.problem))[0]
+            if isinstance(plan, MergePlan):
+                struct = plan.params_dtype
+            else:
+                of_cache = isinstance(plan, AppendPlan)
+                struct = PARAMS if of_cache else params_dtype(plan.problem)
+            params = arguments[0].view(struct)[0]
             module.launched.append((kernel.name, grid, block, shared_bytes, params))
 
         return run
@@ -754,4 +760,61 @@ def test_append_kv_launches_nothing(launch):
     cuflash.append_kv(**caches(start=0, k=make(2, 3, 0, 64), v=make(2, 3, 0, 32)))
     empty = {"k_cache": make(2, 3, 0, 64), "v_cache": make(2, 3, 0, 32)}
     cuflash.append_kv(**caches(start=make(2, dtype=np.int32), lengths=0, **empty))
+    assert launch.launched == []
+
+
+def merged(launch, monkeypatch, *given, **options):
+    """Call merge(); returns its results and its only launch's argument."""
+    monkeypatch.setattr(launch, "device_facts", lambda device_id: H200)
+    launch.launched.clear()
+    results = cuflash.merge(*given, **options)
+    ((name, grid, block, shared_bytes, params),) = launch.launched
+    assert (name, block, shared_bytes) == ("merge", (128,), 0)
+    assert grid == (-(-params["threads"] // 128),)
+    return results, params
+
+
+def test_pointers_and_strides_of_merge(launch, monkeypatch):
+    outs = [make(2, 5, 64, dtype=np.float16) for _ in range(3)]
+    lses = make(3, 2, 5, dtype=np.float32)
+    (out, lse), params = merged(launch, monkeypatch, outs, lses)
+    assert (out.shape, out.dtype, lse.shape, lse.dtype) == ((2, 5, 64), "f2", (2, 5), "f4")
+    assert params["outs"].tolist() == [*(x.data.ptr for x in outs), 0]
+    assert params["lses"].tolist() == [lses.data.ptr, 0, 0, 0]
+    assert (params["out"], params["lse"]) == (out.data.ptr, lse.data.ptr)
+    assert (params["parts"], params["threads"], params["row_threads"]) == (3, 80, 8)
+    assert (params["outs_step"], params["outs_part_stride"]) == (1, 0)
+    assert (params["lses_step"], params["lses_part_stride"]) == (0, 10)
+    assert params["out_stride"].reshape(5, 2).tolist() == [[64, 1]] * 3 + [[0, 0], [64, 1]]
+    assert params["lse_stride"].tolist() == [1, 0, 0, 0, 1]
+    assert params["axis_size"][0] == 10
+
+
+def test_merge_takes_no_memory_but_for_results_and_other_types(launch, monkeypatch):
+    outs, lses = make(2, 4, 8, dtype=np.float32), make(2, 4, dtype=np.float32)
+    given = make(4, 8, dtype=np.float32), make(4, dtype=np.float32)
+    count = len(Array.made)
+    results, _ = merged(launch, monkeypatch, outs, lses, out=given)
+    assert all(x is y for x, y in zip(results, given))
+    assert len(Array.made) == count
+    with capturing():
+        merged(launch, monkeypatch, outs, lses, out=given)
+        for out in (None, (given[0], None)):
+            with pytest.raises(RuntimeError, match="while a CUDA graph is captured, pass out="):
+                cuflash.merge(outs, lses, out=out)
+
+    mixed = [make(4, 8, dtype=np.float32), make(4, 8)]
+    count = len(Array.made)
+    _, params = merged(launch, monkeypatch, mixed, lses, out=given)
+    assert len(Array.made) == count + 1
+    assert params["outs"].tolist() == [mixed[0].data.ptr, Array.made[-1].data.ptr]
+
+
+def test_merge_launches_nothing(launch):
+    out, lse = cuflash.merge(make(2, 0, 8), make(2, 0, dtype=np.float32))
+    assert (out.shape, lse.shape) == ((0, 8), (0,))
+    with pytest.raises(ValueError, match="outs is a sequence of 33 arrays: on a GPU it may hold"):
+        cuflash.merge([make(4, 8)] * 33, make(33, 4, dtype=np.float32))
+    with pytest.raises(ValueError, match="different places: outs on GPU 0, lses on the CPU"):
+        cuflash.merge(make(2, 4, 8), np.zeros((2, 4), np.float32))
     assert launch.launched == []

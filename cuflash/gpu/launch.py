@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ..calls.arguments import Arguments
     from ..calls.call import Call
     from ..planning.append import AppendPlan
+    from ..planning.merge import MergePlan
 
 _compiling: dict[int, threading.Lock] = {}  # by the hash of a source
 
@@ -72,7 +73,9 @@ def _load(
 
 
 @functools.lru_cache(maxsize=512)
-def compiled(plan: Plan | AppendPlan, device_id: int, kernel: Launch | None = None) -> Any:
+def compiled(
+    plan: Plan | AppendPlan | MergePlan, device_id: int, kernel: Launch | None = None
+) -> Any:
     """The function of one of a plan's kernels, by default the main one, on one device.
 
     It is compiled, or taken from CuPy's disk cache.

@@ -12,10 +12,11 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..planning.append import AppendPlan
+    from ..planning.merge import MergePlan
 
 
 def prepare(
-    plan: AppendPlan, params: NDArray[Any], changing: str, device_id: int
+    plan: AppendPlan | MergePlan, params: NDArray[Any], changing: str, device_id: int
 ) -> Callable[..., None]:
     """A function that launches a plan's kernel on the current stream.
 

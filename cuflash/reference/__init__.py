@@ -4,6 +4,7 @@ from .append import append_kv
 from .bounds import UNIT_ROUNDOFF, BackwardBound, Bound, backward_bound, forward_bound
 from .definition import attention, attention_backward
 from .dense import visible_keys
+from .merging import merge
 
 __all__ = [
     "UNIT_ROUNDOFF",
@@ -14,5 +15,6 @@ __all__ = [
     "attention_backward",
     "backward_bound",
     "forward_bound",
+    "merge",
     "visible_keys",
 ]
