@@ -69,6 +69,17 @@ def right_caches(x: F32, s: Stubbed, t: Tensor, table: NDArray[np.int32]) -> Non
     cuflash.plan(x, x, x, page_table=table, kv_lengths=3)
 
 
+def right_parts(x: F32, s: Stubbed, t: Tensor) -> None:
+    assert_type(cuflash.merge(x, x), tuple[F32, Row])
+    assert_type(cuflash.merge([x, x], (x, x), out=(x, None)), tuple[F32, Row])
+    assert_type(cuflash.merge([s, s], s), tuple[Stubbed, Stubbed])
+    assert_type(cuflash.merge([t, x], (t, t)), tuple[Array, Array])
+    assert_type(cuflash.merge(t, [t], out=(t, x)), tuple[Tensor, F32])
+    parts = [cuflash.attention(x, x, x, return_lse=True)]
+    cuflash.merge(*zip(*parts))
+    assert_type(cuflash.merge([y for y, _ in parts], [z for _, z in parts]), tuple[F32, Row])
+
+
 def right_gradients(x: F32, h: F16, s: Stubbed, t: Tensor, flag: bool) -> None:
     assert_type(cuflash.attention_backward(x, x, h, x, x, x), tuple[F32, F16, F32])
     assert_type(cuflash.attention_backward(s, s, s, s, s, s), tuple[Stubbed, Stubbed, Stubbed])
@@ -112,6 +123,7 @@ def right_reference(x: F32, flag: bool) -> None:
     assert_type(reference.attention(x, x, x, return_lse=True), tuple[Row, Row])
     assert_type(reference.attention(x, x, x, return_lse=flag), Row | tuple[Row, Row])
     assert_type(reference.attention_backward(x, x, x, x, causal=True), tuple[Row, Row, Row])
+    assert_type(reference.merge([x, x], x), tuple[Row, Row])
     assert_type(reference.forward_bound(x, x, x, "float16").lse_bound, Row)
     reference.attention(x, x, x, dtype=np.longdouble, window=(3, None), kv_lengths=[2, 1])
 
@@ -173,6 +185,9 @@ def wrong_options(x: F32) -> None:
     cuflash.Device("sm_90")  # wrong: reportArgumentType
     cuflash.attention_vjp(x, x, x, page_table=x)  # wrong: reportCallIssue
     cuflash.attention_backward(x, x, x, x, x, x, page_table=x)  # wrong: reportCallIssue
+    cuflash.merge(x)  # wrong: reportCallIssue
+    cuflash.merge([x, None], x)  # wrong: reportCallIssue
+    cuflash.merge(x, x, out=x)  # wrong: reportCallIssue
     cuflash.append_kv(x, x, x, x)  # wrong: reportCallIssue
     cuflash.append_kv(x, x, x, x, 1.5)  # wrong: reportArgumentType
     cuflash.append_kv(x, x, x, x, 0, page_table=[1])  # wrong: reportArgumentType
