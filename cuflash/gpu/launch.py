@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
+import operator
+import os
 import struct
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import cupy
@@ -55,6 +59,23 @@ def device_facts(device_id: int) -> Device:
     )
 
 
+def device_number(device: object) -> int:
+    """The number of a CUDA device, by default of the current one; an error where there is none."""
+    if device is None:
+        return int(cupy.cuda.runtime.getDevice())
+    wanted = "give the number of a CUDA device, or None for the current one"
+    try:
+        number = operator.index(device)  # type: ignore[arg-type]
+        if isinstance(device, bool):
+            raise TypeError
+    except TypeError:
+        raise TypeError(f"device={device!r}: {wanted}") from None
+    count = cupy.cuda.runtime.getDeviceCount()
+    if not 0 <= number < count:
+        raise ValueError(f"device={device!r}: {wanted}; there are {count}")
+    return number
+
+
 @functools.lru_cache(maxsize=512)
 def _load(
     source: str, name: str, options: tuple[str, ...], shared_bytes: int, device_id: int
@@ -72,6 +93,11 @@ def _load(
         return kernel.kernel
 
 
+def compiler_input(plan: Plan | AppendPlan, kernel: Launch) -> tuple[str, str, tuple[str, ...]]:
+    """What is compiled for one of a plan's kernels: its source, its name and options."""
+    return without_comments(plan.source(kernel.name)), kernel.name, plan.compile_options
+
+
 @functools.lru_cache(maxsize=512)
 def compiled(
     plan: Plan | AppendPlan | MergePlan, device_id: int, kernel: Launch | None = None
@@ -81,23 +107,56 @@ def compiled(
     It is compiled, or taken from CuPy's disk cache.
     """
     kernel = kernel or next(x for x in plan.kernels if x.name == plan.kernel)
-    source, options = without_comments(plan.source(kernel.name)), plan.compile_options
+    source, name, options = compiler_input(plan, kernel)
     with _compiling.setdefault(hash(source), threading.Lock()):  # a second thread waits for it
-        return _load(source, kernel.name, options, kernel.shared_bytes, device_id)
+        return _load(source, name, options, kernel.shared_bytes, device_id)
+
+
+def _compiled_in_threads(device_id: int) -> Callable[[Plan, Launch], Any]:
+    """:func:`compiled` on one device, for threads of the caller's."""
+    with cupy.cuda.Device(device_id):
+        stream = cupy.cuda.get_current_stream()
+
+    def compile_one(plan: Plan, kernel: Launch) -> Any:
+        with cupy.cuda.Device(device_id), stream:  # it may be captured
+            return compiled(plan, device_id, kernel)
+
+    return compile_one
 
 
 def compile_all(plan: Plan, device_id: int) -> list[Any]:
     """The functions of a plan's kernels on one device; several are compiled side by side."""
     if len(plan.kernels) == 1:
         return [compiled(plan, device_id, kernel) for kernel in plan.kernels]
-    stream = cupy.cuda.get_current_stream()
-
-    def compile_one(kernel: Launch) -> Any:
-        with cupy.cuda.Device(device_id), stream:  # it may be captured
-            return compiled(plan, device_id, kernel)
-
+    compile_one = _compiled_in_threads(device_id)
     with ThreadPoolExecutor(len(plan.kernels)) as pool:
-        return list(pool.map(compile_one, plan.kernels))
+        return list(pool.map(compile_one, itertools.repeat(plan), plan.kernels))
+
+
+def compile_each(
+    kernels: Sequence[tuple[Plan, Launch]], device_id: int, done: Callable[[], object]
+) -> list[float]:
+    """Compile kernels of several plans on one device, a thread for each processor.
+
+    Returns the seconds that each one took. `done` is called after each, by the caller's thread.
+    The first error ends it: what has not begun is left out.
+    """
+    compile_one = _compiled_in_threads(device_id)
+
+    def seconds(plan: Plan, kernel: Launch) -> float:
+        begin = time.perf_counter()
+        compile_one(plan, kernel)
+        return time.perf_counter() - begin
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        futures = [pool.submit(seconds, *pair) for pair in kernels]
+        try:
+            for future in as_completed(futures):
+                future.result()
+                done()
+        finally:
+            pool.shutdown(cancel_futures=True)
+    return [future.result() for future in futures]
 
 
 def begin_to_compile(plan: Plan, device_id: int) -> None:
