@@ -4,6 +4,7 @@ from . import reference
 from ._append_kv import append_kv
 from ._attention import attention, attention_backward, attention_vjp, plan
 from ._merge import merge
+from ._precompile import CompiledKernel, precompile
 from .masks.block_mask import BlockMask
 from .planning.plan import Plan
 from .planning.problem import Device
@@ -12,6 +13,7 @@ from .scores.score_mod import ScoreMod
 __version__ = "0.1.0"
 __all__ = [
     "BlockMask",
+    "CompiledKernel",
     "Device",
     "Plan",
     "ScoreMod",
@@ -21,5 +23,6 @@ __all__ = [
     "attention_vjp",
     "merge",
     "plan",
+    "precompile",
     "reference",
 ]

@@ -8,7 +8,7 @@ of shapes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import (
     TYPE_CHECKING,
     Any,
@@ -21,7 +21,7 @@ from typing import (
 )
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 if TYPE_CHECKING:
     from .masks.block_mask import BlockMask
@@ -35,6 +35,9 @@ Integer: TypeAlias = int | np.integer[Any]
 Real: TypeAlias = float | np.floating[Any] | np.integer[Any]
 Window: TypeAlias = SupportsIndex | tuple[SupportsIndex | None, SupportsIndex | None]
 BlockSize: TypeAlias = SupportsIndex | tuple[SupportsIndex, SupportsIndex]
+Shape: TypeAlias = tuple[SupportsIndex, ...]
+Shapes: TypeAlias = Shape | tuple[Shape, Shape, Shape]  # of q, k and v
+Dtypes: TypeAlias = DTypeLike | Iterable[DTypeLike]
 
 
 class SupportsDLPack(Protocol):

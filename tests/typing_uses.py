@@ -118,6 +118,17 @@ def right_options(x: F32, n: NDArray[np.int64], t: Tensor) -> None:
     cuflash.plan(x, x, x, backward=True, deterministic=False, out=(None, x, None)).kernel.upper()
 
 
+def right_shapes(x: F32) -> None:
+    q, kv = (4, 32, 4096, 128), (4, 8, 4096, 128)
+    found = cuflash.precompile((q, kv, kv), "bfloat16", causal=True, enable_gqa=True)
+    assert_type(found, list[cuflash.CompiledKernel])
+    assert_type(found[0].plan, cuflash.Plan)
+    assert_type(found[0].seconds, float)
+    cuflash.precompile(q, np.float16, device=0, backward=True, deterministic=False, mask=x > 0)
+    cuflash.precompile([q, x.shape, (q, kv, kv)], ["float16", np.dtype("float32")], progress=False)
+    cuflash.precompile(((1, 8, n, 64) for n in (1, 512)), "float16", aligned=False, window=3)
+
+
 def right_reference(x: F32, flag: bool) -> None:
     assert_type(reference.attention([[1.0]], [[1.0]], x), Row)
     assert_type(reference.attention(x, x, x, return_lse=True), tuple[Row, Row])
@@ -182,6 +193,10 @@ def wrong_options(x: F32) -> None:
     cuflash.plan(x, x, x, algo="fa4")  # wrong: reportArgumentType
     cuflash.plan(x, x, x, device="H200")  # wrong: reportArgumentType
     cuflash.plan(x, x, x, return_lse=True)  # wrong: reportCallIssue
+    cuflash.precompile((4, 16, 4096, 128))  # wrong: reportCallIssue
+    cuflash.precompile(8, "float16")  # wrong: reportArgumentType
+    cuflash.precompile((4, 16), "float16", device="H200")  # wrong: reportArgumentType
+    cuflash.precompile((4, 16), "float16", algo="fa4")  # wrong: reportArgumentType
     cuflash.Device("sm_90")  # wrong: reportArgumentType
     cuflash.attention_vjp(x, x, x, page_table=x)  # wrong: reportCallIssue
     cuflash.attention_backward(x, x, x, x, x, x, page_table=x)  # wrong: reportCallIssue

@@ -1,0 +1,270 @@
+"""`precompile`: kernels compiled before the first call that needs them."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import ml_dtypes
+import numpy as np
+
+from .calls.arguments import Arguments, Options
+from .calls.arrays import as_integers, as_mask, as_window, of_batch, split_offset
+from .calls.call import BackwardCall, Call, ForwardCall
+from .calls.run import launch_module
+from .extras import HOW_TO_INSTALL_CUPY
+from .keywords import explains_keywords
+from .operands.dtypes import ITEM_BYTES
+from .operands.spec import Spec
+from .planning.plan import Plan, choice_for_gradients
+from .planning.tile import Launch
+from .progress import progress_bar
+
+if TYPE_CHECKING:
+    from .masks.block_mask import BlockMask
+    from .typing import (
+        Algo,
+        AnyArray,
+        Causal,
+        Dtypes,
+        Engine,
+        Integers,
+        Real,
+        Shapes,
+        Window,
+    )
+
+Triple: TypeAlias = tuple[tuple[int, ...], ...]  # shapes of q, k and v
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """A kernel that :func:`precompile` has compiled, or found compiled.
+
+    Attributes
+    ----------
+    name : str
+    plan : Plan
+        The first of the plans that launch it.
+    seconds : float
+        How long it took, on the wall clock; little where it was compiled before.
+    """
+
+    name: str
+    plan: Plan = field(repr=False)
+    seconds: float
+
+
+@explains_keywords
+def precompile(
+    shapes: Shapes | Iterable[Shapes],
+    dtype: Dtypes,
+    *,
+    device: int | None = None,
+    backward: bool = False,
+    aligned: bool = True,
+    progress: bool = True,
+    algo: Algo | None = None,
+    engine: Engine | None = None,
+    causal: Causal = False,
+    window: Window | None = None,
+    mask: BlockMask | AnyArray | None = None,
+    softcap: Real | None = None,
+    q_lengths: Integers | None = None,
+    kv_lengths: Integers | None = None,
+    q_offset: Integers | None = None,
+    scale: Real | None = None,
+    enable_gqa: bool = False,
+    split_keys: int | None = None,
+    page_table: AnyArray | None = None,
+    deterministic: bool = True,
+) -> list[CompiledKernel]:
+    """Compile what :func:`attention` needs for operands of these shapes and types.
+
+    Otherwise the first call of a kind does so. CuPy keeps the kernels on disk for other processes,
+    in `~/.cupy/kernel_cache` or where `CUPY_CACHE_DIR` says. No memory is taken for operands.
+
+    Parameters
+    ----------
+    shapes : tuple of int, triple of them, or iterable of such
+        The shapes of q, k and v: one tuple of sizes for all three, or three such tuples in a
+        tuple. Several problems come as a list or any other iterable of these.
+    dtype : dtype or iterable of dtype
+        float16, bfloat16, float32 or float64, by name or as NumPy's or ml_dtypes' own, for all
+        three operands. Of several, each is compiled for every shape.
+    device : int, optional
+        Number of the CUDA device, which has to be there; by default the current one.
+    backward : bool
+        Compile the kernels of :func:`attention_backward` as well, as :func:`attention_vjp`
+        calls it.
+    aligned : bool
+        Operands and results start on multiples of 16 bytes, and rows lie such multiples apart
+        where a row of the shape has so many bytes. New arrays are like that, and views of these
+        that swap axes, such as `x.swapaxes(1, 2)`, or leave out heads or positions run the same
+        kernels. False: for arrays that are not.
+    progress : bool
+        Show how many kernels are compiled, where stderr is a terminal: by tqdm, if it is
+        installed.
+    algo, engine, causal, window, mask, softcap, scale, enable_gqa, split_keys
+        As given to :func:`attention`.
+    q_lengths, kv_lengths, q_offset, page_table
+        As given to :func:`attention`. Of arrays only shape and type count, so that zeros do.
+    deterministic : bool
+        As given to :func:`attention_backward`.
+
+    Returns
+    -------
+    list of CompiledKernel
+        Every kernel that is needed, once, with the seconds that it took.
+
+    Raises
+    ------
+    ModuleNotFoundError
+        Where CuPy is not installed.
+    ValueError, TypeError, NotImplementedError
+        As :func:`plan`, and for what is no shape, type or device. Then nothing is compiled.
+    RuntimeError
+        If CUDA finds no device, or a kernel does not compile.
+
+    Notes
+    -----
+    Lengths, the batch, the number of key heads, `causal` and `window` only decide which tiles are
+    best, so that the kernels of one shape serve many. Another device, another version of CuPy, of
+    its compiler or of cuflash needs others.
+
+    Operands in rarer layouts, such as rows in reverse order, axes repeated by a stride of 0 or
+    more than three leading axes of irregular strides, may run other kernels: their first call
+    compiles these.
+
+    Examples
+    --------
+    A model in bfloat16, with grouped heads, for training:
+
+    >>> import cuflash
+    >>> q, kv = (4, 32, 4096, 128), (4, 8, 4096, 128)
+    >>> kernels = cuflash.precompile(
+    ...     (q, kv, kv), "bfloat16", causal=True, enable_gqa=True, backward=True
+    ... )  # doctest: +SKIP
+    >>> [kernel.name for kernel in kernels]  # doctest: +SKIP
+    ['hopper_forward', 'backward_rows', 'hopper_backward', 'hopper_sum_dq']
+
+    Prompts of two lengths and steps of decoding over a cache, of which lengths say how much is
+    valid:
+
+    >>> import numpy as np
+    >>> shapes = [((1, 32, n, 128), (1, 8, 8192, 128), (1, 8, 8192, 128)) for n in (1, 512, 4096)]
+    >>> kernels = cuflash.precompile(
+    ...     shapes, "bfloat16", causal=True, enable_gqa=True, kv_lengths=np.zeros(1, np.int32)
+    ... )  # doctest: +SKIP
+    """
+    triples, dtypes = _triples(shapes), _dtypes(dtype)
+    offset, offsets = split_offset(q_offset)
+    options = Options(
+        algo, engine, causal, as_window(window), offset, softcap, scale, enable_gqa,
+        split_keys=split_keys,
+    )  # fmt: skip
+    integers: dict[str, Any] = {**of_batch(q_lengths, kv_lengths, offsets, np.empty(0))}
+    if page_table is not None:
+        if backward:
+            raise ValueError("page_table goes with backward=False: pages have no gradients")
+        integers["page_table"] = as_integers("page_table", page_table)
+    arguments = Arguments(ForwardCall.operands, integers, as_mask(mask))
+    kinds: list[tuple[type[Call], Options]] = [(ForwardCall, options)]
+    if backward:
+        chosen_algo, chosen_engine = choice_for_gradients(algo, engine)
+        of_gradients = options._replace(
+            algo=chosen_algo, engine=chosen_engine, deterministic=deterministic, split_keys=None
+        )
+        kinds.append((BackwardCall, of_gradients))
+    launch = _launch_module()
+    number = launch.device_number(device)
+    facts, others = launch.device_facts(number), arguments.specs()
+
+    def plans() -> Iterator[Plan]:
+        for triple in triples:
+            for element in dtypes:
+                specs = (Spec.contiguous(shape, element) for shape in triple)
+                given = dict(zip("qkv", specs)) | others
+                for kind, asked in kinds:
+                    call = kind(given, asked, facts, arguments.mask_kind, bool(aligned))
+                    if not call.is_empty:
+                        yield call.plan
+
+    kernels = _distinct(plans(), launch.compiler_input)
+    with progress_bar(len(kernels), "kernel", bool(progress)) as step:
+        times = launch.compile_each(kernels, number, step)
+    return [CompiledKernel(x.name, plan, time) for (plan, x), time in zip(kernels, times)]
+
+
+def _launch_module() -> ModuleType:
+    """`cuflash.gpu.launch`; without CuPy the error says how to install it."""
+    try:
+        return launch_module()
+    except ModuleNotFoundError as error:
+        if error.name != "cupy":
+            raise
+        raise ModuleNotFoundError(
+            f"kernels are compiled by CuPy, which is not installed: {HOW_TO_INSTALL_CUPY}",
+            name="cupy",
+        ) from None
+
+
+def _distinct(
+    plans: Iterable[Plan], key: Callable[[Plan, Launch], object]
+) -> list[tuple[Plan, Launch]]:
+    """The plans' kernels in their order, those of one key once."""
+    found: dict[object, tuple[Plan, Launch]] = {}
+    for plan in plans:
+        for kernel in plan.kernels:
+            found.setdefault(key(plan, kernel), (plan, kernel))
+    return list(found.values())
+
+
+def _triples(shapes: object) -> list[Triple]:
+    """The shapes of q, k and v of each problem."""
+    one = _triple(shapes)
+    if one is not None:
+        return [one]
+    wanted = "give a tuple of sizes, three of these for q, k and v, or a list of such"
+    try:
+        triples = [_triple(x) for x in shapes]  # type: ignore[attr-defined]
+    except TypeError:
+        raise TypeError(f"shapes={shapes!r}: {wanted}") from None
+    if None in triples:
+        raise TypeError(f"shapes={shapes!r}: {wanted}")
+    return [x for x in triples if x is not None]
+
+
+def _triple(given: object) -> Triple | None:
+    """Shapes of q, k and v, or None; a tuple of sizes stands for all three."""
+    if not isinstance(given, tuple):
+        return None
+    is_one = not any(isinstance(x, tuple) for x in given)
+    try:
+        shapes = tuple(tuple(map(operator.index, x)) for x in ((given,) * 3 if is_one else given))
+    except TypeError:
+        return None
+    if len(shapes) != 3:
+        raise ValueError(
+            f"{given} holds {len(shapes)} shapes: a tuple holds those of q, k and v; give several "
+            "problems as a list"
+        )
+    if any(size < 0 for shape in shapes for size in shape):
+        raise ValueError(f"{given} is no shape: sizes are 0 or more")
+    return shapes
+
+
+def _dtypes(given: Any) -> list[np.dtype[Any]]:
+    """The element types, each one that attention takes."""
+    try:
+        several = [given] if isinstance(given, (str, type, np.dtype)) else list(given)
+        dtypes = [np.dtype(getattr(ml_dtypes, x, x) if isinstance(x, str) else x) for x in several]
+        if not {x.name for x in dtypes} <= set(ITEM_BYTES):
+            raise TypeError
+    except TypeError:
+        supported = ", ".join(ITEM_BYTES)
+        raise TypeError(f"dtype={given!r}: attention takes {supported}") from None
+    return dtypes
