@@ -1,7 +1,7 @@
 """`python -m cuflash`: what is here, a checked run of all that works here, and its times.
 
 `python -m cuflash check` is the same. `python -m cuflash compare` is another command: see
-compare/contenders.py.
+compare/contenders.py. `python -m cuflash precompile` is :func:`cuflash.precompile`.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from . import __version__, attention, plan, reference
+from . import __version__, attention, plan, precompile, reference
 from .compare.machine import DTYPES, describe, find_cupy, first_line
 from .extras import HOW_TO_INSTALL_CUPY
+from .masks.band import ALIGNMENTS
 from .planning.plan import ALGOS, ENGINES, Plan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Sequence
     from types import ModuleType
 
     from numpy.typing import NDArray
@@ -206,8 +207,89 @@ def table(rows: list[Row]) -> str:
     return "\n".join(text.rstrip() for text in texts)
 
 
+def precompile_command(arguments: Sequence[str]) -> int:
+    """Compile what the command line asks for, and print what and how long.
+
+    Returns 1 if a kernel does not compile.
+    """
+    parser = precompile_line()
+    options = vars(parser.parse_args(arguments))
+    q = options.pop("shape")
+    k = options.pop("keys") or q
+    v = options.pop("values") or k
+    cupy, missing = find_cupy(HOW_TO_INSTALL_CUPY)
+    if cupy is None:
+        parser.error(f"kernels are compiled for a GPU: {missing}")
+    begin = time.perf_counter()
+    try:
+        for name in ("q_lengths", "kv_lengths"):
+            if options[name]:
+                batch = np.broadcast_shapes(q[:-3], k[:-3], v[:-3])
+                options[name] = np.zeros(batch, options[name])
+        kernels = precompile((q, k, v), **options)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        parser.error(str(error))
+    except RuntimeError as error:  # a kernel that does not compile
+        print(error, file=sys.stderr)
+        return 1
+    for kernel in kernels:
+        print(f"{kernel.seconds:7.2f} s  {kernel.name}: {kernel.plan.problem}")
+    print(f"{time.perf_counter() - begin:7.2f} s  for {len(kernels)} kernel(s)")
+    return 0
+
+
+def precompile_line() -> argparse.ArgumentParser:
+    """The options of `precompile`."""
+    parser = argparse.ArgumentParser(
+        prog="python -m cuflash precompile",
+        description="Compile the kernels of attention before the first call that needs them: CuPy "
+        "keeps them on disk. See help(cuflash.precompile).",
+    )
+    add = parser.add_argument
+    add("--shape", type=_shape, metavar="B,H,N,D", required=True, help="of q")
+    add("--keys", type=_shape, metavar="B,H,M,D", help="shape of k, by default that of q")
+    add("--values", type=_shape, metavar="B,H,M,DV", help="shape of v, by default that of k")
+    add("--dtype", nargs="+", choices=DTYPES, required=True)
+    add("--device", type=int, metavar="NUMBER", help="by default CuPy's current one")
+    add("--backward", action="store_true", help="gradients, too")
+    add("--any-order", dest="deterministic", action="store_false",
+        help="gradients that need not be the same bits each time")  # fmt: skip
+    add("--unaligned", dest="aligned", action="store_false",
+        help="of arrays that do not start on multiples of 16 bytes")  # fmt: skip
+    add("--quiet", dest="progress", action="store_false", help="no progress bar")
+    add("--algo", choices=ALGOS)
+    add("--engine", choices=ENGINES)
+    add("--causal", nargs="?", const=True, default=False, choices=ALIGNMENTS)
+    add("--window", type=_window, metavar="LEFT,RIGHT", help="nothing for an open side: 256,")
+    add("--softcap", type=float)
+    add("--scale", type=float)
+    add("--enable-gqa", action="store_true", help="q has a multiple of the heads of k and v")
+    add("--split-keys", type=int, metavar="KEYS")
+    add("--q-offset", type=int)
+    add("--q-lengths", choices=("int32", "int64"), help="type of an array of lengths")
+    add("--kv-lengths", choices=("int32", "int64"), help="type of an array of lengths")
+    return parser
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    """Sizes from the command line."""
+    try:
+        return tuple(map(int, text.split(",")))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no shape, such as 4,16,4096,128") from None
+
+
+def _window(text: str) -> tuple[int | None, ...]:
+    """Both sides of a window from the command line; one number stands for both."""
+    try:
+        sides = tuple(int(side) if side else None for side in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no window, such as 256,0") from None
+    return sides * 2 if len(sides) == 1 else sides
+
+
 def command_line() -> argparse.ArgumentParser:
-    """The commands; contenders.py has the options of its own."""
+    """The commands; contenders.py and :func:`precompile_line` have the options of their own."""
     parser = argparse.ArgumentParser(
         prog="python -m cuflash", description="Attention for NumPy and CuPy arrays."
     )
@@ -220,16 +302,22 @@ def command_line() -> argparse.ArgumentParser:
     commands.add_parser(
         "compare", add_help=False, help="compare with what else there is, as tables and pictures"
     )
+    commands.add_parser(
+        "precompile", add_help=False, help="compile kernels before the first call needs them"
+    )
     return parser
 
 
 def command() -> int:
     """What the command line asks for."""
     parser, arguments = command_line(), sys.argv[1:]
-    if parser.parse_args(arguments[:1]).command == "compare":
+    name = parser.parse_args(arguments[:1]).command
+    if name == "compare":
         from .compare.contenders import main as compare
 
         return compare(arguments[1:])
+    if name == "precompile":
+        return precompile_command(arguments[1:])
     parser.parse_args(arguments)
     return main()
 

@@ -194,11 +194,15 @@ def test_the_check_with_and_without_its_name(monkeypatch, capsys, arguments):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--help"], ["usage: python -m cuflash [-h] [--version] COMMAND", "check", "compare"]),
+        (
+            ["--help"],
+            ["usage: python -m cuflash [-h] [--version] COMMAND", "check", "compare", "precompile"],
+        ),
         (["-h"], ["usage: python -m cuflash [-h]"]),
         (["--version"], [f"cuflash {cuflash.__version__}\n"]),
         (["check", "--help"], ["usage: python -m cuflash check", "Returns 1 if a check fails"]),
         (["compare", "--help"], ["usage: python -m cuflash compare", "--quick"]),
+        (["precompile", "--help"], ["usage: python -m cuflash precompile", "--shape B,H,N,D"]),
     ],
 )
 def test_help_and_version(monkeypatch, capsys, arguments, words):
