@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import ml_dtypes
 import numpy as np
 
-from .calls.arguments import Arguments, Options
+from .calls.arguments import Arguments, Options, split_scores
 from .calls.arrays import as_integers, as_mask, as_window, of_batch, split_offset
 from .calls.call import BackwardCall, Call, ForwardCall
 from .calls.run import launch_module
@@ -25,6 +25,7 @@ from .progress import progress_bar
 
 if TYPE_CHECKING:
     from .masks.block_mask import BlockMask
+    from .scores.score_mod import ScoreMod
     from .typing import (
         Algo,
         AnyArray,
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
         Engine,
         Integers,
         Real,
+        ScoreFunction,
         Shapes,
         Window,
     )
@@ -72,7 +74,11 @@ def precompile(
     causal: Causal = False,
     window: Window | None = None,
     mask: BlockMask | AnyArray | None = None,
+    bias: AnyArray | Real | None = None,
+    score_mod: ScoreMod | ScoreFunction | None = None,
     softcap: Real | None = None,
+    alibi_slopes: AnyArray | Real | None = None,
+    sinks: AnyArray | Real | None = None,
     q_lengths: Integers | None = None,
     kv_lengths: Integers | None = None,
     q_offset: Integers | None = None,
@@ -110,8 +116,9 @@ def precompile(
         installed.
     algo, engine, causal, window, mask, softcap, scale, enable_gqa, split_keys
         As given to :func:`attention`.
-    q_lengths, kv_lengths, q_offset, page_table
-        As given to :func:`attention`. Of arrays only shape and type count, so that zeros do.
+    bias, score_mod, alibi_slopes, sinks, q_lengths, kv_lengths, q_offset, page_table
+        As given to :func:`attention`. Of arrays only shape, strides and type count, so that those
+        of `numpy.empty` do.
     deterministic : bool
         As given to :func:`attention_backward`.
 
@@ -162,16 +169,17 @@ def precompile(
     """
     triples, dtypes = _triples(shapes), _dtypes(dtype)
     offset, offsets = split_offset(q_offset)
+    text, scored = split_scores(np.empty(0), score_mod, bias, sinks, alibi_slopes)
     options = Options(
         algo, engine, causal, as_window(window), offset, softcap, scale, enable_gqa,
-        split_keys=split_keys,
+        split_keys=split_keys, score_mod=text,
     )  # fmt: skip
     integers: dict[str, Any] = {**of_batch(q_lengths, kv_lengths, offsets, np.empty(0))}
     if page_table is not None:
         if backward:
             raise ValueError("page_table goes with backward=False: pages have no gradients")
         integers["page_table"] = as_integers("page_table", page_table)
-    arguments = Arguments(ForwardCall.operands, integers, as_mask(mask))
+    arguments = Arguments(ForwardCall.operands, integers | scored, as_mask(mask))
     kinds: list[tuple[type[Call], Options]] = [(ForwardCall, options)]
     if backward:
         chosen_algo, chosen_engine = choice_for_gradients(algo, engine)

@@ -201,8 +201,9 @@ def test_kernels_that_problems_share_are_compiled_once(compiler):
         tuple(map(np.int64, Q)),
         {Q},
     ],
-    ids=str,
-)
+    ids=["one", "three", "list of one", "list of three", "tuple of both", "generator", "of an array",
+         "of integers of NumPy", "set"],
+)  # fmt: skip
 def test_ways_to_give_one_shape(compiler, shapes):
     (kernel,) = cuflash.precompile(shapes, np.dtype("float16"))
     assert (kernel.plan,) == tuple(plans_of((Q, Q, Q), "float16", False))

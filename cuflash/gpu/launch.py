@@ -93,7 +93,9 @@ def _load(
         return kernel.kernel
 
 
-def compiler_input(plan: Plan | AppendPlan, kernel: Launch) -> tuple[str, str, tuple[str, ...]]:
+def compiler_input(
+    plan: Plan | AppendPlan | MergePlan, kernel: Launch
+) -> tuple[str, str, tuple[str, ...]]:
     """What is compiled for one of a plan's kernels: its source, its name and options."""
     return without_comments(plan.source(kernel.name)), kernel.name, plan.compile_options
 
