@@ -183,7 +183,7 @@ def attention(
         :class:`BlockMask` knows them beforehand, those of an array are found in each call. What
         `causal`, `window` or lengths hide stays hidden.
     bias : array of float, broadcastable to (..., H, N, M), optional
-        Added to the scores. -inf hides a key.
+        Added to the scores. -inf leaves a key without weight, whatever its score.
     score_mod : ScoreMod or function, optional
         Any other change of the scores: an expression, see :class:`ScoreMod`, or a function of
         (score, batch, head, q, k), with shift as sixth argument if it takes six, which is traced

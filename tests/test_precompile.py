@@ -201,8 +201,8 @@ def test_kernels_that_problems_share_are_compiled_once(compiler):
         tuple(map(np.int64, Q)),
         {Q},
     ],
-    ids=["one", "three", "list of one", "list of three", "tuple of both", "generator", "of an array",
-         "of integers of NumPy", "set"],
+    ids=["one", "three", "list of one", "list of three", "tuple of both", "generator", "array's",
+         "of NumPy's integers", "set"],
 )  # fmt: skip
 def test_ways_to_give_one_shape(compiler, shapes):
     (kernel,) = cuflash.precompile(shapes, np.dtype("float16"))

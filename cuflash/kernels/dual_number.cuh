@@ -63,7 +63,6 @@ struct Dual {
         return floor_divide(x.value, y.value);
     }
     friend __device__ __forceinline__ Dual floor_modulo(Dual x, Dual y) {
-        return {floor_modulo(x.value, y.value),
-                x.slope - floor_divide(x.value, y.value) * y.slope};
+        return {floor_modulo(x.value, y.value), x.slope - floor_divide(x.value, y.value) * y.slope};
     }
 };

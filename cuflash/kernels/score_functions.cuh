@@ -63,17 +63,99 @@ __device__ __forceinline__ bool is_index(long long index, int size) {
     return index >= 0 && index < size;
 }
 
-// An element of a captured array, 0 for an index that it does not have. With ADJACENT the elements of
-// the last axis lie side by side.
+// ld.global.nc where there is an element, else 0: without a branch, and in the program's order. Loads of
+// a whole tile ahead of their use would take more registers than there are.
+__device__ __forceinline__ unsigned short load_where(bool exists, const unsigned short* element) {
+    unsigned short x = 0;
+    asm volatile(
+        "{\n"
+        ".reg .pred exists;\n"
+        "setp.ne.b32 exists, %2, 0;\n"
+        "@exists ld.global.nc.b16 %0, [%1];\n"
+        "}"
+        : "+h"(x)
+        : "l"(element), "r"(int(exists)));
+    return x;
+}
+__device__ __forceinline__ unsigned int load_where(bool exists, const unsigned int* element) {
+    unsigned int x = 0;
+    asm volatile(
+        "{\n"
+        ".reg .pred exists;\n"
+        "setp.ne.b32 exists, %2, 0;\n"
+        "@exists ld.global.nc.b32 %0, [%1];\n"
+        "}"
+        : "+r"(x)
+        : "l"(element), "r"(int(exists)));
+    return x;
+}
+__device__ __forceinline__ unsigned long long load_where(bool exists,
+                                                         const unsigned long long* element) {
+    unsigned long long x = 0;
+    asm volatile(
+        "{\n"
+        ".reg .pred exists;\n"
+        "setp.ne.b32 exists, %2, 0;\n"
+        "@exists ld.global.nc.b64 %0, [%1];\n"
+        "}"
+        : "+l"(x)
+        : "l"(element), "r"(int(exists)));
+    return x;
+}
+__device__ __forceinline__ unsigned char load_where(bool exists, const unsigned char* element) {
+    return exists ? *element : 0;
+}
+
+template <int BYTES>
+struct BitsOf;
+template <>
+struct BitsOf<1> {
+    using type = unsigned char;
+};
+template <>
+struct BitsOf<2> {
+    using type = unsigned short;
+};
+template <>
+struct BitsOf<4> {
+    using type = unsigned int;
+};
+template <>
+struct BitsOf<8> {
+    using type = unsigned long long;
+};
+
+// Where an element of a captured array is, and whether it has such indices. With ADJACENT the elements
+// of the last axis lie side by side.
 template <bool ADJACENT, typename E, typename... Index>
-__device__ __forceinline__ auto captured(const E* elements, const int* size,
-                                         const long long* stride, Index... index)
-    -> decltype(number_of(*elements)) {
+__device__ __forceinline__ bool find_element(const E*& element, const int* size,
+                                             const long long* stride, Index... index) {
     constexpr int LAST = int(sizeof...(Index)) - 1;
     int axis = 0, place = 0;
-    long long offset = 0;
-    const bool exists = (true && ... && is_index(index, size[axis++]));
-    ((offset += ADJACENT && place == LAST ? (long long)(index) : index * stride[place], ++place),
+    ((element += ADJACENT && place == LAST ? (long long)(index) : index * stride[place], ++place),
      ...);
-    return exists ? number_of(elements[offset]) : decltype(number_of(*elements))(0);
+    return (true && ... && is_index(index, size[axis++]));
+}
+
+// An element of a captured array, 0 for an index that it does not have.
+template <bool ADJACENT, typename E, typename... Index>
+__device__ __forceinline__ auto captured(const E* element, const int* size, const long long* stride,
+                                         Index... index) -> decltype(number_of(*element)) {
+    const bool exists = find_element<ADJACENT>(element, size, stride, index...);
+    return exists ? number_of(__ldg(element)) : decltype(number_of(*element))(0);
+}
+
+// The same, of an element that is another one for each query or key.
+template <bool ADJACENT, typename E, typename... Index>
+__device__ __forceinline__ auto captured_of_pair(const E* element, const int* size,
+                                                 const long long* stride, Index... index)
+    -> decltype(number_of(*element)) {
+    using Bits = typename BitsOf<sizeof(E)>::type;
+    const bool exists = find_element<ADJACENT>(element, size, stride, index...);
+    union {
+        Bits bits;
+        E value;
+    } loaded;
+    loaded.bits = load_where(exists, reinterpret_cast<const Bits*>(element));
+    return number_of(loaded.value);
 }

@@ -27,6 +27,8 @@ class HopperTile(KernelTile):
     ----------
     modified : bool
         Whether there are registers to change scores in.
+    placed : bool
+        Whether there are registers to change them by where they are, or by arrays.
     """
 
     engine: ClassVar[Engine] = "wgmma"
@@ -34,6 +36,7 @@ class HopperTile(KernelTile):
 
     dtypes: tuple[str, ...] = HALF
     modified: bool = True
+    placed: bool = True
 
     @property
     def threads(self) -> int:
@@ -44,6 +47,8 @@ class HopperTile(KernelTile):
         """Why this row cannot or should not serve, or an empty string."""
         if problem.score.stages and not self.modified:
             return "has no registers for modified scores"
+        if problem.score.reads_pair and not self.placed:
+            return "has no registers for scores that depend on their place"
         return super().reject(problem, device)
 
     def missing(self, problem: Problem, device: Device) -> str:

@@ -61,10 +61,11 @@ def _score_function(problem: Problem) -> str:
     form = problem.score
     unit = f"p.capture_{form.unit}" if form.unit else "Accumulator(1)"
     scale = "p.score_scale" if form.unit else "p.scale"
-    *before, last = [emit(node) for node in form.nodes] or ["score"]
-    steps = "".join(f"    score = {text};\n" for text in before)
-    # Kernels ask for queries that do not exist, and multiply zeros by what they get.
-    if form.reads_pair:
+    *before, (reads, last) = [emit(node) for node in form.nodes] or [("", "score")]
+    steps = "".join(f"    {{ {reads} score = {text}; }}\n" for reads, text in before)
+    steps += f"    {reads}\n" if reads else ""
+    # Backward asks for queries that do not exist, and multiplies zeros by what it gets.
+    if form.reads_pair and problem.backward:
         last = f"unsigned(q) < unsigned(located.query_length) ? T({last}) : T(0)"
     functions = expand("score_functions.cuh") if form.stages or form.sink else ""
     text = f"""\
@@ -77,9 +78,11 @@ __device__ __forceinline__ T modify(T score, const Head& located, int q, int k, 
 {steps}    return {last};
 }}"""
     if form.sink:
+        reads, sink = emit(parse(form.sink, form.captures))
         text += f"""
 __device__ __forceinline__ Accumulator read_sink(const Params& p, int batch, int head) {{
-    return {emit(parse(form.sink, form.captures))};
+    {reads}
+    return {sink};
 }}"""
     return text
 

@@ -78,7 +78,7 @@ def make_score(
         arrays = [_whole(operand_of(x), x, given[operand_of(x)]) for x in text.arrays]
     for name, shape, tail, stage in (
         ("alibi_slopes", rows[:-1], (), "score - {} * abs(k - q - shift)"),
-        ("bias", (*rows, keys), ("q", "k"), "score + {}"),
+        ("bias", (*rows, keys), ("q", "k"), "where({0} == -inf, -inf, score + {0})"),
         ("sinks", rows[:-1], (), ""),
     ):
         if name in given:

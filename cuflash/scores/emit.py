@@ -18,12 +18,24 @@ _CALLS = {
 _COMPARISONS = ("<", "<=", ">", ">=", "==", "!=")
 
 
-def emit(node: Node) -> str:
+def emit(node: Node) -> tuple[str, str]:
     """The expression, over `score` of a type T, which is a dual number or a plain one.
 
     What depends on the score is a T, all other real numbers are Accumulators.
+
+    Returns
+    -------
+    declarations, expression : str
+        The former hold what is read of arrays, each element once.
     """
-    operation, inputs = node.operation, [emit(x) for x in node.inputs]
+    reads: dict[str, str] = {}
+    text = _emit(node, reads)
+    names = [f"const auto {name} = {read};" for read, name in reads.items()]
+    return " ".join(names), text
+
+
+def _emit(node: Node, reads: dict[str, str]) -> str:
+    operation, inputs = node.operation, [_emit(x, reads) for x in node.inputs]
     if operation == "score":
         return "score"
     if operation == "position":
@@ -34,7 +46,7 @@ def emit(node: Node) -> str:
         field = f"p.{field_of(node.value)}"
         return f"({field} != 0)" if node.kind == "bool" else field
     if operation == "read":
-        return emit_read(node.value, inputs)
+        return reads.setdefault(_read(node, inputs), f"element_{len(reads)}")
     if operation in ("real", "integer"):
         return f"{'Accumulator' if operation == 'real' else 'int'}({inputs[0]})"
     if operation == "negative":
@@ -70,13 +82,14 @@ def _number(node: Node) -> str:
     return f"Accumulator({node.value!r})"
 
 
-def emit_read(capture: Capture, indices: list[str]) -> str:
+def _read(node: Node, indices: list[str]) -> str:
     """An element of a captured array."""
-    field = field_of(capture)
+    capture, field = node.value, field_of(node.value)
     start = "&" if capture.axes == 1 else ""
     shape = [f"{start}p.{field}_{x}" if capture.axes else "nullptr" for x in ("size", "stride")]
+    function = "captured_of_pair" if any(x.reads_place for x in node.inputs) else "captured"
     adjacent = str(capture.adjacent).lower()
-    return f"captured<{adjacent}>({', '.join([f'p.{field}', *shape, *indices])})"
+    return f"{function}<{adjacent}>({', '.join([f'p.{field}', *shape, *indices])})"
 
 
 def field_of(capture: Capture) -> str:

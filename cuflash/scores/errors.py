@@ -52,7 +52,8 @@ def estimate(node: Node, names: Mapping[str, Any], score: Estimate, u: float) ->
     if operation == "position":
         return Estimate(names[node.value], 0)
     if operation == "number":
-        return Estimate(node.value, u * abs(node.value) if node.kind == "real" else 0)
+        is_rounded = node.kind == "real" and np.isfinite(node.value)
+        return Estimate(node.value, u * abs(node.value) if is_rounded else 0)
     inputs = [estimate(x, names, score, u) for x in node.inputs]
     if operation in ("capture", "read"):
         value = names[node.value.name]
@@ -145,11 +146,16 @@ def _function(
     a: Estimate, value: Any, rounding: Any, first: Any, second: Any, slope_rounding: Any
 ) -> Estimate:
     """A function of `a` with those derivatives; the rounding errors are absolute."""
-    error = np.abs(first) * a.error + rounding
-    slope_error = np.abs(first) * a.slope_error + np.abs(a.slope) * (
-        np.abs(second) * a.error + slope_rounding
-    )
-    return Estimate(value, error, first * a.slope, slope_error)
+    error = _share(first, a.error) + rounding
+    slope_error = _share(first, a.slope_error)
+    slope_error = slope_error + _share(_share(second, a.error) + slope_rounding, a.slope)
+    slope = np.where(np.equal(a.slope, 0), 0, first * a.slope)
+    return Estimate(value, error, slope, slope_error)
+
+
+def _share(factor: Any, error: Any) -> Any:
+    """The absolute product, 0 where `error` is, even of an infinite factor."""
+    return np.where(np.equal(error, 0), 0, np.abs(factor) * np.abs(error))
 
 
 def _tanh(u: float, a: Estimate) -> Estimate:

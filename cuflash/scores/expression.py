@@ -91,6 +91,12 @@ class Node:
         return self.operation == "score" or any(x.reads_score for x in self.inputs)
 
     @functools.cached_property
+    def reads_place(self) -> bool:
+        """Whether it depends on the query or the key."""
+        own = self.operation == "position" and self.value in ("q", "k")
+        return own or any(x.reads_place for x in self.inputs)
+
+    @functools.cached_property
     def reads_pair(self) -> bool:
         """Whether it depends on anything but the score and numbers."""
         own = self.operation in ("position", "read")

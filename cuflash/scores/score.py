@@ -77,14 +77,21 @@ UNCHANGED = ScoreForm()
 
 
 def _is_addend(node: Node) -> bool:
-    """Whether a stage adds to the score what does not depend on it."""
+    """Whether a stage adds to the score what does not depend on it, or makes it infinite."""
     if node.operation == "score":
         return True
-    if node.operation not in "+-" or not node.inputs:
+    if node.operation not in ("where", "+", "-"):
         return False
-    first, second = node.inputs
+    first, *others = node.inputs
+    if node.operation == "where":
+        return not first.reads_score and all(_is_addend(x) or _is_infinite(x) for x in others)
+    (second,) = others
     added = node.operation == "+" and second.operation == "score" and not first.reads_score
     return added or (first.operation == "score" and not second.reads_score)
+
+
+def _is_infinite(node: Node) -> bool:
+    return node.operation == "negative" and node.inputs[0].value == math.inf
 
 
 @dataclass(frozen=True)
