@@ -418,3 +418,44 @@ def test_cupy_arrays(dtype):
         for x, wanted in zip(results[1:], expected[1:], strict=True):
             if wanted is not None:
                 np.testing.assert_array_equal(on_host(x).astype(np.float64), wanted)
+
+
+@pytest.fixture(scope="module")
+def node_tests():
+    """ONNX's own cases of the operator, where the package is installed."""
+    pytest.importorskip("onnx")
+    from onnx import helper
+    from onnx.backend.test.case.node import attention as cases
+
+    found = []
+
+    def keep(node, inputs, outputs, name, opset_imports, **_):
+        arrays, results = iter(inputs), iter(outputs)
+        inputs = [next(arrays) if x else None for x in node.input]
+        outputs = [next(results) if x else None for x in node.output]
+        attributes = {x.name: helper.get_attribute_value(x) for x in node.attribute}
+        found.append((name, inputs, outputs, attributes, opset_imports[0].version))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cases, "expect", keep)
+        for name, export in vars(cases.Attention).items():
+            if name.startswith("export"):
+                export.__func__()
+    return found
+
+
+def test_cases_of_onnx(node_tests):
+    for name, inputs, outputs, attributes, opset in node_tests:
+        if len(outputs) == 4:
+            with pytest.raises(NotImplementedError):
+                attention(inputs, attributes, opset=opset, outputs=4)
+        results = attention(inputs, attributes, opset=opset, outputs=min(len(outputs), 3))
+        for x, wanted in zip(results, outputs):
+            if wanted is not None:
+                assert x.dtype == wanted.dtype
+                limit = 2 * TOLERANCES[x.dtype.name]
+                np.testing.assert_allclose(
+                    *(array.astype(np.float64) for array in (x, wanted)),
+                    rtol=limit, atol=limit, err_msg=name,
+                )  # fmt: skip
+    assert node_tests
