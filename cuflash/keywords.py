@@ -11,7 +11,7 @@ Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
 _MASK = "mask= takes an array of bool, True where a query may attend, or a BlockMask"
-_NO_ADDEND = f"nothing is added to scores; {_MASK}"
+_ADDEND = "bias= takes an array of float, which is added to scores"
 _NO_DROPOUT = "there is no dropout here"
 _NO_WEIGHTS = "weights are never in memory; return_lse=True gives each row's sum of exponentials"
 _PACKED = "packed sequences are one here, in which mask=BlockMask.documents(ids) keeps them apart"
@@ -28,11 +28,13 @@ ELSEWHERE = {
     "value": f"{_POSITIONS} v",
     "is_causal": "causal=True ends the diagonal at the last query and key, causal='top_left' "
     "starts it at the first ones, as is_causal does in PyTorch and JAX",
-    "attn_mask": f"{_MASK}; nothing is added to scores",
-    "attn_bias": _NO_ADDEND,
-    "bias": _NO_ADDEND,
-    "alibi_slopes": _NO_ADDEND,
-    "score_mod": "softcap= is the only change of scores",
+    "attn_mask": f"{_MASK}; {_ADDEND}",
+    "attn_bias": _ADDEND,
+    "attention_bias": _ADDEND,
+    "logits_soft_cap": "softcap= bounds scores",
+    "sink": "sinks= takes a score for each head",
+    "s_aux": "sinks= takes a score for each head",
+    "learnable_sink": "sinks= takes a score for each head",
     "block_mask": _MASK,
     "key_padding_mask": "kv_lengths= hides padding at the end, mask=seen[:, None, None] any keys "
     "that seen, of shape (B, M), is False for",

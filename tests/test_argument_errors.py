@@ -396,7 +396,7 @@ def test_keywords_of_other_libraries(function, name):
         ("key_value_seq_lengths", "kv_lengths= says how many keys are valid"),
         ("query_seq_lengths", "q_lengths= says how many queries are valid"),
         ("return_attn_probs", "weights are never in memory"),
-        ("attn_bias", "nothing is added to scores"),
+        ("attn_bias", "bias= takes an array of float, which is added to scores"),
         ("return_residual", "return_lse=True"),
         ("implementation", "algo= and engine="),
     ],

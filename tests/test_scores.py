@@ -491,11 +491,12 @@ def test_every_pair_on_numpy(algo, a, b):
 
 
 @EMULATED
-@pytest.mark.parametrize(("a", "b"), COMBINED)
-def test_every_pair_in_the_emulator(a, b):
+@pytest.mark.parametrize("other", [name for name in PAIRS if name not in NEW])
+def test_all_with_each_other_option_in_the_emulator(other):
     """On one kernel after the other."""
-    kernel = KERNELS[COMBINED.index((a, b)) % 3]
-    run(*kernel[:2], operands(kernel[2]), **PAIRS[a], **PAIRS[b])
+    algo, engine, dtype = KERNELS[list(PAIRS).index(other) % 3]
+    new = {name: x for feature in NEW for name, x in PAIRS[feature].items()}
+    run(algo, engine, operands(dtype), **new, **PAIRS[other])
 
 
 @EMULATED
@@ -650,15 +651,18 @@ def test_rows_without_registers_for_places_are_left_out():
 
 
 @EMULATED
-def test_c_means_what_numpy_does():
-    """Every operator and function, of scores and of numbers without a derivative."""
-    q, k, v, _ = operands("float32", 6, 7)
-    for text in [*INTEGERS, *REALS]:
+@pytest.mark.parametrize("texts", [INTEGERS, REALS], ids=["integers", "reals"])
+def test_c_means_what_numpy_does(texts):
+    """Every operator and function, of scores and of numbers without a derivative: each is the
+    score of a key, and of queries all around."""
+    whole = "0"
+    for number, text in enumerate(texts):
         text = text.replace("score", "(0.3 + abs(score))")
-        mod = ScoreMod(f"minimum(abs({text}), 9.0) * 0.1", **captured_by(text))
-        options = {"score_mod": mod}
-        got = attention(q, k, v, engine="simt", device=FEW, mode="fast", **options)
-        assert_forward_close(got.out, got.lse, q, k, v, plan=text, **options)
+        whole = f"where(k == {number}, minimum(abs({text}), 9.0) * 0.1, {whole})"
+    mod = ScoreMod(whole, **{name: x for name, x in CAPTURES.items() if name in whole})
+    q, k, v, _ = operands("float32", 6, len(texts))
+    got = attention(q, k, v, engine="simt", device=FEW, score_mod=mod)
+    assert_forward_close(got.out, got.lse, q, k, v, plan=whole, score_mod=mod)
 
 
 # ------------------------------------------------------------------------------------ compilers
