@@ -15,7 +15,7 @@ import cuflash
 import cuflash.gpu
 from cuflash.calls import append, arrays, merge
 from cuflash.calls import run as calls
-from cuflash.calls.arguments import Arguments, Options, forward_arrays
+from cuflash.calls.arguments import Arguments, Options, forward_arrays, split_scores
 from cuflash.calls.arrays import of_batch, split_offset
 from cuflash.calls.call import BackwardCall, ForwardCall
 from cuflash.calls.run import find_call, run_call
@@ -210,6 +210,29 @@ def test_pointers_of_a_backward_call(launch, algo):
     assert all(a <= b for (_, a), (b, _) in itertools.pairwise(spans))
     assert spans[-1][1] - spans[0][0] == plan.workspace_bytes
     assert all(params[name] == 0 for name in parts if name not in sizes)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_pointers_of_captured_arrays(launch, backward):
+    """In the order in which the arguments name them, behind page tables and ahead of masks."""
+    given = backward_operands()
+    kind = BackwardCall if backward else ForwardCall
+    mod = cuflash.ScoreMod("score * many[k] + few[head]", few=make(8), many=make(90), much=2.0)
+    added = {"bias": make(100, 90), "sinks": make(8), "alibi_slopes": make(8, dtype=np.float32)}
+    text, scored = split_scores(given["q"], mod, **added)
+    of_mod = ["few of score_mod", "many of score_mod"]
+    assert list(scored) == [*of_mod, "alibi_slopes", "bias", "sinks"]
+    given = {name: given[name] for name in (kind.operands if backward else "qkv") if name in given}
+    arguments = Arguments(kind.operands, given | scored, make(100, 90, dtype=np.bool_))
+    call = find_call(kind, arguments, OPTIONS._replace(score_mod=text), H200)
+    run(launch, call, arguments, 1)
+    for *_, params in launch.launched:
+        for name, x in {**added, "few": mod.arrays["few"], "many": mod.arrays["many"]}.items():
+            assert params[f"capture_{name}"] == x.data.ptr
+        assert params["mask"] == arguments.mask.data.ptr
+        assert params["capture_much"] == 2
+        assert params["capture_bias_size"].tolist() == [100, 90]
+        assert params["capture_bias_stride"].tolist() == [90, 1]
 
 
 LISTS = ("mask_ranges", "mask_entries", "mask_order", "mask_bits")

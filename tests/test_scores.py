@@ -25,6 +25,7 @@ from cuflash.planning.problem import Problem
 from cuflash.planning.source import without_comments
 from cuflash.scores.captured import Captured, make_score
 from cuflash.scores.errors import Estimate, estimate
+from cuflash.scores.evaluate import read
 from cuflash.scores.expression import Capture
 from cuflash.scores.score import Score, ScoreForm, softcap
 from cuflash.scores.trace import as_score_mod
@@ -166,6 +167,30 @@ def test_a_derivative_is_the_limit_of_differences(text, unit):
         )
         difference = np.where(ahead == behind, 0, (ahead - behind) / 2e-5)
     np.testing.assert_allclose(got, difference, rtol=1e-8, atol=1e-9)
+
+
+runs = st.tuples(st.integers(-2, 6), st.integers(1, 4), st.sampled_from([1, 1, 1, 2, -1]))
+
+
+@settings(max_examples=300)
+@given(st.lists(st.tuples(st.integers(0, 6), runs), max_size=3), st.permutations([0, 1, 2]))
+def test_reading(axes, order):
+    """Numbers and runs, inside and outside, in any order of axes."""
+    array = RNG.standard_normal([size for size, _ in axes])
+    indices = []
+    for (_, (first, count, step)), axis in zip(axes, order):
+        shape = [1, 1, 1]
+        shape[axis] = count
+        run = first + step * np.arange(count)
+        indices.append(run.reshape(shape[axis:] if axis else shape) if count > 1 else first)
+    got = read(array, indices)
+    shape = np.broadcast_shapes(*map(np.shape, indices))
+    assert np.broadcast_shapes(got.shape, shape) == shape
+    everywhere = [np.broadcast_to(x, shape) for x in indices]
+    for place in np.ndindex(shape):
+        index = tuple(int(x[place]) for x in everywhere)
+        inside = all(0 <= i < n for i, n in zip(index, array.shape))
+        assert np.broadcast_to(got, shape)[place] == (array[index] if inside else 0)
 
 
 def whole(text, unit=""):

@@ -159,7 +159,7 @@ def split_scores(
     """What `score_mod` says, and the arrays that scores depend on, by the names of operands."""
     mod = as_score_mod(score_mod)
     given = {} if mod is None else {operand_of(n): x for n, x in mod.arrays.items()}
-    given |= {n: x for n, x in zip(ADDED, (bias, sinks, alibi_slopes)) if x is not None}
+    given |= {n: x for n, x in zip(ADDED, (alibi_slopes, bias, sinks)) if x is not None}
     found: dict[str, Array] = {}
     for name, x in given.items():
         if name in ADDED and isinstance(x, (int, float, np.integer, np.floating)):
@@ -172,7 +172,7 @@ def split_scores(
 
 
 def _comes_along(array: Array) -> bool:
-    return array.ndim == 0 or array.dtype.kind in "iub"
+    return not array.shape or array.dtype.kind in "iub"
 
 
 def _split_pair(

@@ -213,9 +213,10 @@ class Head:
 
     def positions(
         self, queries: range, keys: range
-    ) -> tuple[int, int, NDArray[np.int64], NDArray[np.int64], int]:
+    ) -> tuple[int, int, NDArray[np.int32], NDArray[np.int32], int]:
         """Where a tile lies, as a score is told."""
-        return *self.place, np.array(queries)[:, None], np.array(keys), self.shift
+        rows, columns = (np.arange(x.start, x.stop, dtype=np.int32) for x in (queries, keys))
+        return *self.place, rows[:, None], columns, self.shift
 
     def hidden(self, queries: range, keys: range) -> Bools | None:
         """Which pairs of one tile the band or the mask hides; None for none."""

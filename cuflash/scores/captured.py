@@ -18,6 +18,12 @@ if TYPE_CHECKING:
     from ..typing import Array
 
 _OF_MOD = " of score_mod"
+# Of the arrays of ADDED. Sinks change no score.
+_STAGES = (
+    "score - {0} * abs(k - q - shift)",
+    "where({0} == -inf, -inf, score + {0})",
+    "",
+)
 
 
 class Captured(NamedTuple):
@@ -76,19 +82,16 @@ def make_score(
         numbers = [Capture(name, kind) for name, kind, _ in text.numbers]
         values = [value for _, _, value in text.numbers]
         arrays = [_whole(operand_of(x), x, given[operand_of(x)]) for x in text.arrays]
-    for name, shape, tail, stage in (
-        ("alibi_slopes", rows[:-1], (), "score - {} * abs(k - q - shift)"),
-        ("bias", (*rows, keys), ("q", "k"), "where({0} == -inf, -inf, score + {0})"),
-        ("sinks", rows[:-1], (), ""),
-    ):
+    sink = ""
+    for name, tail, stage in zip(ADDED, ((), ("q", "k"), ()), _STAGES):
         if name in given:
+            shape = (*rows, keys) if tail else rows[:-1]
             read, array = _broadcast(name, given[name], shape, tail)
             arrays.append(array)
             if stage:
                 stages.append(stage.format(read))
             else:
                 sink = read
-    sink = sink if "sinks" in given else ""
     captures = tuple(x.capture for x in arrays)
     if not stages:
         base = capped or (UNSCALED if scale == 0 else Score())

@@ -53,7 +53,7 @@ def evaluate(
     if node.operation == "read":
         found = read(names[node.value.name], [x for x, _ in inputs])
         wanted = {"real": dtype, "integer": np.dtype(np.int64), "bool": np.dtype(np.bool_)}
-        return found.astype(wanted[node.kind]), dtype.type(1) if leaf is node else None
+        return found.astype(wanted[node.kind], copy=False), dtype.type(1) if leaf is node else None
     if node.operation in ("real", "integer"):
         as_type = dtype if node.operation == "real" else np.dtype(np.int64)
         return np.asarray(inputs[0][0]).astype(as_type), None
@@ -65,6 +65,9 @@ def evaluate(
 
 def read(array: NDArray[Any], indices: list[Any]) -> NDArray[Any]:
     """Elements of an array; 0 for indices that it does not have."""
+    block = _block(array, indices)
+    if block is not None:
+        return block
     inside: Any = np.True_
     for index, size in zip(indices, array.shape):
         inside = inside & (index >= 0) & (index < size)
@@ -72,6 +75,31 @@ def read(array: NDArray[Any], indices: list[Any]) -> NDArray[Any]:
         return np.zeros(np.shape(inside), array.dtype)
     found = array[tuple(np.where((x >= 0) & (x < n), x, 0) for x, n in zip(indices, array.shape))]
     return np.where(inside, found, array.dtype.type(0))
+
+
+def _block(array: NDArray[Any], indices: list[Any]) -> NDArray[Any] | None:
+    """The elements as a view, where indices are numbers and runs of these, all inside the array,
+    and the runs stand in the order of the axes along which they run; else None.
+    """
+    parts: list[int | slice] = []
+    axes: list[int] = []  # counted from the last one, -1
+    for index, size in zip(indices, array.shape):
+        x = np.asarray(index)
+        if x.size == 0 or x.max() >= size or x.min() < 0:
+            return None
+        first = int(x.flat[0])
+        if x.size == 1:
+            parts.append(first)
+            continue
+        axis = x.shape.index(x.size) - x.ndim if x.size in x.shape else 0
+        if axis == 0 or (axes and axis <= axes[-1]) or (np.diff(x.ravel()) != 1).any():
+            return None
+        parts.append(slice(first, first + x.size))
+        axes.append(axis)
+    view: NDArray[Any] = array[tuple(parts)]
+    return view[
+        tuple(slice(None) if -n in axes else None for n in range(-min(axes, default=0), 0, -1))
+    ]
 
 
 def _sum(*terms: Any) -> Any:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
     Number: TypeAlias = tuple[str, Kind, float]  # name, kind and value
 
-ADDED = ("bias", "sinks", "alibi_slopes")  # arrays that change scores and are no ScoreMod's
+# Arrays that change scores and are no ScoreMod's, in the order of the kernels' pointers.
+ADDED = ("alibi_slopes", "bias", "sinks")
 _LARGEST = 2**31
 
 
