@@ -18,12 +18,21 @@ if TYPE_CHECKING:
     from ..typing import Array
 
 _OF_MOD = " of score_mod"
-# Of the arrays of ADDED. Sinks change no score.
-_STAGES = (
-    "score - {0} * abs(k - q - shift)",
-    "where({0} == -inf, -inf, score + {0})",
-    "",
-)
+
+
+class _Added(NamedTuple):
+    """An array that has an option: its axes behind the heads', and what it does to scores."""
+
+    tail: tuple[str, ...]
+    stage: str  # empty: nothing
+
+
+_ADDED = {
+    "alibi_slopes": _Added((), "score - {0} * abs(k - q - shift)"),
+    "bias": _Added(("q", "k"), "where({0} == -inf, -inf, score + {0})"),
+    "sinks": _Added((), ""),
+}
+assert tuple(_ADDED) == ADDED
 
 
 class Captured(NamedTuple):
@@ -81,9 +90,9 @@ def make_score(
         stages.append(text.expression)
         numbers = [Capture(name, kind) for name, kind, _ in text.numbers]
         values = [value for _, _, value in text.numbers]
-        arrays = [_whole(operand_of(x), x, given[operand_of(x)]) for x in text.arrays]
+        arrays = [_whole(x, given[operand_of(x)]) for x in text.arrays]
     sink = ""
-    for name, tail, stage in zip(ADDED, ((), ("q", "k"), ()), _STAGES):
+    for name, (tail, stage) in _ADDED.items():
         if name in given:
             shape = (*rows, keys) if tail else rows[:-1]
             read, array = _broadcast(name, given[name], shape, tail)
@@ -107,17 +116,17 @@ def make_score(
     return Score(form, tuple(values)), tuple(arrays)
 
 
-def _whole(operand: str, name: str, spec: Spec) -> Captured:
-    """A captured array with axes as they are."""
-    return _captured(operand, name, spec, spec.shape, conformed(spec, spec.dtype, rows=False))
+def _whole(name: str, given: Spec) -> Captured:
+    """A captured array of a ScoreMod, with axes as they are."""
+    strides = conformed(given, given.dtype, rows=False).element_strides()
+    return _captured(operand_of(name), name, given, given.shape, strides)
 
 
 def _captured(
-    operand: str, name: str, spec: Spec, sizes: tuple[int, ...], strided: Spec
+    operand: str, name: str, given: Spec, sizes: tuple[int, ...], strides: tuple[int, ...]
 ) -> Captured:
-    strides = strided.element_strides()
     adjacent = bool(sizes) and (sizes[-1] <= 1 or strides[-1] == 1)
-    return Captured(operand, Capture(name, spec.dtype.name, len(sizes), adjacent), sizes, strides)
+    return Captured(operand, Capture(name, given.dtype.name, len(sizes), adjacent), sizes, strides)
 
 
 def _broadcast(
@@ -149,10 +158,8 @@ def _broadcast(
             axes.append((size, step, 1))
             indices.append(position)
     sizes, strides = tuple(x[0] for x in axes), tuple(x[1] for x in axes)
-    adjacent = bool(sizes) and strides[-1] == 1
-    capture = Capture(name, given.dtype.name, len(sizes), adjacent)
     read = f"{name}[{', '.join(indices)}]" if indices else name
-    return read, Captured(name, capture, sizes, strides)
+    return read, _captured(name, name, given, sizes, strides)
 
 
 def _position(size: int, entries: int, count: int) -> str:

@@ -6,6 +6,7 @@ import inspect
 import linecache
 import sys
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -26,6 +27,9 @@ _CALLED = {
     np.exp: "exp", np.log: "log", np.tanh: "tanh", np.sqrt: "sqrt", np.absolute: "abs",
     np.minimum: "minimum", np.maximum: "maximum", np.where: "where",
 }  # fmt: skip
+# Of functions that were traced, by the names of what they capture.
+_texts: weakref.WeakKeyDictionary[types.FunctionType, dict[tuple[str, ...], str]]
+_texts = weakref.WeakKeyDictionary()
 _PREFIXES = {np.negative: "-", np.positive: "+", np.invert: "~", np.logical_not: "~"}
 
 
@@ -46,7 +50,11 @@ def as_score_mod(given: object) -> ScoreMod | None:
             f"score_mod is a {type(given).__name__}: give a cuflash.ScoreMod or a function"
         )
     captures = _captures_of(given)
-    return ScoreMod(_text_of(given, captures), **captures)
+    texts = _texts.setdefault(given, {})
+    names = tuple(captures)
+    if names not in texts:
+        texts[names] = _text_of(given, captures)
+    return ScoreMod(texts[names], **captures)
 
 
 def _captures_of(function: types.FunctionType) -> dict[str, Any]:
