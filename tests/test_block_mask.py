@@ -136,6 +136,17 @@ def test_and_and_or(dense, block_size, other_size, data):
     assert mask | other == other | mask
 
 
+@given(dense_masks(), block_sizes, st.integers(1, 40), st.integers(1, 40))
+def test_not(dense, block_size, rows, columns):
+    mask = BlockMask.from_dense(dense, block_size)
+    assert_is(~mask, ~dense)
+    assert_tiles(~mask, ~dense, rows, columns)
+    assert (~mask).block_size == mask.block_size
+    assert ~mask == BlockMask.from_dense(~dense, block_size)
+    assert ~~mask == mask
+    assert (mask & ~mask).density == 0
+
+
 def test_combining_needs_masks_that_fit():
     mask = BlockMask.causal((64, 64), block_size=16)
     for other in (BlockMask.causal((64, 80)), BlockMask.causal((80, 64))):
@@ -167,6 +178,7 @@ def test_what_takes_several_chunks(monkeypatch):
     mask, causal = BlockMask.from_dense(dense, 32), BlockMask.causal((300, 200), block_size=32)
     assert_is(mask & causal, dense & causal.to_dense())
     assert_is(mask.T, dense.swapaxes(1, 2))
+    assert_is(~mask, ~dense)
     assert_tiles(mask, dense, 50, 70)
     assert_is(causal, reference.visible_keys((300, 200), causal=True))
     for block_size in (128, 1024):  # of one of which only some rows are looked at together

@@ -73,8 +73,9 @@ class BlockMask:
     -----
     Immutable. Masks are equal if shape, block size and all elements are. `&` and `|` combine masks
     of the same queries and keys, element for element; blocks of the result have the greatest
-    common divisors of both sizes. Kinds are exact: a full block hides none of its elements within
-    the shape, a partial one hides some and shows some.
+    common divisors of both sizes. `~` shows what a mask hides, in blocks of the same size. Kinds
+    are exact: a full block hides none of its elements within the shape, a partial one hides some
+    and shows some.
 
     Memory is a byte per block and a bit per element of partial blocks, within the shape.
 
@@ -570,6 +571,17 @@ class BlockMask:
         return self._combined(other, np.maximum, np.bitwise_or)
 
     __rand__, __ror__ = __and__, __or__  # of what is no BlockMask
+
+    def __invert__(self) -> BlockMask:
+        _, i, j = np.nonzero(self._kinds == PARTIAL)
+        rows, columns = extents_of(self._lengths, self._held)
+        patterns = self._patterns.copy()
+        for some in in_chunks(np.arange(len(i)), math.prod(self._held)):
+            exist = np.arange(self._held[0]) < rows[i[some], None]
+            keys = first_bits(columns[j[some], None], patterns.shape[-1])
+            within = np.where(exist[..., None], keys[:, None], np.uint32(0))
+            patterns[2 + some] = within & ~patterns[2 + some]
+        return self._of(self.shape, self.block_size, EMPTY + FULL - self._kinds, patterns)
 
     def _combined(self, other: BlockMask, of_kinds: np.ufunc, of_patterns: np.ufunc) -> BlockMask:
         if not isinstance(other, BlockMask):
