@@ -547,6 +547,67 @@ def test_all_together(algo, engine, dtype):
     run(algo, engine, operands(dtype, heads=4), enable_gqa=True, **options)
 
 
+FLOATS = ["float16", "bfloat16", "float32", "float64"]
+
+
+@st.composite
+def changes(draw):
+    """Lengths, and options that change scores or hide keys; arrays have any strides and types."""
+    n, m = draw(st.integers(1, 40)), draw(st.integers(1, 50))
+    rng = np.random.default_rng(draw(st.integers(0, 99)))
+
+    def array(shape, first=0):
+        order = draw(st.permutations(range(len(shape) - first)))
+        own = [draw(st.sampled_from([size, 1])) for size in shape[first:]]
+        x = np.asarray(rng.standard_normal([2 * own[axis] for axis in order]))
+        x = x.astype(numpy_dtype(draw(st.sampled_from(FLOATS)))).transpose(np.argsort(order))
+        x = x[tuple(slice(0, size) for size in own)]
+        return x[..., ::-1] if x.ndim and draw(st.booleans()) else x
+
+    text = "where(table[q, k // 2] > level, score, -score) + ids[batch, head]"
+    ids = rng.integers(-2, 2, (2, 2))
+    options = {
+        "bias": array((2, 2, n, m), draw(st.integers(0, 4))),
+        "sinks": array((2, 2), draw(st.integers(0, 2))),
+        "alibi_slopes": abs(array((2, 2), draw(st.integers(0, 2)))),
+        "softcap": draw(st.sampled_from([0.5, 20.0])),
+        "score_mod": ScoreMod(text, table=array((n, m)), level=0.1, ids=ids),
+        "causal": True,
+        "window": (draw(st.integers(0, 50)), 9),
+        "q_lengths": rng.integers(0, n + 1, 2),
+        "kv_lengths": rng.integers(0, m + 1, 2),
+        "q_offset": draw(st.sampled_from([-3, 0, 7])),
+        "mask": rng.random((2, 1, n, m)) < 0.7,
+        "scale": draw(st.sampled_from([0, 0.3])),
+    }
+    chosen = draw(st.sets(st.sampled_from(sorted(options))))
+    return (n, m), {name: options[name] for name in chosen}
+
+
+@settings(max_examples=150, deadline=None)
+@given(changes(), st.sampled_from(["fa1", "fa2"]), st.sampled_from(["float16", "float64"]))
+def test_any_changes(drawn, algo, dtype):
+    (n, m), options = drawn
+    run(algo, "numpy", operands(dtype, n, m, 8), **options)
+
+
+def test_arrays_that_have_to_be_copied():
+    """Fields of records, that lie no whole elements apart."""
+    record = np.zeros((40, 50), np.dtype([("flag", "u1"), ("value", "f4")]))
+    record["value"] = RNG.standard_normal((40, 50))
+    q, k, v, _ = operands("float32", 40, 50)
+    for engine in ("numpy", "simt"):
+        results = []
+        for x in (record["value"], record["value"].copy()):
+            mod = ScoreMod("score * x[q, k]", x=x)
+            if engine == "numpy":
+                out = cuflash.attention(q, k, v, bias=x, score_mod=mod)
+            elif available() is None:
+                out = attention(q, k, v, bias=x, score_mod=mod, engine=engine, device=FEW).out
+            results.append(out)
+        np.testing.assert_array_equal(*results)
+
+
 @pytest.mark.parametrize("algo", ["fa1", "fa2"])
 def test_sinks_without_keys(algo):
     q, k = np.zeros((2, 3, 5, 4)), np.zeros((2, 3, 0, 4))

@@ -162,8 +162,8 @@ def split_scores(
     given |= {n: x for n, x in zip(ADDED, (alibi_slopes, bias, sinks)) if x is not None}
     found: dict[str, Array] = {}
     for name, x in given.items():
-        if name in ADDED and isinstance(x, (int, float, np.integer, np.floating)):
-            x = np.asarray(x, np.float64)
+        if isinstance(x, (int, float, np.generic)):
+            x = np.asarray(x, np.float64 if isinstance(x, (int, float, np.integer)) else None)
         array = as_array(name, x)
         check_elements(name, array)
         # As lengths are: integers of the host, and numbers, come along.
