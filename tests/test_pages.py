@@ -409,7 +409,7 @@ def parts_are_right(options):
     kernel = {name: options.pop(name) for name in KERNEL_OPTIONS if name in options}
     given |= {n: np.array(x) if n.endswith("lengths") else x for n, x in options.items()}
     first = None
-    for seed in (emulator.EAGER, 0, 1):
+    for seed in (emulator.EAGER, 0):
         result = emulated.attention(q, k, v, **given, **kernel, engine="wgmma", seed=seed)
         assert_forward_close(result.out, result.lse, q, k, v, plan=result.plan, **given)
         bits = [x.tobytes() for x in result[:2]]
@@ -457,7 +457,7 @@ def test_bugs_planted_in_pages(monkeypatch, text, wrong, options):
 
 
 @pytest.mark.parametrize(
-    "row", [x for x in TILES if x.threads and x.reads_pages and not x.backward], ids=str
+    "row", [x for x in TILES if x.threads and x.reads_pages and not x.backward][::2], ids=str
 )
 @needs_emulator
 def test_emulator_on_every_row(row):

@@ -21,6 +21,7 @@ from .patterns import (
     PARTIAL,
     assemble,
     coarsen,
+    complement,
     extents_of,
     first_bits,
     grid_of,
@@ -573,15 +574,8 @@ class BlockMask:
     __rand__, __ror__ = __and__, __or__  # of what is no BlockMask
 
     def __invert__(self) -> BlockMask:
-        _, i, j = np.nonzero(self._kinds == PARTIAL)
-        rows, columns = extents_of(self._lengths, self._held)
-        patterns = self._patterns.copy()
-        for some in in_chunks(np.arange(len(i)), math.prod(self._held)):
-            exist = np.arange(self._held[0]) < rows[i[some], None]
-            keys = first_bits(columns[j[some], None], patterns.shape[-1])
-            within = np.where(exist[..., None], keys[:, None], np.uint32(0))
-            patterns[2 + some] = within & ~patterns[2 + some]
-        return self._of(self.shape, self.block_size, EMPTY + FULL - self._kinds, patterns)
+        made = complement(self._kinds, self._patterns, self._lengths, self._held)
+        return self._of(self.shape, self.block_size, *made)
 
     def _combined(self, other: BlockMask, of_kinds: np.ufunc, of_patterns: np.ufunc) -> BlockMask:
         if not isinstance(other, BlockMask):

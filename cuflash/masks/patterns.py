@@ -59,6 +59,21 @@ def assemble(
     return kinds, np.concatenate(patterns)
 
 
+def complement(
+    kinds: Kinds, patterns: Words, lengths: Pair, block_size: Pair
+) -> tuple[Kinds, Words]:
+    """Kinds and patterns of what blocks hide."""
+    _, i, j = np.nonzero(kinds == PARTIAL)
+    rows, columns = extents_of(lengths, block_size)
+    turned = patterns.copy()
+    for some in in_chunks(np.arange(len(i)), block_size[0] * block_size[1]):
+        exist = np.arange(block_size[0]) < rows[i[some], None]
+        keys = first_bits(columns[j[some], None], patterns.shape[-1])
+        within = np.where(exist[..., None], keys[:, None], np.uint32(0))
+        turned[2 + some] = within & ~patterns[2 + some]
+    return EMPTY + FULL - kinds, turned
+
+
 def in_strips(
     shape: Sequence[int], block_size: Pair, strip: Callable[[tuple[int, ...], range], Bools]
 ) -> Iterator[tuple[Indices, Words]]:
