@@ -11,8 +11,7 @@ import numpy as np
 from ..masks.block_mask import BlockMask
 from ..operands.dtypes import CHUNK_BYTES
 from ..operands.spec import Spec
-from ..scores.captured import check_elements, operand_of
-from ..scores.score_mod import ADDED
+from ..scores.captured import check_elements, named_arrays
 from ..scores.trace import as_score_mod
 from .arrays import array_types, as_array, as_integers, beside, of_batch
 
@@ -158,10 +157,9 @@ def split_scores(
 ) -> tuple[ScoreText | None, dict[str, Array]]:
     """What `score_mod` says, and the arrays that scores depend on, by the names of operands."""
     mod = as_score_mod(score_mod)
-    given = {} if mod is None else {operand_of(n): x for n, x in mod.arrays.items()}
-    given |= {n: x for n, x in zip(ADDED, (alibi_slopes, bias, sinks)) if x is not None}
+    added = {"alibi_slopes": alibi_slopes, "bias": bias, "sinks": sinks}
     found: dict[str, Array] = {}
-    for name, x in given.items():
+    for name, x in named_arrays(mod, added).items():
         if isinstance(x, (int, float, np.generic)):
             x = np.asarray(x, np.float64 if isinstance(x, (int, float, np.integer)) else None)
         array = as_array(name, x)

@@ -291,8 +291,8 @@ def _end(
 ) -> None:
     """Write rows of O, divided by l, and their log-sum-exp; a sink has its share of both."""
     own = log_sums = maxima + np.log(sums)
-    if head.sink is not None:
-        log_sums = np.logaddexp(own, head.sink)
+    if (sink := head.sink) is not None:
+        log_sums = np.logaddexp(own, sink)
         output *= np.where(sums == 0, 1, np.exp(own - log_sums))
     out[...] = _weighed(output, sums)
     if lse is not None:

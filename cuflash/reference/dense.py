@@ -10,7 +10,7 @@ import numpy as np
 from ..masks.band import MAX_SHIFT, Band, integers_of
 from ..masks.block_mask import BlockMask
 from ..operands.spec import Spec
-from ..scores.captured import captured_views, make_score, operand_of
+from ..scores.captured import captured_views, make_score, named_arrays
 from ..scores.errors import Estimate, estimate
 from ..scores.score import Score
 from ..scores.trace import as_score_mod
@@ -141,10 +141,7 @@ class Changes(NamedTuple):
     ) -> Changes:  # fmt: skip
         """Those that options make, for scores of `shape`."""
         mod = as_score_mod(score_mod)
-        given: dict[str, Any]
-        given = {} if mod is None else {operand_of(n): x for n, x in mod.arrays.items()}
-        given |= {name: x for name, x in added.items() if x is not None}
-        arrays = {name: np.asarray(x) for name, x in given.items()}
+        arrays = {name: np.asarray(x) for name, x in named_arrays(mod, added).items()}
         specs = {name: Spec(x.shape, x.strides, x.dtype) for name, x in arrays.items()}
         text = None if mod is None else mod.text
         score, captured = make_score(text, softcap, specs, shape[:-1], shape[-1], 1.0, "float64")

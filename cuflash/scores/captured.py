@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -12,7 +13,7 @@ from ..operands.spec import Spec, conformed
 from .emit import ELEMENTS
 from .expression import Capture, parse
 from .score import UNSCALED, Score, ScoreForm, softcap
-from .score_mod import ADDED, ScoreText
+from .score_mod import ADDED, ScoreMod, ScoreText
 
 if TYPE_CHECKING:
     from ..typing import Array
@@ -47,6 +48,12 @@ class Captured(NamedTuple):
 def operand_of(name: str) -> str:
     """The operand's name of a captured array of a ScoreMod."""
     return name + _OF_MOD
+
+
+def named_arrays(mod: ScoreMod | None, added: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays that scores depend on, by the names of operands; those of `added` may be None."""
+    own = {} if mod is None else {operand_of(name): x for name, x in mod.arrays.items()}
+    return own | {name: added[name] for name in ADDED if added[name] is not None}
 
 
 def is_score_operand(name: str) -> bool:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from .expression import Node
 
-# A value, and its derivative by one of the expression's leaves; None is 0.
+# A value, and its derivative by the score; None is 0.
 Point: TypeAlias = tuple[Any, Any]
 
 _PLAIN: dict[str, Callable[..., Any]] = {
@@ -19,10 +19,8 @@ _PLAIN: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-def evaluate(
-    node: Node, names: Mapping[str, Any], dtype: np.dtype[Any], leaf: Node | None = None
-) -> Point:
-    """An expression's value, and its derivative by the score or by one of its `leaf` nodes.
+def evaluate(node: Node, names: Mapping[str, Any], dtype: np.dtype[Any]) -> Point:
+    """An expression's value, and its derivative by the score.
 
     Parameters
     ----------
@@ -32,16 +30,14 @@ def evaluate(
         captured arrays.
     dtype : dtype
         Of real numbers.
-    leaf : Node, optional
-        By which to differentiate; by default the score.
 
     Returns
     -------
     value, slope : ndarray
-        The slope is None where the expression does not depend on the leaf.
+        The slope is None where the expression does not depend on the score.
     """
     if node.operation == "score":
-        return names["score"], dtype.type(1) if leaf is None else None
+        return names["score"], dtype.type(1)
     if node.operation == "position":
         return names[node.value], None
     if node.operation == "number":
@@ -49,11 +45,11 @@ def evaluate(
     if node.operation == "capture":
         value = names[node.value.name]
         return (dtype.type(value) if node.kind == "real" else value), None
-    inputs = [evaluate(x, names, dtype, leaf) for x in node.inputs]
+    inputs = [evaluate(x, names, dtype) for x in node.inputs]
     if node.operation == "read":
         found = read(names[node.value.name], [x for x, _ in inputs])
         wanted = {"real": dtype, "integer": np.dtype(np.int64), "bool": np.dtype(np.bool_)}
-        return found.astype(wanted[node.kind], copy=False), dtype.type(1) if leaf is node else None
+        return found.astype(wanted[node.kind], copy=False), None
     if node.operation in ("real", "integer"):
         as_type = dtype if node.operation == "real" else np.dtype(np.int64)
         return np.asarray(inputs[0][0]).astype(as_type), None
