@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, NamedTuple
 
@@ -12,7 +11,13 @@ import numpy as np
 from ..masks.band import Band
 from ..numpy_engine import walks
 from ..numpy_engine.tiles import head_masks
-from ..operands.checks import check_out, check_page_numbers, check_pools, check_read
+from ..operands.checks import (
+    check_out,
+    check_page_numbers,
+    check_pools,
+    check_read,
+    checked_integer,
+)
 from ..operands.dtypes import result_dtype
 from ..operands.layout import Layout, check_shapes, make_layout, unpaged
 from ..operands.spec import Spec, check_apart, clearance, conformed
@@ -56,12 +61,7 @@ def checked_split(value: object) -> int | None:
     if value is None:
         return None
     wanted = f"give a multiple of {SPLIT_STEP}, 0 for keys in one piece, or None"
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-        if isinstance(value, bool):
-            raise TypeError
-    except TypeError:
-        raise TypeError(f"split_keys={value!r}: {wanted}") from None
+    number = checked_integer("split_keys", value, wanted)
     if number < 0 or number % SPLIT_STEP:
         raise ValueError(f"split_keys={value!r}: {wanted}")
     return number

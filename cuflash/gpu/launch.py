@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import operator
 import os
 import struct
 import threading
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import cupy
 
 from ..extras import HOW_TO_INSTALL_CUPY
+from ..operands.checks import checked_integer
 from ..planning.params import pointers, workspace_pointers
 from ..planning.plan import Plan
 from ..planning.problem import Device
@@ -64,12 +64,7 @@ def device_number(device: object) -> int:
     if device is None:
         return int(cupy.cuda.runtime.getDevice())
     wanted = "give the number of a CUDA device, or None for the current one"
-    try:
-        number = operator.index(device)  # type: ignore[arg-type]
-        if isinstance(device, bool):
-            raise TypeError
-    except TypeError:
-        raise TypeError(f"device={device!r}: {wanted}") from None
+    number = checked_integer("device", device, wanted)
     count = cupy.cuda.runtime.getDeviceCount()
     if not 0 <= number < count:
         raise ValueError(f"device={device!r}: {wanted}; there are {count}")

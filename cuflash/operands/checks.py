@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,16 @@ if TYPE_CHECKING:
     from numpy.typing import DTypeLike, NDArray
 
 PAGE_MULTIPLE = 16  # which the keys of a page are
+
+
+def checked_integer(name: str, value: Any, wanted: str) -> int:
+    """`value` as an int, or a TypeError that says what is `wanted` of the argument `name`."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name}={value!r}: {wanted}") from None
 
 
 def _turned(name: str, given: Spec, shape: tuple[int, ...]) -> str:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-import operator
 from dataclasses import dataclass
 from typing import Any
 
 from ..masks.band import Band
+from ..operands.checks import checked_integer
 from ..operands.dtypes import ACCUMULATORS, result_dtype
 from ..operands.layout import LENGTHS, Layout
 from ..operands.spec import Spec
@@ -77,12 +77,7 @@ class Device:
     def _check_integer(self, name: str, least: int, wanted: str) -> None:
         """Make a field an int, or raise where it is none or less than `least`."""
         value: Any = getattr(self, name)
-        try:
-            number = operator.index(value)
-            if isinstance(value, bool):
-                raise TypeError
-        except TypeError:
-            raise TypeError(f"{name}={value!r}: give an integer, {wanted}") from None
+        number = checked_integer(name, value, f"give an integer, {wanted}")
         if number < least:
             raise ValueError(f"{name}={value!r}: give {wanted}")
         object.__setattr__(self, name, number)
