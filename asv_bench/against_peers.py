@@ -25,6 +25,9 @@ blocks      fa3 wgmma and fa2 mma with random block masks, against no mask (at m
             of visible blocks + 3 % of its time) and FlexAttention
 backward_blocks  the same of the gradients, with what the plan chooses (at most 1.2 x the share +
             3 %)
+costs       what biases, ALiBi, functions of scores, masks and sinks cost beside plain causal calls,
+            forward and backward
+flex        functions of scores and masks against the same of FlexAttention, forward and backward
 fp32        fa2 simt against torch's memory-efficient kernel and CuPy's matmul + softmax
 seeds       fa2 simt on (8, 8, N, d) against the unfused computation in torch
 memory      peak device memory of a call beyond out and lse
@@ -70,6 +73,7 @@ from peer_blocks import backward_blocks, blocks
 from peer_decode import decode
 from peer_gradients import backward, backward_memory, backward_more
 from peer_rows import CUDNN, EFFICIENT, FA2, LONG, Session, mean_rows
+from peer_scores import costs, flex
 
 import cuflash
 
@@ -267,8 +271,8 @@ def first_call(s: Session) -> None:
 GROUPS = {
     f.__name__: f
     for f in (
-        half, hopper, small, decode, fa1, backward, backward_more, blocks, backward_blocks, fp32,
-        seeds, memory, backward_memory, host, first_call,
+        half, hopper, small, decode, fa1, backward, backward_more, blocks, backward_blocks, costs,
+        flex, fp32, seeds, memory, backward_memory, host, first_call,
     )
 }  # fmt: skip
 

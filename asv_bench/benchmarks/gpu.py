@@ -259,8 +259,7 @@ class Problem:
         self.tolerance = TOLERANCE[dtype]
         lengths = [length] * batch if kv_lengths is None else kv_lengths
         pairs = sum(_pairs(queries, int(keys), causal) for keys in lengths)
-        if "mask" in options:
-            pairs *= options["mask"].density
+        pairs *= getattr(options.get("mask"), "density", 1.0)
         self.pairs, self.widths = pairs * heads, (width, value_width)
         self.flops = 2 * (width + value_width) * self.pairs
         rows = (self.k.cupy.nbytes + self.v.cupy.nbytes) // (batch * length)
@@ -353,6 +352,11 @@ class Problem:
 
         return with_backend
 
+    @property
+    def operands(self) -> tuple[Operand, ...]:
+        """q, k and v."""
+        return self.q, self.k, self.v
+
     def flash_attention(self, name, **settings):
         """A call of the forward pass of one of `FLASH`, which is imported at the first.
 
@@ -384,12 +388,8 @@ class Problem:
 
         @functools.cache
         def compiled():
-            from torch.nn.attention.flex_attention import create_block_mask
-
-            if not self.causal:
-                return _flex(None)
-            sizes = None, None, self.shape[2], self.shape[2]
-            return _flex(create_block_mask(lambda b, h, q, k: q >= k, *sizes, device="cuda"))
+            shown = (lambda b, h, q, k: q >= k) if self.causal else None
+            return flex_function(None, shown, self.shape[2])
 
         tensors = self.q.torch, self.k.torch, self.v.torch
         return lambda: compiled()(*tensors)
@@ -550,13 +550,23 @@ def torch_gradients(q, k, v, dout, causal: bool, backend: str, deterministic=Fal
     return gradients(forward, q, k, v, dout, around)
 
 
-def _flex(mask):
-    """FlexAttention, compiled, for tensors and a block mask of torch, or None for none."""
+def _flex(mask, score=None):
+    """FlexAttention, compiled, for tensors, a block mask of torch and a function of scores."""
     torch = need_torch()
     from torch.nn.attention.flex_attention import flex_attention
 
     torch._dynamo.config.recompile_limit = 256
-    return functools.partial(torch.compile(flex_attention, dynamic=False), block_mask=mask)
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return functools.partial(compiled, score_mod=score, block_mask=mask)
+
+
+def flex_function(score, shown, length: int):
+    """FlexAttention, compiled, with functions of scores and of visible pairs, or None for none."""
+    need_torch()
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    mask = shown and create_block_mask(shown, None, None, length, length, device="cuda")
+    return _flex(mask, score)
 
 
 def _flex_blocks(shown):
