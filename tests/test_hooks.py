@@ -350,8 +350,8 @@ WRONG_BACKWARD = [
      "fa2 mma", "bias"),
     ("pairs that do not exist have a dscore", r"if \(q < head\.query_length && k < .*?\)(?=\s+sto)",
      "", "fa2 mma", "bias lengths"),
-    ("the bias of the next query", r"(score_of\(S\[i\]\[j\], head, q_begin)", r"\1 + 1", "fa2 simt",
-     "bias"),
+    ("the bias of the next query", r"(score_of\(.*?column_place\(tile, q_begin)", r"\1 + 1",
+     "fa2 simt", "bias"),
 ]  # fmt: skip
 
 

@@ -150,7 +150,7 @@ class Call:
         self.layout = self._layout(specs, broadcast)
         self.score, self.captured = make_score(
             options.score_mod, options.softcap, given, self.layout.lse_shape, k.shape[-2],
-            self.scale, accumulator,
+            self.scale, accumulator, band.right is not None and band.right <= 0,
         )  # fmt: skip
         if mask and mask_kind == "blocks" and mask.shape[-2:] != (q.shape[-2], k.shape[-2]):
             raise ValueError(

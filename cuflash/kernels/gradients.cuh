@@ -86,6 +86,7 @@ __device__ __forceinline__ void to_probabilities(Accumulator (&S)[ROWS][COLUMNS]
                                                  int q_begin, int k_begin, const TileBits& bits,
                                                  int step, bool weightless) {
     const Accumulator multiplier = score_multiplier(p);
+    const OfHead of_head = read_of_head(head, p);
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         const int k = k_begin + tile.row(i);
@@ -95,7 +96,8 @@ __device__ __forceinline__ void to_probabilities(Accumulator (&S)[ROWS][COLUMNS]
         for (int j = 0; j < COLUMNS; ++j) {
             const int column = tile.column(j);
             if constexpr (SCORE_IS_MODIFIED) {
-                const auto score = score_of(S[i][j], head, q_begin + column, k, p);
+                const auto score =
+                    score_of(S[i][j], of_head, head, column_place(tile, q_begin, j), k, p);
                 S[i][j] = score.value, slope[i][j] = score.slope;
             }
             S[i][j] = exp2_of(multiply_add(S[i][j], multiplier, -log2_sums[column]));

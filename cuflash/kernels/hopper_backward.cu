@@ -172,9 +172,12 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
         }
         score_gradients(slot);
         if (!SCORE_IS_MODIFIED && is_first) check_keys();
+        GradientStep::Rows rows;
+        rows.load(tile, p, now.head, now.q_begin, now.k_begin);
         wait_products<1>(S);
+        rows.exchange(tile);
         if (SCORE_IS_MODIFIED) settle(dK), settle(dV);  // else two registers too few at D = 128
-        now.to_probabilities(S, slope, P_pairs, log2_sums);
+        now.to_probabilities(S, slope, P_pairs, log2_sums, rows);
         if (facts.is_cut) {
             now.hide(S, TileBits(p, facts.visit, consumer * SLAB));
             if (SCORE_IS_MODIFIED) now.hide_pairs(P_pairs, S);

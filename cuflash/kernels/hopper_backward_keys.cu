@@ -96,10 +96,13 @@ __device__ __forceinline__ void sum_values(const Params& p, SharedMemory& smem) 
                                  facts.visit.tile * BLOCK_Q,
                                  k_begin};
             const auto log2_sums = now.load_stats(0);
+            PackedStep::Rows rows;
+            rows.load(tile, p, now.head, now.q_begin, now.k_begin);
             wait_products<0>(S);
+            rows.exchange(tile);
             if (i > 0 && speaks) barriers.dO_empty[slot ^ 1].arrive();
 
-            now.to_probabilities(weights, S, log2_sums);
+            now.to_probabilities(weights, S, log2_sums, rows);
             if (item.opens && i == 0) await_check();
             const bool nonfinite = smem.row_stats[slot][NONFINITE] != 0;
             if (facts.is_cut || nonfinite || nonfinite_keys)

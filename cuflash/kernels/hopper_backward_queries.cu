@@ -113,10 +113,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             const QueryStep now{p, tile, item.located.head, stats, q_begin, key_tile * BLOCK_K};
             const bool nonfinite_keys = nonfinite[key_tile] != 0;
             const bool cut = sight.seen == Sight::SOME || nonfinite_keys || stats.nonfinite;
+            QueryStep::Rows rows;
+            rows.load(tile, p, now.head, now.q_begin, now.k_begin);
             wait_products<1>(S);
             release_keys(slot ^ 1);
             holds_keys = true;
-            now.to_weights(S);
+            now.to_weights(S, rows);
             // The branch keeps the compiler from taking exponentials behind the wait for dP.
             if (cut) now.hide(S, TileBits(p, {key_tile, sight.bits, -1}, 0));
             settle(S);

@@ -140,19 +140,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Ring<STAGES> now;  // the slot of the tile of S; that of P is the one before
     MissingKeys<BLOCK_K, BOX_ROWS> missing;  // of the tile of S
 
-    const auto adjust_scores = [&](const Visit& visit) {
-        const int k_begin = visit.tile * BLOCK_K;
-        modify_scores(S_regs, tile, p, head, row_begin, k_begin);
-        if (keys.is_cut(visit))
-            mask_scores(S_regs, Tile::FromFirstColumn{tile}, p, head, row_begin,
-                        k_begin + tile.column(0), TileBits(p, visit, consumer * SLAB),
-                        tile.column(0));
-        if (missing.any()) missing.hide(S_regs, Tile::FromFirstColumn{tile}, 0);
+    using Columns = Tile::FromFirstColumn;
+    const Columns columns{tile};
+    LoadedRows<Tile, Tile::ROWS, Tile::COLUMNS> rows;     // of captured arrays
+    LoadedBits<Columns, Tile::ROWS, Tile::COLUMNS> bits;  // of the mask
+    const auto load_rows = [&](const Visit& visit) {
+        rows.load(tile, p, head, row_begin, visit.tile * BLOCK_K);
+    };
+    const auto load_bits = [&](const Visit& visit) {
+        bits.load(columns, TileBits(p, visit, consumer * SLAB), tile.column(0));
+    };
+    const auto adjust_scores = [&](int i, const Visit& visit) {
+        // With a number that is there no sooner than the scores the compiler cannot compute positions
+        // while these are under way, for which there are no registers.
+        const int k_begin = (SCORE_IS_MODIFIED ? uniform(visit.tile) : visit.tile) * BLOCK_K;
+        modify_scores(S_regs, tile, p, head, row_begin, k_begin, rows);
+        if (keys.is_cut_by_band(visit))
+            hide_outside_band(S_regs, columns, p, head, row_begin, k_begin + tile.column(0));
+        if (MASKED && visit.bits >= 0) bits.hide(S_regs, -infinity<Accumulator>(), columns);
+        if (MASKED && i + 1 < keys.count()) load_bits(keys[i + 1]);  // a tile ahead: they are few
+        if (missing.any()) missing.hide(S_regs, columns, 0);
     };
     // Turns the scores of the `i`-th visit into probabilities; returns whether O must be rescaled.
     const auto exponentiate = [&](int i, const Visit& visit) {
         if (i + 1 == keys.count() && speaks) barriers.Q_empty[consumer].arrive();
-        adjust_scores(visit);
+        adjust_scores(i, visit);
         const bool stale = softmax.update(S_regs, multiplier, rescale, [&] {
             tile.score_alone(
                 S_regs,
@@ -162,7 +174,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 },
                 shared_address(smem.K[now.slot]));
             __syncwarp();  // all lanes have read K
-            adjust_scores(keys[i]);
+            load_rows(keys[i]);
+            load_bits(keys[i]);
+            adjust_scores(i, keys[i]);
         });
         if constexpr (PAGED) __syncwarp();  // all lanes have read what is missing
         if (speaks) barriers.K_empty[now.slot].arrive();
@@ -231,6 +245,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             turns.await();
             score();
             turns.hand_over();
+            load_rows(keys[0]);
+            load_bits(keys[0]);
             wait_products<0>(S_regs);
             exponentiate(0, keys[0]);
             tile.pack_probabilities(P_regs, S_regs);
@@ -243,6 +259,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 score();
                 accumulate();
                 turns.hand_over();
+                load_rows(visit);
                 wait_products<1>(S_regs);
                 const int freed = now.previous().slot;
                 // Asks for the next keys ahead of the softmax, since the answer takes 40 clocks.

@@ -97,8 +97,10 @@ __device__ __forceinline__ Accumulator raw_score(const Params& p, const Head& he
 __device__ __forceinline__ Accumulator score_alone(const Params& p, const Head& head, int row,
                                                    int k) {
     const Accumulator score = raw_score(p, head, row, k);
-    if constexpr (SCORE_IS_MODIFIED)
-        return score_of(score, row_head(head, row), query_of(row), k, p).value;
+    if constexpr (SCORE_IS_MODIFIED) {
+        const Head own = row_head(head, row);
+        return score_of(score, read_of_head(own, p), own, query_of(row), k, p).value;
+    }
     return score;
 }
 

@@ -7,6 +7,12 @@ __device__ __forceinline__ Accumulator score_infinity() {
                                     : Accumulator(__longlong_as_double(0x7ff0000000000000ll));
 }
 
+// An integer as a real number; seams/place.cuh has that of positions.
+template <typename T>
+__device__ __forceinline__ Accumulator real(T x) {
+    return Accumulator(x);
+}
+
 // As Python's // and %, which round down; 0 for a divisor of 0, as NumPy.
 template <typename A, typename B>
 __device__ __forceinline__ auto floor_modulo(A a, B b) -> decltype(a % b) {
@@ -135,6 +141,59 @@ __device__ __forceinline__ bool find_element(const E*& element, const int* size,
     ((element += ADJACENT && place == LAST ? (long long)(index) : index * stride[place], ++place),
      ...);
     return (true && ... && is_index(index, size[axis++]));
+}
+
+// A row of a captured array: so many elements side by side, none if the array has no such row.
+template <typename E>
+struct CapturedRow {
+    using Bits = typename BitsOf<sizeof(E)>::type;
+    const E* elements;
+    int size;
+
+    // The bits of an element, 0 beyond the row.
+    __device__ __forceinline__ Bits bits(int index) const {
+        return load_where(is_index(index, size), reinterpret_cast<const Bits*>(elements) + index);
+    }
+    // Two elements, which exist, by one load.
+    __device__ __forceinline__ unsigned int word(int index) const {
+        return load_where(true, reinterpret_cast<const unsigned int*>(elements + index));
+    }
+    // Whether `width` elements from an even `index` on exist and pairs of them are words.
+    __device__ __forceinline__ bool has_words(int index, int width) const {
+        return index + width <= size && reinterpret_cast<unsigned long long>(elements) % 4 == 0;
+    }
+};
+
+// Such rows, one for each query.
+template <typename E>
+struct CapturedRows {
+    const E* elements;
+    int rows, size;
+    long long stride;  // from row to row
+
+    __device__ __forceinline__ CapturedRow<E> operator[](int row) const {
+        return {elements + row * stride, is_index(row, rows) ? size : 0};
+    }
+    // Whether `count` rows have words.
+    __device__ __forceinline__ bool has_words(int row, int count, int index, int width) const {
+        const bool exist = row >= 0 && row <= rows - count;
+        return exist && stride % 2 == 0 && (*this)[row].has_words(index, width);
+    }
+};
+
+// Those behind the leading indices, whose next index is the query, and that of a lone row of all queries.
+template <typename E, typename... Index>
+__device__ __forceinline__ CapturedRows<E> captured_rows(const E* element, const int* size,
+                                                         const long long* stride, Index... index) {
+    constexpr int AXIS = sizeof...(Index);
+    const bool exists = find_element<false>(element, size, stride, index...);
+    return {element, exists ? size[AXIS] : 0, size[AXIS + 1], stride[AXIS]};
+}
+template <typename E, typename... Index>
+__device__ __forceinline__ CapturedRows<E> captured_row(const E* element, const int* size,
+                                                        const long long* stride, Index... index) {
+    const bool exists = find_element<false>(element, size, stride, index...);
+    return {element, exists ? 0x7fffffff : 0, size[sizeof...(Index)], 0};
 }
 
 // An element of a captured array, 0 for an index that it does not have.

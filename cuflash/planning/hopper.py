@@ -27,8 +27,8 @@ class HopperTile(KernelTile):
     ----------
     modified : bool
         Whether there are registers to change scores in.
-    placed : bool
-        Whether there are registers to change them by where they are, or by arrays.
+    loads : bool
+        Whether there are registers to load an element of an array in for each query or key.
     """
 
     engine: ClassVar[Engine] = "wgmma"
@@ -36,7 +36,7 @@ class HopperTile(KernelTile):
 
     dtypes: tuple[str, ...] = HALF
     modified: bool = True
-    placed: bool = True
+    loads: bool = True
 
     @property
     def threads(self) -> int:
@@ -47,8 +47,8 @@ class HopperTile(KernelTile):
         """Why this row cannot or should not serve, or an empty string."""
         if problem.score.stages and not self.modified:
             return "has no registers for modified scores"
-        if problem.score.reads_pair and not self.placed:
-            return "has no registers for scores that depend on their place"
+        if problem.score.loads and not self.loads:
+            return "has no registers for elements of arrays"
         return super().reject(problem, device)
 
     def missing(self, problem: Problem, device: Device) -> str:

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from importlib.resources import files
 
-from ..scores.emit import emit
+from ..scores.emit import Emitter
 from ..scores.expression import parse
 from .params import Field, fields, struct_dtype
 from .problem import Problem
@@ -61,30 +61,57 @@ def _score_function(problem: Problem) -> str:
     form = problem.score
     unit = f"p.capture_{form.unit}" if form.unit else "Accumulator(1)"
     scale = "p.score_scale" if form.unit else "p.scale"
-    *before, (reads, last) = [emit(node) for node in form.nodes] or [("", "score")]
+    emitter = Emitter()
+    *before, (reads, last) = [emitter.stage(node) for node in form.nodes] or [("", "score")]
     steps = "".join(f"    {{ {reads} score = {text}; }}\n" for reads, text in before)
     steps += f"    {reads}\n" if reads else ""
     # Backward asks for queries that do not exist, and multiplies zeros by what it gets.
-    if form.reads_pair and problem.backward:
-        last = f"unsigned(q) < unsigned(located.query_length) ? T({last}) : T(0)"
+    if problem.backward and form.may_be_nan:
+        last = f"unsigned(int(q)) < unsigned(located.query_length) ? T({last}) : T(0)"
     functions = expand("score_functions.cuh") if form.stages or form.sink else ""
+    members = "".join(f" {c_type} {name};" for c_type, name, _ in emitter.of_head)
+    found = "".join(f"    found.{name} = {read};\n" for _, name, read in emitter.of_head)
     text = f"""\
 {functions}#line 1 "score expression"
 __device__ __forceinline__ Accumulator score_unit(const Params& p) {{ return {unit}; }}
 __device__ __forceinline__ Accumulator score_scale(const Params& p) {{ return {scale}; }}
-template <typename T, typename Head>
-__device__ __forceinline__ T modify(T score, const Head& located, int q, int k, const Params& p) {{
+struct OfHead {{{members} }};
+template <typename Head>
+__device__ __forceinline__ OfHead read_of_head(const Head& located, const Params& p) {{
+    [[maybe_unused]] const int batch = located.batch, head = located.head;
+    OfHead found;
+{found}    return found;
+}}
+template <typename T, typename Given, typename Head, typename Q, typename K>
+__device__ __forceinline__ T modify(T score, const OfHead& of_head, const Given& element,
+                                    const Head& located, Q q, K k, const Params& p) {{
     [[maybe_unused]] const int batch = located.batch, head = located.head;
 {steps}    return {last};
-}}"""
+}}
+{_rows_function(emitter)}"""
     if form.sink:
-        reads, sink = emit(parse(form.sink, form.captures))
+        reads, sink = Emitter(of_head=False).stage(parse(form.sink, form.captures))
         text += f"""
 __device__ __forceinline__ Accumulator read_sink(const Params& p, int batch, int head) {{
     {reads}
     return {sink};
 }}"""
     return text
+
+
+def _rows_function(emitter: Emitter) -> str:
+    """What kernels call for the rows of a captured array, and the type of its elements."""
+    if emitter.rows is None:
+        return "constexpr bool READS_ROWS = false;\nusing RowElement = __half;"
+    element, rows = emitter.rows_text()
+    return f"""\
+constexpr bool READS_ROWS = true;
+using RowElement = {element};
+template <typename Head>
+__device__ __forceinline__ auto find_rows(const Head& located, const Params& p) {{
+    [[maybe_unused]] const int batch = located.batch, head = located.head;
+    return {rows};
+}}"""
 
 
 def prelude(problem: Problem, tile: Tile) -> str:

@@ -29,11 +29,13 @@ class _Added(NamedTuple):
 
 
 _ADDED = {
-    "alibi_slopes": _Added((), "score - {0} * abs(k - q - shift)"),
+    "alibi_slopes": _Added((), "score + {0} * {distance}"),
     "bias": _Added(("q", "k"), "where({0} == -inf, -inf, score + {0})"),
     "sinks": _Added((), ""),
 }
 assert tuple(_ADDED) == ADDED
+# Minus how far a key is from its query's diagonal; simpler where none lies behind it.
+_DISTANCES = {False: "-abs(k - q - shift)", True: "(k - q - shift)"}
 
 
 class Captured(NamedTuple):
@@ -63,7 +65,7 @@ def is_score_operand(name: str) -> bool:
 
 def make_score(
     text: ScoreText | None, cap: object, given: dict[str, Spec], rows: tuple[int, ...], keys: int,
-    scale: float, accumulator: str,
+    scale: float, accumulator: str, causal: bool = False,
 ) -> tuple[Score, tuple[Captured, ...]]:  # fmt: skip
     """The changes of a call's scores, and the arrays that they read.
 
@@ -82,6 +84,8 @@ def make_score(
     scale : float
     accumulator : str
         The type of the sums.
+    causal : bool
+        Whether no query sees a key behind its diagonal.
 
     Raises
     ------
@@ -105,7 +109,7 @@ def make_score(
             read, array = _broadcast(name, given[name], shape, tail)
             arrays.append(array)
             if stage:
-                stages.append(stage.format(read))
+                stages.append(stage.format(read, distance=_DISTANCES[causal]))
             else:
                 sink = read
     captures = tuple(x.capture for x in arrays)

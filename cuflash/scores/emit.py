@@ -10,6 +10,7 @@ ELEMENTS = {
     "bool": "bool", "int8": "signed char", "uint8": "unsigned char", "int16": "short",
     "uint16": "unsigned short", "int32": "int", "uint32": "unsigned int", "int64": "long long",
 }  # fmt: skip
+_TYPES = {"uint32": "long long", "int64": "long long", "bool": "bool"}  # of elements as numbers
 NUMBERS = {"real": "Accumulator", "integer": "int", "bool": "int"}
 _CALLS = {
     "//": "floor_divide", "%": "floor_modulo", "abs": "abs", "exp": "exp", "log": "log",
@@ -18,58 +19,160 @@ _CALLS = {
 _COMPARISONS = ("<", "<=", ">", ">=", "==", "!=")
 
 
-def emit(node: Node) -> tuple[str, str]:
-    """The expression, over `score` of a type T, which is a dual number or a plain one.
+class Emitter:
+    """Turns the stages of a score into C, and keeps what they read of arrays.
 
-    What depends on the score is a T, all other real numbers are Accumulators.
+    Parameters
+    ----------
+    of_head : bool
+        Whether to keep apart what is the same for all queries and keys of a head.
 
-    Returns
-    -------
-    declarations, expression : str
-        The former hold what is read of arrays, each element once.
+    Attributes
+    ----------
+    of_head : list of (str, str, str)
+        Type, name and C of each element that is the same for all queries and keys of a head. Stages
+        find them in `of_head`.
+    rows : Node or None
+        What reads an array that has an element of two bytes for each query and key, or for each
+        key, the first such. Kernels may load these ahead: stages ask `element` for them.
     """
-    reads: dict[str, str] = {}
-    text = _emit(node, reads)
-    names = [f"const auto {name} = {read};" for read, name in reads.items()]
-    return " ".join(names), text
+
+    def __init__(self, of_head: bool = True) -> None:
+        self._hoists = of_head
+        self.of_head: list[tuple[str, str, str]] = []
+        self.rows: Node | None = None
+        self._rows_text = ""
+        self._reads: dict[str, str] = {}
+        self._names: dict[str, str] = {}
+
+    def stage(self, node: Node) -> tuple[str, str]:
+        """An expression over `score` of a type T, which is a dual number or a plain one.
+
+        What depends on the score is a T, all other real numbers are Accumulators.
+
+        Returns
+        -------
+        declarations, expression : str
+            The former hold what is read of arrays for a query or a key, each element once.
+        """
+        self._reads = {}
+        text = self._emit(node)
+        names = [f"const auto {name} = {read};" for read, name in self._reads.items()]
+        return " ".join(names), text
+
+    def rows_text(self) -> tuple[str, str]:
+        """The type of the elements of `rows`, and what finds them in C."""
+        assert self.rows is not None
+        capture, *indices = self.rows.value, *map(self._index, self.rows.inputs[:-1])
+        function = "captured_row"
+        if indices[-1:] == ["int(q)"]:
+            function = "captured_rows"
+            indices.pop()
+        arguments = ", ".join([f"p.{field_of(capture)}", *_extents(capture), *indices])
+        return ELEMENTS[capture.element], f"{function}({arguments})"
+
+    def _emit(self, node: Node) -> str:
+        operation = node.operation
+        if operation == "real":
+            return self._real(node.inputs[0])
+        if operation == "read":
+            return self._read(node)
+        inputs = [self._emit(x) if _is_place(node) else self._index(x) for x in node.inputs]
+        if operation == "score":
+            return "score"
+        if operation == "position":
+            return "located.shift" if node.value == "shift" else str(node.value)
+        if operation == "number":
+            return _number(node)
+        if operation == "capture":
+            field = f"p.{field_of(node.value)}"
+            return f"({field} != 0)" if node.kind == "bool" else field
+        if operation == "integer":
+            return f"int({inputs[0]})"
+        if operation == "negative":
+            return f"(-{inputs[0]})"
+        if operation == "~":
+            return f"({'!' if node.kind == 'bool' else '~'}{inputs[0]})"
+        if operation in "&|":
+            doubled = operation * 2 if node.kind == "bool" else operation
+            return f"({inputs[0]} {doubled} {inputs[1]})"
+        if operation in _COMPARISONS:
+            a, b = (f"{x}.value" if n.reads_score else x for x, n in zip(inputs, node.inputs))
+            return f"({a} {operation} {b})"
+        if operation == "where":
+            a, b = inputs[1:]
+            if node.inputs[1].reads_score or node.inputs[2].reads_score:
+                a, b = f"T({a})", f"T({b})"
+            return f"({inputs[0]} ? {a} : {b})"
+        if operation in _CALLS:
+            arguments = [
+                f"T({x})" if node.reads_score and not n.reads_score else x
+                for x, n in zip(inputs, node.inputs)
+            ]
+            return f"{_CALLS[operation]}({', '.join(arguments)})"
+        return f"({inputs[0]} {operation} {inputs[1]})"
+
+    def _index(self, node: Node) -> str:
+        """A node where C wants no Place."""
+        return f"int({self._emit(node)})" if _is_place(node) else self._emit(node)
+
+    def _real(self, node: Node) -> str:
+        """An integer as a real number; the distance of positions without converting each."""
+        if node.operation == "abs" and _is_place(node.inputs[0]):
+            return f"abs({self._real(node.inputs[0])})"
+        return f"real({self._emit(node)})"
+
+    def _read(self, node: Node) -> str:
+        """An element of a captured array."""
+        capture, indices = node.value, [self._index(x) for x in node.inputs]
+        of_place = any(x.reads_place for x in node.inputs)
+        function = "captured_of_pair" if of_place else "captured"
+        arguments = ", ".join([f"p.{field_of(capture)}", *_extents(capture), *indices])
+        text = f"{function}<{str(capture.adjacent).lower()}>({arguments})"
+        if self._hoists and not of_place:
+            if text not in self._names:
+                self._names[text] = name = f"element_{len(self._names)}"
+                self.of_head.append(
+                    (_TYPES.get(capture.element, NUMBERS[capture.kind]), name, text)
+                )
+            return f"of_head.{self._names[text]}"
+        if self.rows is None and of_place and _has_rows(node):
+            self.rows, self._rows_text = node, text
+        if text == self._rows_text:
+            text = f"element.get([&] {{ return {text}; }})"
+        return self._reads.setdefault(text, f"element_{len(self._reads)}")
 
 
-def _emit(node: Node, reads: dict[str, str]) -> str:
-    operation, inputs = node.operation, [_emit(x, reads) for x in node.inputs]
-    if operation == "score":
-        return "score"
-    if operation == "position":
-        return "located.shift" if node.value == "shift" else str(node.value)
-    if operation == "number":
-        return _number(node)
-    if operation == "capture":
-        field = f"p.{field_of(node.value)}"
-        return f"({field} != 0)" if node.kind == "bool" else field
-    if operation == "read":
-        return reads.setdefault(_read(node, inputs), f"element_{len(reads)}")
-    if operation in ("real", "integer"):
-        return f"{'Accumulator' if operation == 'real' else 'int'}({inputs[0]})"
-    if operation == "negative":
-        return f"(-{inputs[0]})"
-    if operation == "~":
-        return f"({'!' if node.kind == 'bool' else '~'}{inputs[0]})"
-    if operation in "&|":
-        return f"({inputs[0]} {operation * 2 if node.kind == 'bool' else operation} {inputs[1]})"
-    if operation in _COMPARISONS:
-        a, b = (f"{x}.value" if n.reads_score else x for x, n in zip(inputs, node.inputs))
-        return f"({a} {operation} {b})"
-    if operation == "where":
-        a, b = inputs[1:]
-        if node.inputs[1].reads_score or node.inputs[2].reads_score:
-            a, b = f"T({a})", f"T({b})"
-        return f"({inputs[0]} ? {a} : {b})"
-    if operation in _CALLS:
-        arguments = [
-            f"T({x})" if node.reads_score and not n.reads_score else x
-            for x, n in zip(inputs, node.inputs)
-        ]
-        return f"{_CALLS[operation]}({', '.join(arguments)})"
-    return f"({inputs[0]} {operation} {inputs[1]})"
+def _extents(capture: Capture) -> tuple[str, str]:
+    """Sizes and strides of a captured array, in C."""
+    if not capture.axes:
+        return "nullptr", "nullptr"
+    start = "&" if capture.axes == 1 else ""
+    return f"{start}p.{field_of(capture)}_size", f"{start}p.{field_of(capture)}_stride"
+
+
+def _has_rows(node: Node) -> bool:
+    """Whether a read is of two bytes at (..., q, k) or (..., k), which lie side by side."""
+    capture, (*leading, last) = node.value, node.inputs
+    if not (capture.adjacent and capture.element in ("float16", "bfloat16") and last.value == "k"):
+        return False
+    if leading and leading[-1].value == "q":
+        leading.pop()
+    return not any(x.reads_place or x.reads_score or _reads(x) for x in leading)
+
+
+def _reads(node: Node) -> bool:
+    """Whether it depends on elements of arrays."""
+    return node.operation == "read" or any(map(_reads, node.inputs))
+
+
+def _is_place(node: Node) -> bool:
+    """Whether it is a sum of the query's or key's position and integers, which C has as a Place."""
+    if node.operation == "position":
+        return node.value in ("q", "k")
+    if node.operation not in ("+", "-", "negative"):
+        return False
+    return any(map(_is_place, node.inputs)) and all(x.kind == "integer" for x in node.inputs)
 
 
 def _number(node: Node) -> str:
@@ -80,16 +183,6 @@ def _number(node: Node) -> str:
     if node.value == float("inf"):
         return "score_infinity()"
     return f"Accumulator({node.value!r})"
-
-
-def _read(node: Node, indices: list[str]) -> str:
-    """An element of a captured array."""
-    capture, field = node.value, field_of(node.value)
-    start = "&" if capture.axes == 1 else ""
-    shape = [f"{start}p.{field}_{x}" if capture.axes else "nullptr" for x in ("size", "stride")]
-    function = "captured_of_pair" if any(x.reads_place for x in node.inputs) else "captured"
-    adjacent = str(capture.adjacent).lower()
-    return f"{function}<{adjacent}>({', '.join([f'p.{field}', *shape, *indices])})"
 
 
 def field_of(capture: Capture) -> str:

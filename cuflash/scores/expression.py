@@ -97,6 +97,12 @@ class Node:
         return own or any(x.reads_place for x in self.inputs)
 
     @functools.cached_property
+    def loads(self) -> bool:
+        """Whether it reads an array at other elements for each query or key."""
+        own = self.operation == "read" and self.reads_place
+        return own or any(x.loads for x in self.inputs)
+
+    @functools.cached_property
     def reads_pair(self) -> bool:
         """Whether it depends on anything but the score and numbers."""
         own = self.operation in ("position", "read")

@@ -64,6 +64,19 @@ class ScoreForm(NamedTuple):
         return any(x.reads_pair for x in self.nodes)
 
     @property
+    def loads(self) -> bool:
+        """Whether arrays are read at other elements for each query or key."""
+        return any(x.loads for x in self.nodes)
+
+    @property
+    def may_be_nan(self) -> bool:
+        """Whether positions that no array has may make the score infinite or NaN.
+
+        Elements that do not exist are 0: of these and of positions sums and products are finite.
+        """
+        return any(x.reads_place and not _is_finite(x) for x in self.nodes)
+
+    @property
     def has_slope(self) -> bool:
         """Whether the derivative by the score is other than 1."""
         return not all(map(_is_addend, self.nodes))
@@ -88,6 +101,18 @@ def _is_addend(node: Node) -> bool:
     (second,) = others
     added = node.operation == "+" and second.operation == "score" and not first.reads_score
     return added or (first.operation == "score" and not second.reads_score)
+
+
+_FINITE = {
+    "score", "position", "number", "capture", "read", "real", "integer", "where", "minimum",
+    "maximum", "abs", "tanh", "+", "-", "*", "&", "|", "~", "<", "<=", ">", ">=", "==", "!=",
+    "negative",
+}  # fmt: skip
+
+
+def _is_finite(node: Node) -> bool:
+    """Whether a stage computes finite numbers from finite ones, or infinity where it says so."""
+    return node.operation in _FINITE and all(map(_is_finite, node.inputs))
 
 
 def _is_infinite(node: Node) -> bool:

@@ -21,6 +21,7 @@ using Packed = u32[BLOCK_Q / 16][4];  // P^T or dS^T as the A operands of produc
 struct GradientStep {
     static constexpr int ROWS = Scores::ROWS, PAIRS = Scores::COLUMNS / 2;
     using Pair = Vector<float, 2>;
+    using Rows = LoadedColumns<Scores, ROWS, Scores::COLUMNS>;  // of captured arrays
 
     const Params& p;
     const Scores& tile;
@@ -43,7 +44,9 @@ struct GradientStep {
     // without that derivative, it goes to `slope` instead.
     __device__ __forceinline__ void to_probabilities(Accumulator (&S)[ROWS][Scores::COLUMNS],
                                                      Accumulator (&slope)[ROWS][Scores::COLUMNS],
-                                                     Packed& kept, const Stats& log2_sums) const {
+                                                     Packed& kept, const Stats& log2_sums,
+                                                     const Rows& rows) const {
+        const OfHead of_head = read_of_head(head, p);
         const Accumulator multiplier = score_multiplier(p);
 #pragma unroll
         for (int m = 0; m < PAIRS; ++m) {
@@ -54,8 +57,8 @@ struct GradientStep {
                 const int i = e / 2, j = 2 * m + e % 2;
                 Dual<Accumulator> score(S[i][j], Accumulator(1));
                 if constexpr (SCORE_IS_MODIFIED)
-                    score =
-                        score_of(S[i][j], head, q_begin + tile.column(j), k_begin + tile.row(i), p);
+                    score = score_of(S[i][j], of_head, head, column_place(tile, q_begin, j),
+                                     k_begin + tile.row(i), p, rows.at(i, j));
                 S[i][j] = exp2_of(multiply_add(score.value, multiplier, -log2_sum.at[e % 2]));
                 if constexpr (SCORE_IS_MODIFIED) {
                     left[e] = is_kept(i, j) ? S[i][j] : Accumulator(0);

@@ -38,7 +38,8 @@ struct Weights {
 // row i.
 struct PackedStep {
     static constexpr int ROWS = Scores::ROWS, PAIRS = Scores::COLUMNS / 2;
-    static constexpr u32 HIDDEN = 0x80008000;  // a pair of -0
+    using Rows = LoadedColumns<Scores, ROWS, Scores::COLUMNS>;  // of captured arrays
+    static constexpr u32 HIDDEN = 0x80008000;                   // a pair of -0
 
     const Params& p;
     const Scores& tile;
@@ -70,7 +71,9 @@ struct PackedStep {
     // P^T from S^T, packed.
     __device__ __forceinline__ void to_probabilities(Weights& weights,
                                                      const Accumulator (&S)[2][Scores::COLUMNS],
-                                                     const LoadedStats& all_log2_sums) const {
+                                                     const LoadedStats& all_log2_sums,
+                                                     const Rows& rows) const {
+        const OfHead of_head = read_of_head(head, p);
         const Accumulator multiplier = score_multiplier(p);
 #pragma unroll
         for (int m = 0; m < PAIRS; ++m) {
@@ -83,7 +86,9 @@ struct PackedStep {
                     const int j = 2 * m + e, q = q_begin + tile.column(j);
                     const int k = k_begin + tile.row(i);
                     Dual<Accumulator> score(S[i][j], Accumulator(1));
-                    if constexpr (SCORE_IS_MODIFIED) score = score_of(S[i][j], head, q, k, p);
+                    if constexpr (SCORE_IS_MODIFIED)
+                        score = score_of(S[i][j], of_head, head, column_place(tile, q_begin, j), k,
+                                         p, rows.at(i, j));
                     P[e] = exp2_of(
                         multiply_add(score.value, multiplier, WEIGHT_EXPONENT - log2_sums.at[e]));
                     sloped[e] = P[e] * score.slope;

@@ -37,6 +37,7 @@ struct QueryStats {
 // One step: queries from q_begin on against a tile of keys.
 struct QueryStep {
     static constexpr int ROWS = QueryScores::ROWS, COLUMNS = QueryScores::COLUMNS;
+    using Rows = LoadedRows<QueryScores, ROWS, COLUMNS>;  // of captured arrays
 
     const Params& p;
     const QueryScores& tile;
@@ -45,7 +46,9 @@ struct QueryStep {
     int q_begin, k_begin;
 
     // The weights of dS: P times the derivative of the modified score by the score. In place of S.
-    __device__ __forceinline__ void to_weights(Accumulator (&S)[ROWS][COLUMNS]) const {
+    __device__ __forceinline__ void to_weights(Accumulator (&S)[ROWS][COLUMNS],
+                                               const Rows& rows) const {
+        const OfHead of_head = read_of_head(head, p);
         const Accumulator multiplier = score_multiplier(p);
 #pragma unroll
         for (int i = 0; i < ROWS; ++i)
@@ -53,8 +56,8 @@ struct QueryStep {
             for (int j = 0; j < COLUMNS; ++j) {
                 Dual<Accumulator> score(S[i][j], Accumulator(1));
                 if constexpr (SCORE_IS_MODIFIED)
-                    score =
-                        score_of(S[i][j], head, q_begin + tile.row(i), k_begin + tile.column(j), p);
+                    score = score_of(S[i][j], of_head, head, q_begin + tile.row(i),
+                                     column_place(tile, k_begin, j), p, rows.at(i, j));
                 S[i][j] = exp2_of(multiply_add(score.value, multiplier, -stats.log2_sums[i])) *
                           score.slope;
             }

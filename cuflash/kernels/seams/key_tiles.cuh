@@ -63,8 +63,11 @@ struct KeyTiles : KeySpan {
         uncut_end = max(0, min(head.key_length, q_begin + head.shift + p.band_right + 1)) / SIZE;
     }
     __device__ __forceinline__ Visit operator[](int i) const { return list[end - 1 - i]; }
+    __device__ __forceinline__ bool is_cut_by_band(const Visit& visit) const {
+        return visit.tile < uncut_begin || visit.tile >= uncut_end;
+    }
     __device__ __forceinline__ bool is_cut(const Visit& visit) const {
-        return visit.bits >= 0 || visit.tile < uncut_begin || visit.tile >= uncut_end;
+        return visit.bits >= 0 || is_cut_by_band(visit);
     }
 };
 

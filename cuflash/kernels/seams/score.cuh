@@ -7,6 +7,8 @@
 #include "numeric.cuh"
 #include "seams/hooks.cuh"
 #include "seams/key_tiles.cuh"
+#include "seams/place.cuh"
+#include "seams/score_rows.cuh"
 #include "tiles/softmax.cuh"
 
 // What the online softmax multiplies scores by: scale * log2 e where nothing else touches them.
@@ -14,35 +16,51 @@ __device__ __forceinline__ Accumulator score_multiplier(const Params& p) {
     return (SCORE_IS_MODIFIED ? score_unit(p) : p.scale) * Accumulator(LOG2_E);
 }
 
-// The modified score of a product q.k, and its derivative by the score before.
-__device__ __forceinline__ Dual<Accumulator> score_of(Accumulator product, const Head& head, int q,
-                                                      int k, const Params& p) {
-    return modify(Dual<Accumulator>(product * score_scale(p), Accumulator(1)), head, q, k, p);
+// The modified score of a product q.k, and its derivative by the score before. q and k are integers or
+// Places.
+template <typename Q, typename K, typename Given = ReadEach>
+__device__ __forceinline__ Dual<Accumulator> score_of(Accumulator product, const OfHead& of_head,
+                                                      const Head& head, Q q, K k, const Params& p,
+                                                      const Given& element = Given()) {
+    const Dual<Accumulator> score(product * score_scale(p), Accumulator(1));
+    return modify(score, of_head, element, head, q, k, p);
 }
 
 // S[i][j] is of row row_begin + tile.row(i) of the queries and of key k_begin + tile.column(j), which
-// need not exist.
+// need not exist. `rows` are what it reads of a captured array.
+template <typename Tile, typename Rows, int ROWS, int COLUMNS>
+__device__ __forceinline__ void modify_scores(Accumulator (&S)[ROWS][COLUMNS], const Tile& tile,
+                                              const Params& p, const Head& head, int row_begin,
+                                              int k_begin, const Rows& rows) {
+    if constexpr (SCORE_IS_MODIFIED) {
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            const int row = row_begin + tile.row(i);
+            const Head own = row_head(head, row);
+            const OfHead of_head = read_of_head(own, p);
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j)
+                S[i][j] = score_of(S[i][j], of_head, own, query_of(row),
+                                   column_place(tile, k_begin, j), p, rows.at(i, j))
+                              .value;
+        }
+    }
+}
 template <typename Tile, int ROWS, int COLUMNS>
 __device__ __forceinline__ void modify_scores(Accumulator (&S)[ROWS][COLUMNS], const Tile& tile,
                                               const Params& p, const Head& head, int row_begin,
                                               int k_begin) {
-    if constexpr (SCORE_IS_MODIFIED) {
-#pragma unroll
-        for (int i = 0; i < ROWS; ++i)
-#pragma unroll
-            for (int j = 0; j < COLUMNS; ++j)
-                S[i][j] = score_of(S[i][j], row_head(head, row_begin + tile.row(i)),
-                                   query_of(row_begin + tile.row(i)), k_begin + tile.column(j), p)
-                              .value;
-    }
+    LoadedRows<Tile, ROWS, COLUMNS> rows;
+    rows.load(tile, p, head, row_begin, k_begin);
+    modify_scores(S, tile, p, head, row_begin, k_begin, rows);
 }
 
-// Replaces the scores of hidden keys, whatever they were: NaN in a hidden key goes no further.
-// `bits` are the mask's of the whole tile, of which S is the part from column `step` on.
+// Replaces the scores of keys that the band hides, whatever they were: NaN in a hidden key goes no
+// further.
 template <typename Tile, int ROWS, int COLUMNS>
-__device__ __forceinline__ void mask_scores(Accumulator (&S)[ROWS][COLUMNS], const Tile& tile,
-                                            const Params& p, const Head& head, int row_begin,
-                                            int k_begin, const TileBits& bits, int step) {
+__device__ __forceinline__ void hide_outside_band(Accumulator (&S)[ROWS][COLUMNS], const Tile& tile,
+                                                  const Params& p, const Head& head, int row_begin,
+                                                  int k_begin) {
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         const VisibleKeys visible(p, head, query_of(row_begin + tile.row(i)));
@@ -51,6 +69,15 @@ __device__ __forceinline__ void mask_scores(Accumulator (&S)[ROWS][COLUMNS], con
         for (int j = 0; j < COLUMNS; ++j)
             if (tile.column(j) < first || tile.column(j) > last) S[i][j] = -infinity<Accumulator>();
     }
+}
+
+// The same, and those of keys that the mask hides. `bits` are the mask's of the whole tile, of which S is
+// the part from column `step` on.
+template <typename Tile, int ROWS, int COLUMNS>
+__device__ __forceinline__ void mask_scores(Accumulator (&S)[ROWS][COLUMNS], const Tile& tile,
+                                            const Params& p, const Head& head, int row_begin,
+                                            int k_begin, const TileBits& bits, int step) {
+    hide_outside_band(S, tile, p, head, row_begin, k_begin);
     bits.hide(S, -infinity<Accumulator>(), tile, step);
 }
 

@@ -81,22 +81,45 @@ struct TileBits {
     // Sets a warp's values from `column` on to `hidden` where the mask hides them.
     template <typename Tile, int ROWS, int COLUMNS, typename A>
     __device__ __forceinline__ void hide(A (&values)[ROWS][COLUMNS], A hidden, const Tile& tile,
-                                         int column) const {
+                                         int column) const;
+};
+
+// The words of a warp's values from a column on.
+template <typename Tile, int ROWS, int COLUMNS>
+struct LoadedBits {
+    static constexpr int STEP = COLUMNS * Tile::ROW_THREADS;
+    u32 shown[MASKED ? ROWS : 1][MASKED ? round_up(STEP, 32) / 32 : 1];
+
+    __device__ __forceinline__ void load(const Tile& tile, const TileBits& bits, int column) {
         if constexpr (MASKED) {
-            constexpr int STEP = COLUMNS * Tile::ROW_THREADS;
             static_assert(STEP % 32 == 0 || 32 % STEP == 0, "a word has whole steps");
-            if (words == nullptr) return;
 #pragma unroll
-            for (int i = 0; i < ROWS; ++i) {
-                u32 shown[round_up(STEP, 32) / 32];
+            for (int i = 0; i < ROWS; ++i)
 #pragma unroll
-                for (int c = 0; c < STEP; c += 32) shown[c / 32] = word(tile.row(i), column + c);
+                for (int c = 0; c < STEP; c += 32)
+                    shown[i][c / 32] =
+                        bits.words == nullptr ? ~0u : bits.word(tile.row(i), column + c);
+        }
+    }
+    template <typename A>
+    __device__ __forceinline__ void hide(A (&values)[ROWS][COLUMNS], A hidden,
+                                         const Tile& tile) const {
+        if constexpr (MASKED)
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i)
 #pragma unroll
                 for (int j = 0; j < COLUMNS; ++j) {
                     const int c = tile.column(j);
-                    if (!(shown[c / 32] >> c % 32 & 1)) values[i][j] = hidden;
+                    if (!(shown[i][c / 32] >> c % 32 & 1)) values[i][j] = hidden;
                 }
-            }
-        }
     }
 };
+
+template <typename Tile, int ROWS, int COLUMNS, typename A>
+__device__ __forceinline__ void TileBits::hide(A (&values)[ROWS][COLUMNS], A hidden,
+                                               const Tile& tile, int column) const {
+    if (!MASKED || words == nullptr) return;
+    LoadedBits<Tile, ROWS, COLUMNS> bits;
+    bits.load(tile, *this, column);
+    bits.hide(values, hidden, tile);
+}

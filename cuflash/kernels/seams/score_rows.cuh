@@ -1,0 +1,132 @@
+// Seam 3, what value: the elements of a captured array that the scores of a tile need, loaded together
+// and several at a time where the array has one of two bytes for each query and key, as a bias has. Reads
+// the prelude: READS_ROWS, RowElement and find_rows.
+#pragma once
+#include "numeric.cuh"
+#include "ptx/memory.cuh"
+#include "seams/sequence.cuh"
+
+// How an expression comes by an element: it reads it,
+struct ReadEach {
+    template <typename Read>
+    __device__ __forceinline__ auto get(const Read& read) const {
+        return read();
+    }
+};
+// or it is one of two in a register.
+struct LoadedElement {
+    unsigned short bits;
+    __device__ __forceinline__ LoadedElement(u32 pair, int e)
+        : bits(static_cast<unsigned short>(pair >> 16 * e)) {}
+    template <typename Read>
+    __device__ __forceinline__ Accumulator get(const Read&) const {
+        return widen(__builtin_bit_cast(RowElement, bits));
+    }
+};
+
+// Where the columns of a tile do not come in pairs, as for halves they do, each is read when needed.
+template <typename Tile, int ROWS, int COLUMNS, bool LOADS = READS_ROWS && sizeof(Element) == 2>
+struct LoadedRows {
+    template <typename P>
+    __device__ __forceinline__ void load(const Tile&, const P&, const Head&, int, int) {}
+    __device__ __forceinline__ ReadEach at(int, int) const { return {}; }
+};
+
+// Of a tile whose rows are queries and whose columns keys.
+template <typename Tile, int ROWS, int COLUMNS>
+struct LoadedRows<Tile, ROWS, COLUMNS, true> {
+    static constexpr int WIDTH = COLUMNS * Tile::ROW_THREADS;
+    u32 pairs[ROWS][COLUMNS / 2];
+
+    // Of the tile whose first row and key are given.
+    template <typename P>
+    __device__ __forceinline__ void load(const Tile& tile, const P& p, const Head& head,
+                                         int row_begin, int k_begin) {
+        const int first = k_begin + tile.column(0);
+        const auto column = [&](int m) { return tile.column(2 * m) - tile.column(0); };
+        const auto row_of = [&](int i) {
+            const int row = row_begin + tile.row(i);
+            return find_rows(row_head(head, row), p)[query_of(row)];
+        };
+        bool paired = true;
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) paired &= row_of(i).has_words(k_begin, WIDTH);
+        if (__all_sync(FULL_WARP, paired)) {
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) {
+                const auto row = row_of(i);
+#pragma unroll
+                for (int m = 0; m < COLUMNS / 2; ++m) pairs[i][m] = row.word(first + column(m));
+            }
+        } else {
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) {
+                const auto row = row_of(i);
+#pragma unroll
+                for (int m = 0; m < COLUMNS / 2; ++m) {
+                    const int k = first + column(m);
+                    pairs[i][m] = row.bits(k) | u32(row.bits(k + 1)) << 16;
+                }
+            }
+        }
+    }
+    __device__ __forceinline__ LoadedElement at(int i, int j) const {
+        return {pairs[i][j / 2], j % 2};
+    }
+};
+
+// The same of a tile on its side, whose columns are queries and whose rows keys.
+template <typename Tile, int ROWS, int COLUMNS, bool LOADS = READS_ROWS>
+struct LoadedColumns {
+    template <typename P>
+    __device__ __forceinline__ void load(const Tile&, const P&, const Head&, int, int) {}
+    __device__ __forceinline__ void exchange(const Tile&) {}
+    __device__ __forceinline__ ReadEach at(int, int) const { return {}; }
+};
+
+// Of two keys in a row, which are ROW_THREADS lanes apart, one lane loads both elements of the one
+// query, the other lane those of the other, and they exchange halves.
+template <typename Tile, int ROWS, int COLUMNS>
+struct LoadedColumns<Tile, ROWS, COLUMNS, true> {
+    static constexpr int WIDTH = COLUMNS * Tile::ROW_THREADS;
+    u32 pairs[ROWS][COLUMNS / 2];
+
+    // Of the tile whose first query and key are given.
+    template <typename P>
+    __device__ __forceinline__ void load(const Tile& tile, const P& p, const Head& head,
+                                         int q_begin, int k_begin) {
+        const bool second = tile.row(0) % 2;
+        const int q = q_begin + tile.column(0) + second, k = k_begin + tile.row(0) - second;
+        const auto rows = find_rows(head, p);
+        if (rows.has_words(q_begin, WIDTH, k_begin, 64)) {
+#pragma unroll
+            for (int m = 0; m < COLUMNS / 2; ++m)
+#pragma unroll
+                for (int i = 0; i < ROWS; ++i) pairs[i][m] = rows[q + 8 * m].word(k + 8 * i);
+        } else {
+#pragma unroll
+            for (int m = 0; m < COLUMNS / 2; ++m) {
+                const auto row = rows[q + 8 * m];
+#pragma unroll
+                for (int i = 0; i < ROWS; ++i)
+                    pairs[i][m] = row.bits(k + 8 * i) | u32(row.bits(k + 8 * i + 1)) << 16;
+            }
+        }
+    }
+    // Once they are needed.
+    __device__ __forceinline__ void exchange(const Tile& tile) {
+        const bool second = tile.row(0) % 2;
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+            for (int m = 0; m < COLUMNS / 2; ++m) {
+                const u32 mine = pairs[i][m];
+                const u32 other = __shfl_xor_sync(FULL_WARP, mine, Tile::ROW_THREADS);
+                pairs[i][m] =
+                    second ? __byte_perm(other, mine, 0x7632) : __byte_perm(mine, other, 0x5410);
+            }
+    }
+    __device__ __forceinline__ LoadedElement at(int i, int j) const {
+        return {pairs[i][j / 2], j % 2};
+    }
+};
