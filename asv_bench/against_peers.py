@@ -27,6 +27,8 @@ backward_blocks  the same of the gradients, with what the plan chooses (at most 
             3 %)
 costs       what biases, ALiBi, functions of scores, masks and sinks cost beside plain causal calls,
             forward and backward
+packed      64 sequences of different lengths one behind another, against FlashAttention-3 and -4,
+            and against equal lengths
 flex        functions of scores and masks against the same of FlexAttention, forward and backward
 fp32        fa2 simt against torch's memory-efficient kernel and CuPy's matmul + softmax
 seeds       fa2 simt on (8, 8, N, d) against the unfused computation in torch
@@ -72,6 +74,7 @@ import peer_rows
 from peer_blocks import backward_blocks, blocks
 from peer_decode import decode
 from peer_gradients import backward, backward_memory, backward_more
+from peer_packed import packed
 from peer_rows import CUDNN, EFFICIENT, FA2, LONG, Session, mean_rows
 from peer_scores import costs, flex
 
@@ -272,7 +275,7 @@ GROUPS = {
     f.__name__: f
     for f in (
         half, hopper, small, decode, fa1, backward, backward_more, blocks, backward_blocks, costs,
-        flex, fp32, seeds, memory, backward_memory, host, first_call,
+        flex, packed, fp32, seeds, memory, backward_memory, host, first_call,
     )
 }  # fmt: skip
 

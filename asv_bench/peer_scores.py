@@ -22,11 +22,16 @@ PLAIN = "plain"
 
 
 class Feature(NamedTuple):
-    """Options of a call, and the times of a plain call that it may take in each direction."""
+    """Options of a call, and the times of a plain call that it may take, by head dim."""
 
     options: Any  # of the problem's shape
-    forward: float | None
-    backward: float | None
+    forward: dict[int, float] | None = None
+    backward: dict[int, float] | None = None
+    wrt: tuple[str, ...] = ()  # of the gradients alone
+
+
+def _times(wide: float, narrow: float | None = None) -> dict[int, float]:
+    return {128: wide, 64: narrow or wide}
 
 
 def slopes(heads: int):
@@ -51,12 +56,16 @@ def _distance(shape):
 
 
 FEATURES = {
-    "alibi": Feature(lambda x: {"alibi_slopes": slopes(x[1])}, 1.1, 1.15),
-    "score_mod": Feature(lambda x: {"score_mod": _distance(x)}, 1.1, 1.15),
-    "bias": Feature(lambda x: {"bias": _bias(x)}, 1.5, 1.6),
-    "bool mask": Feature(lambda x: {"mask": _shown(x)}, 1.3, 1.4),
-    "sinks": Feature(lambda x: {"sinks": slopes(x[1])}, 1.01, 1.02),
-    "softcap": Feature(lambda x: {"softcap": SOFTCAP}, None, None),
+    "alibi": Feature(lambda x: {"alibi_slopes": slopes(x[1])}, _times(1.1), _times(1.15)),
+    "score_mod": Feature(lambda x: {"score_mod": _distance(x)}, _times(1.1), _times(1.15)),
+    "bias": Feature(lambda x: {"bias": _bias(x)}, _times(1.5), _times(1.6)),
+    "bias, dbias": Feature(lambda x: {"bias": _bias(x)}, None, _times(2.2), ("bias",)),
+    "bool mask": Feature(lambda x: {"mask": _shown(x)}, _times(1.3), _times(1.4)),
+    "dropout": Feature(
+        lambda x: {"dropout_p": 0.1, "seed": 1}, _times(1.35, 1.8), _times(1.35, 1.6)
+    ),
+    "sinks": Feature(lambda x: {"sinks": slopes(x[1])}, _times(1.01), _times(1.02)),
+    "softcap": Feature(lambda x: {"softcap": SOFTCAP}),
 }
 
 
@@ -66,7 +75,8 @@ def costs(s: Session) -> None:
         for kind in (Problem, Backward):
             plain = kind(shape, "bf16", True, "bnhd")
             for name, feature in FEATURES.items():
-                _cost(s, plain, kind, name, feature)
+                if kind is Backward or not feature.wrt:
+                    _cost(s, plain, kind, name, feature)
                 bench.release()
             del plain
 
@@ -74,9 +84,14 @@ def costs(s: Session) -> None:
 def _cost(s: Session, plain, kind, name, feature) -> None:
     problem = kind(plain.shape, plain.dtype, True, plain.layout, **feature.options(plain.shape))
     problem.others = (PLAIN,)
-    most = feature.forward if kind is Problem else feature.backward
-    mine = f"{name}, {problem.chosen()}"
-    contenders = {mine: problem.ours(None), PLAIN: plain.ours(None)}
+    limits = feature.forward if kind is Problem else feature.backward
+    most = limits and limits[plain.shape[3]]
+    mine, more = f"{name}, {problem.chosen()}", {}
+    if feature.wrt:
+        into = [x.cupy for x in problem.results]
+        into += [bench.need_gpu().empty_like(problem.options[x]) for x in feature.wrt]
+        more = {"wrt": feature.wrt, "grads_out": tuple(into)}
+    contenders = {mine: problem.ours(None, **more), PLAIN: plain.ours(None)}
     s.compare_pairs("costs", problem, contenders, [(mine, PLAIN, most and 1 / most)])
 
 

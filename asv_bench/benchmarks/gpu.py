@@ -457,11 +457,9 @@ class Backward(Problem):
 
     def ours(self, algo, engine=None, **more):
         """A call of cuflash that writes the gradients; `more` options."""
-        options = {"algo": algo, "engine": engine, **self.options, **more}
         into = tuple(x.cupy for x in self.results)
-        return functools.partial(
-            cuflash.attention_backward, *self.arrays, grads_out=into, **options
-        )
+        options = {"algo": algo, "engine": engine, "grads_out": into, **self.options, **more}
+        return functools.partial(cuflash.attention_backward, *self.arrays, **options)
 
     @property
     def operands(self) -> tuple[Operand, ...]:
@@ -503,6 +501,20 @@ def flash_function(name, function="flash_attn_func"):
     def call(*tensors, **options):
         out = found(*(x.transpose(1, 2) for x in tensors), **options)
         return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    return call
+
+
+def flash_packed(name):
+    """The function for packed sequences of one of `FLASH`, for tensors of (1, H, T, D)."""
+    found = importlib.import_module(FLASH[name][0]).flash_attn_varlen_func
+
+    def call(*arguments, **options):
+        *tensors, a, b, c, d = arguments
+        tensors = [x[0].transpose(0, 1) for x in tensors]
+        names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+        out = found(*tensors, **dict(zip(names, (a, b, c, d))), **options)
+        return (out[0] if isinstance(out, tuple) else out).transpose(0, 1)[None]
 
     return call
 
