@@ -11,6 +11,7 @@ from .calls.arguments import (
     as_options,
     backward_arrays,
     forward_arrays,
+    split_dropout,
     split_scores,
 )
 from .calls.arrays import as_array, as_mask, as_window, split_offset
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
         CupyArray,
         Engine,
         ForwardOptions,
+        Integer,
         Integers,
         MaskOptions,
         Real,
@@ -144,6 +146,8 @@ def attention(
     q_offset: Integers | None = None,
     scale: Real | None = None,
     enable_gqa: bool = False,
+    dropout_p: Real = 0.0,
+    seed: Integer | AnyArray | None = None,
     split_keys: int | None = None,
     page_table: AnyArray | None = None,
     return_lse: bool = False,
@@ -213,6 +217,14 @@ def attention(
     enable_gqa : bool
         Let q have a multiple of the heads of k and v: query head h uses key head
         `h // (Hq // Hk)`.
+    dropout_p : float
+        The share of softmax weights that are dropped, from 0 to 1, 1 excluded; others are divided
+        by `1 - dropout_p`. Which ones depends on the seed and on each weight's batch entry, head,
+        query and key alone: :func:`cuflash.reference.dropout_keep` tells. lse counts all of them.
+    seed : int or array of one uint64, optional
+        From 0 to 2^64 - 1, another one for each step; with `dropout_p` above 0. An array of the
+        operands' device is read when the kernels run, so that a captured graph can be given another
+        seed.
     split_keys : int, optional
         Where the multiprocessors would not all have work otherwise, as with one query and many
         keys, several blocks work on the keys of one query, and their results are merged. By default
@@ -245,7 +257,8 @@ def attention(
     Raises
     ------
     ValueError
-        If shapes, lengths, devices, `out` or an option's value do not fit, and, of NumPy arrays,
+        If shapes, lengths, devices, `out` or an option's value do not fit, for `dropout_p` without
+        `seed`, and, of NumPy arrays,
         for a key that is needed on a page that is none.
     TypeError
         For types that are not supported.
@@ -319,6 +332,15 @@ def attention(
     >>> np.allclose(out[:, :, :48], own, atol=1e-6)
     True
 
+    In training, a tenth of the weights dropped:
+
+    >>> out = cuflash.attention(q, k, v, dropout_p=0.1, seed=7)
+    >>> kept = cuflash.reference.dropout_keep(7, (2, 8, 100, 100), 0.1)
+    >>> weights = np.exp(q @ k.mT / 8)
+    >>> weights *= kept / 0.9 / weights.sum(axis=-1, keepdims=True)
+    >>> np.allclose(out, weights @ v, atol=1e-6)
+    True
+
     Scores of one's own, here those that a query and a key of different parity lose by:
 
     >>> out = cuflash.attention(
@@ -341,11 +363,16 @@ def attention(
     if not (score_mod is None and bias is None and sinks is None and alibi_slopes is None):
         text, scored = split_scores(q, score_mod, bias, sinks, alibi_slopes)
         arrays |= scored
-    options = as_options(
-        (algo, engine, causal, window, offset, softcap, scale, enable_gqa, True, split_keys, text)
-    )
-    arguments = Arguments(ForwardCall.operands, arrays, mask, workspace)
-    results = run_call(ForwardCall, arguments, options, 1 + bool(return_lse))
+    share, number = 0.0, None
+    if dropout_p != 0 or seed is not None:
+        share, number, seeds = split_dropout(q, dropout_p, seed)
+        arrays |= seeds
+    asked = (
+        algo, engine, causal, window, offset, softcap, scale, enable_gqa, True, split_keys, text,
+        share,
+    )  # fmt: skip
+    arguments = Arguments(ForwardCall.operands, arrays, mask, workspace, number)
+    results = run_call(ForwardCall, arguments, as_options(asked), 1 + bool(return_lse))
     if not return_lse:
         return results[0] if out is None else out
     given = out if isinstance(out, tuple) else (None, None)
@@ -400,6 +427,8 @@ def attention_backward(
     q_offset: Integers | None = None,
     scale: Real | None = None,
     enable_gqa: bool = False,
+    dropout_p: Real = 0.0,
+    seed: Integer | AnyArray | None = None,
     dlse: AnyArray | None = None,
     deterministic: bool = True,
     grads_out: AnyTriple | None = None,
@@ -428,7 +457,7 @@ def attention_backward(
         As in :func:`attention`; fa1 has no gradients on wgmma.
     causal, window, mask, bias, score_mod, softcap, alibi_slopes, sinks
         As in :func:`attention`.
-    q_lengths, kv_lengths, q_offset, scale, enable_gqa
+    q_lengths, kv_lengths, q_offset, scale, enable_gqa, dropout_p, seed
         As given to :func:`attention`.
     dlse : array, shape (..., H, N), optional
         Gradient with respect to `lse`, of a float type that converts to that of `lse` without
@@ -467,10 +496,11 @@ def attention_backward(
     .. math::
 
         P &= \exp(s - lse), & \delta &= \operatorname{rowsum}(dout * out) - dlse, \\
-        dV &= P^T dout, & dP &= dout\, V^T, \\
+        dV &= (P * D)^T dout, & dP &= D * (dout\, V^T), \\
         dX &= P * (dP - \delta) * softcap'(x), & & \\
         dQ &= scale\, dX\, K, & dK &= scale\, dX^T Q.
 
+    D is what dropout multiplies P by: 0, or `1 / (1 - dropout_p)` where a weight is kept.
     P is 0 where a key is hidden, and in rows whose lse is -inf. What hidden keys and values hold,
     and rows of q, dout and out that see nothing, NaN and infinity included, do not reach a
     gradient. `out` and `lse` are used as given. Halves and float32 accumulate in float32, float64
@@ -515,12 +545,13 @@ def attention_backward(
     offset, offsets = split_offset(q_offset)
     arrays = backward_arrays(inputs, grads_out, q_lengths, kv_lengths, offsets)
     text, scored = split_scores(q, score_mod, bias, sinks, alibi_slopes)
-    arrays |= scored
+    share, number, seeds = split_dropout(q, dropout_p, seed)
+    arrays |= scored | seeds
     options = Options(
         algo, engine, causal, as_window(window), offset, softcap, scale, enable_gqa, deterministic,
-        score_mod=text,
+        score_mod=text, dropout_p=share,
     )  # fmt: skip
-    arguments = Arguments(BackwardCall.operands, arrays, as_mask(mask), workspace)
+    arguments = Arguments(BackwardCall.operands, arrays, as_mask(mask), workspace, number)
     results = run_call(BackwardCall, arguments, options, 3)
     return tuple(x if mine is None else mine for x, mine in zip(results, grads_out or (None,) * 3))
 
@@ -587,6 +618,8 @@ def attention_vjp(
     q_offset: Integers | None = None,
     scale: Real | None = None,
     enable_gqa: bool = False,
+    dropout_p: Real = 0.0,
+    seed: Integer | AnyArray | None = None,
     split_keys: int | None = None,
     deterministic: bool = True,
     return_lse: bool = False,
@@ -602,7 +635,7 @@ def attention_vjp(
         of its own, are those of the default kernel.
     causal, window, mask, bias, score_mod, softcap, alibi_slopes, sinks
         As in :func:`attention`.
-    q_lengths, kv_lengths, q_offset, scale, enable_gqa
+    q_lengths, kv_lengths, q_offset, scale, enable_gqa, dropout_p, seed
         As in :func:`attention`.
     deterministic : bool
         As in :func:`attention_backward`.
@@ -652,6 +685,7 @@ def attention_vjp(
         "causal": causal, "window": window, "mask": mask, "bias": bias, "score_mod": score_mod,
         "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks, "q_lengths": q_lengths,
         "kv_lengths": kv_lengths, "q_offset": q_offset, "scale": scale, "enable_gqa": enable_gqa,
+        "dropout_p": dropout_p, "seed": seed,
     }  # fmt: skip
     backward_algo, backward_engine = choice_for_gradients(algo, engine)
 
@@ -667,12 +701,13 @@ def attention_vjp(
     offset, offsets = split_offset(q_offset)
     arrays = forward_arrays(q, k, v, None, True, q_lengths, kv_lengths, offsets)
     text, scored = split_scores(q, score_mod, bias, sinks, alibi_slopes)
-    arrays |= scored
+    share, number, seeds = split_dropout(q, dropout_p, seed)
+    arrays |= scored | seeds
     asked = Options(
         algo, engine, causal, as_window(window), offset, softcap, scale, enable_gqa,
-        split_keys=split_keys, score_mod=text,
+        split_keys=split_keys, score_mod=text, dropout_p=share,
     )  # fmt: skip
-    arguments = Arguments(ForwardCall.operands, arrays, as_mask(mask))
+    arguments = Arguments(ForwardCall.operands, arrays, as_mask(mask), seed=number)
     out, lse = run_call(ForwardCall, arguments, asked, 2, before_first=begin)
 
     def vjp(dout: AnyArray, dlse: AnyArray | None = None) -> tuple[Array, Array, Array]:
@@ -705,6 +740,8 @@ def plan(
     q_offset: Integers | None = None,
     scale: Real | None = None,
     enable_gqa: bool = False,
+    dropout_p: Real = 0.0,
+    seed: Integer | AnyArray | None = None,
     split_keys: int | None = None,
     page_table: AnyArray | None = None,
     out: AnyArray | AnyPair | AnyTriple | None = None,
@@ -718,8 +755,8 @@ def plan(
     ----------
     q, k, v, algo, engine, causal, window, mask, bias, score_mod, softcap, alibi_slopes, sinks
         As in :func:`attention`.
-    q_lengths, kv_lengths, q_offset, scale, enable_gqa, split_keys, page_table
-        As in :func:`attention`.
+    q_lengths, kv_lengths, q_offset, scale, enable_gqa, split_keys, page_table, dropout_p, seed
+        As in :func:`attention`; `dropout_p` goes without `seed` here.
     out : array or tuple of array, optional
         As in :func:`attention`; with `backward`, as `grads_out` of :func:`attention_backward`.
     device : Device, optional
@@ -763,9 +800,11 @@ def plan(
         raise TypeError(f"device={device!r}: give a cuflash.Device, or None for the arrays' own")
     offset, offsets = split_offset(q_offset)
     text, scored = split_scores(q, score_mod, bias, sinks, alibi_slopes)
+    share, number, seeds = split_dropout(q, dropout_p, seed, needs_seed=False)
+    scored |= seeds
     options = Options(
         algo, engine, causal, as_window(window), offset, softcap, scale, enable_gqa, deterministic,
-        split_keys, text,
+        split_keys, text, share,
     )  # fmt: skip
     integers, visible = (q_lengths, kv_lengths, offsets), as_mask(mask)
     if backward:
@@ -775,8 +814,8 @@ def plan(
         inputs = dict.fromkeys(("dout", "q", "k", "v", "out", "lse", "dlse"))
         inputs.update(q=q, k=k, v=v)
         arrays = backward_arrays(inputs, out, *integers) | scored
-        arguments = Arguments(BackwardCall.operands, arrays, visible)
+        arguments = Arguments(BackwardCall.operands, arrays, visible, seed=number)
         return find_call(BackwardCall, arguments, options, device).plan
     arrays = forward_arrays(q, k, v, out, isinstance(out, tuple), *integers, page_table)
-    arguments = Arguments(ForwardCall.operands, arrays | scored, visible)
+    arguments = Arguments(ForwardCall.operands, arrays | scored, visible, seed=number)
     return find_call(ForwardCall, arguments, options, device).plan

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import ml_dtypes
 import numpy as np
 
-from .calls.arguments import Arguments, Options, split_scores
+from .calls.arguments import Arguments, Options, split_dropout, split_scores
 from .calls.arrays import as_integers, as_mask, as_window, of_batch, split_offset
 from .calls.call import BackwardCall, Call, ForwardCall
 from .calls.run import launch_module
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         Causal,
         Dtypes,
         Engine,
+        Integer,
         Integers,
         Real,
         ScoreFunction,
@@ -84,6 +85,8 @@ def precompile(
     q_offset: Integers | None = None,
     scale: Real | None = None,
     enable_gqa: bool = False,
+    dropout_p: Real = 0.0,
+    seed: Integer | AnyArray | None = None,
     split_keys: int | None = None,
     page_table: AnyArray | None = None,
     deterministic: bool = True,
@@ -116,6 +119,9 @@ def precompile(
         installed.
     algo, engine, causal, window, mask, softcap, scale, enable_gqa, split_keys
         As given to :func:`attention`.
+    dropout_p, seed
+        As given to :func:`attention`. The kernels of one `dropout_p` above 0 are those of all, and
+        serve all seeds; none has to be given.
     bias, score_mod, alibi_slopes, sinks, q_lengths, kv_lengths, q_offset, page_table
         As given to :func:`attention`. Of arrays only shape, strides and type count, so that those
         of `numpy.empty` do.
@@ -170,9 +176,11 @@ def precompile(
     triples, dtypes = _triples(shapes), _dtypes(dtype)
     offset, offsets = split_offset(q_offset)
     text, scored = split_scores(np.empty(0), score_mod, bias, sinks, alibi_slopes)
+    share, _, seeds = split_dropout(np.empty(0), dropout_p, seed, needs_seed=False)
+    scored |= seeds
     options = Options(
         algo, engine, causal, as_window(window), offset, softcap, scale, enable_gqa,
-        split_keys=split_keys, score_mod=text,
+        split_keys=split_keys, score_mod=text, dropout_p=share,
     )  # fmt: skip
     integers: dict[str, Any] = {**of_batch(q_lengths, kv_lengths, offsets, np.empty(0))}
     if page_table is not None:

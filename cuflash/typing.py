@@ -139,6 +139,8 @@ class MaskOptions(TypedDict, total=False):
     q_offset: Integers | None
     scale: Real | None
     enable_gqa: bool
+    dropout_p: Real
+    seed: Integer | AnyArray | None
 
 
 class ForwardOptions(MaskOptions, total=False):

@@ -17,6 +17,7 @@ from cuflash.calls.arguments import (
     Options,
     backward_arrays,
     forward_arrays,
+    split_dropout,
     split_scores,
 )
 from cuflash.calls.arrays import as_integers, as_mask, conform, split_offset
@@ -45,24 +46,27 @@ def attention(
     q, k, v, *, algo=None, engine=None, causal=False, window=None, mask=None, softcap=None,
     q_lengths=None, kv_lengths=None, q_offset=None, scale=None, enable_gqa=False, return_lse=True,
     split_keys=None, page_table=None, bias=None, score_mod=None, alibi_slopes=None, sinks=None,
-    out=None, mode="check", seed=0, row=None, device=H200,
+    dropout_p=0.0, seed=None, out=None, mode="check", schedule=0, row=None, device=H200,
 ):  # fmt: skip
-    """attention() as `device` would run it; `row` forces a row of the table, `mode` and `seed`
-    are the emulator's.
+    """attention() as `device` would run it; `row` forces a row of the table, `mode` and `schedule`
+    (its seed) are the emulator's.
 
     New results are never-written memory to the kernel; `out=` counts as written, gaps included.
     """
     offset, offsets = split_offset(q_offset)
     text, scored = split_scores(q, score_mod, bias, sinks, alibi_slopes)
+    share, number, seeds = split_dropout(q, dropout_p, seed)
+    scored |= seeds
     options = Options(
         algo, engine, causal, window, offset, softcap, scale, enable_gqa, split_keys=split_keys,
-        score_mod=text,
+        score_mod=text, dropout_p=share,
     )  # fmt: skip
     given_lse = return_lse and out is not None
     lengths = q_lengths, kv_lengths
     arrays = forward_arrays(q, k, v, out, given_lse, *lengths, offsets, page_table) | scored
     count = 1 + return_lse
-    return Result(*_run(ForwardCall, arrays, options, count, mask, mode, seed, row, device))
+    asked = arrays, options, count, mask, number
+    return Result(*_run(ForwardCall, *asked, mode, schedule, row, device))
 
 
 class Gradients(NamedTuple):
@@ -79,21 +83,25 @@ def attention_backward(
     dout, q, k, v, out, lse, *, dlse=None, grads_out=None, algo=None, engine=None, causal=False,
     window=None, mask=None, softcap=None, q_lengths=None, kv_lengths=None, q_offset=None,
     scale=None, enable_gqa=False, deterministic=True, bias=None, score_mod=None,
-    alibi_slopes=None, sinks=None, mode="check", seed=0, row=None, device=H200,
+    alibi_slopes=None, sinks=None, dropout_p=0.0, seed=None, mode="check", schedule=0, row=None,
+    device=H200,
 ):  # fmt: skip
-    """attention_backward() as `device` would run it; `row`, `mode` and `seed` as in attention().
+    """attention_backward() as `device` would run it; `row`, `mode`, `schedule` as in attention().
 
     New gradients are never-written memory to the kernels; `grads_out=` counts as written.
     """
     inputs = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
     offset, offsets = split_offset(q_offset)
     text, scored = split_scores(q, score_mod, bias, sinks, alibi_slopes)
+    share, number, seeds = split_dropout(q, dropout_p, seed)
+    scored |= seeds
     options = Options(
         algo, engine, causal, window, offset, softcap, scale, enable_gqa, deterministic,
-        score_mod=text,
+        score_mod=text, dropout_p=share,
     )  # fmt: skip
     arrays = backward_arrays(inputs, grads_out, q_lengths, kv_lengths, offsets) | scored
-    return Gradients(*_run(BackwardCall, arrays, options, 3, mask, mode, seed, row, device))
+    asked = arrays, options, 3, mask, number
+    return Gradients(*_run(BackwardCall, *asked, mode, schedule, row, device))
 
 
 def append_kv(
@@ -156,10 +164,10 @@ def merge(outs, lses, *, out=None, mode="check", seed=0):
     return arrays["out"], arrays["lse"], call.plan
 
 
-def _run(kind, arrays, options, count, mask, mode, seed, row, device):
+def _run(kind, arrays, options, count, mask, number, mode, schedule, row, device):
     """The first results of a call, padded with None, its plan and the emulator's counts."""
     mask = as_mask(mask)
-    call = find_call(kind, Arguments(kind.operands, arrays, mask), options, device)
+    call = find_call(kind, Arguments(kind.operands, arrays, mask, seed=number), options, device)
     plan = call.plan if row is None else on_row(call.plan, row)
     results, fresh = {}, set()
     for name, spec in call.results[:count]:
@@ -174,13 +182,15 @@ def _run(kind, arrays, options, count, mask, mode, seed, row, device):
         fresh.add(name)
 
     memory = Memory()
-    params = pack(plan, call.layout, call.scale, call.score, call.captured)
+    params = pack(plan, call.layout, call.scale, call.score, call.captured, call.dropout_p)
     fields = {x.operand: field_of(x.capture) for x in call.captured}
     for name, x in arrays.items():
         params[fields.get(name, name)] = memory.place(x, initialised=name not in fresh)
+    if number is not None:
+        params["seed_number"] = number
     _place_mask(params, mask, plan, memory)
     tables = {x.name: _tables(plan, x.name, call.layout, arrays, memory) for x in plan.kernels}
-    stats = _launch(plan, params, tables, memory, mode, seed)
+    stats = _launch(plan, params, tables, memory, mode, schedule)
     for name, _ in call.staged:
         if name in results:
             results[name][...] = arrays[name]

@@ -739,7 +739,7 @@ def backward_is_right(options):
     first = None
     for seed in (*SEEDS, 4, 5):
         result = attention_backward(
-            *inputs, dlse=dlse, algo="fa2", engine=engine, seed=seed, **order, **options
+            *inputs, dlse=dlse, algo="fa2", engine=engine, schedule=seed, **order, **options
         )
         assert_backward_close(result[:3], dout, q, k, v, dlse=dlse, **options)
         bits = [x.tobytes() for x in result[:3]]
@@ -820,7 +820,7 @@ def fa1_is_right(options, seeds=(*SEEDS, EAGER)):
         shown = np.arange(k.shape[-2]) % tile.block_k < tile.step_k
         options["mask"] = BlockMask.from_dense(np.broadcast_to(shown, (q.shape[-2], len(shown))))
     for seed in seeds:
-        result = attention(q, k, v, algo="fa1", engine="wgmma", seed=seed, **options)
+        result = attention(q, k, v, algo="fa1", engine="wgmma", schedule=seed, **options)
         assert_forward_close(result.out, result.lse, q, k, v, **options)
 
 
@@ -936,10 +936,11 @@ def masked_is_right(options, seeds=(0, 1, 2)):
     first = None
     for seed in seeds:
         if backward:
-            result = attention_backward(*given, algo=algo, engine=engine, seed=seed, **options)[:3]
+            kernel = {"algo": algo, "engine": engine, "schedule": seed}
+            result = attention_backward(*given, **kernel, **options)[:3]
             assert_backward_close(result, dout, q, k, v, **options)
         else:
-            result = attention(q, k, v, algo=algo, engine=engine, seed=seed, **options)[:2]
+            result = attention(q, k, v, algo=algo, engine=engine, schedule=seed, **options)[:2]
             assert_forward_close(*result, q, k, v, **options)
         bits = [x.tobytes() for x in result]
         first = first or bits
@@ -1086,7 +1087,7 @@ def hopper_is_right(options):
     kernel = {"algo": "fa3", "engine": "wgmma", "device": device}
     first = None
     for seed in (EAGER, 0, 1, 2):
-        result = attention(q, k, v, seed=seed, **kernel, **band)[:2]
+        result = attention(q, k, v, schedule=seed, **kernel, **band)[:2]
         assert_forward_close(*result, q, k, v, **band)
         bits = [x.tobytes() for x in result]
         first = first or bits
@@ -1219,7 +1220,7 @@ def gradients_are_right(options, seeds=(EAGER, 0, 1, 2)):
     kernel["deterministic"] = options.get("deterministic", True)
     first = None
     for seed in seeds:
-        result = attention_backward(*inputs, seed=seed, **kernel, **band)[:3]
+        result = attention_backward(*inputs, schedule=seed, **kernel, **band)[:3]
         assert_backward_close(result, *inputs[:4], **band)
         bits = [x.tobytes() for x in result]
         first = first or bits

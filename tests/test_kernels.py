@@ -181,9 +181,9 @@ BACKWARD_SCHEDULED = CHECKED[::9]
 @pytest.mark.parametrize("part", range(4))
 def test_gradients_do_not_depend_on_the_schedule(part):
     def check(case):
-        first = run_backward(case, seed=0)
+        first = run_backward(case, schedule=0)
         for seed in (1, 2, 3):
-            other = check_backward(case, seed=seed)
+            other = check_backward(case, schedule=seed)
             if case.deterministic:
                 for one, another in zip(first[:3], other[:3], strict=True):
                     assert np.ascontiguousarray(one).tobytes() == (
@@ -200,9 +200,9 @@ PARTS = [SCHEDULED[i::8] for i in range(8)]
 @pytest.mark.parametrize("part", range(len(PARTS)))
 def test_results_do_not_depend_on_the_schedule(part):
     def check(case):
-        first = run(case, seed=0)
+        first = run(case, schedule=0)
         for seed in (1, 2):
-            other = run(case, seed=seed)
+            other = run(case, schedule=seed)
             assert other.out.tobytes() == first.out.tobytes()
             assert other.lse.tobytes() == first.lse.tobytes()
 
@@ -217,7 +217,7 @@ def test_long_rows_on_hopper(algo, dim, causal):
     rng = np.random.default_rng(0)
     q, k, v = (rng.standard_normal((3, 700, dim)).astype(ml_dtypes.bfloat16) for _ in range(3))
     options = {"causal": causal, "algo": algo, "engine": "wgmma", "mode": "fast"}
-    results = [attention(q, k, v, seed=seed, device=FEW, **options) for seed in (EAGER, 0, 1)]
+    results = [attention(q, k, v, schedule=seed, device=FEW, **options) for seed in (EAGER, 0, 1)]
     assert_forward_close(*results[0][:2], q, k, v, causal=causal)
     for result in results[1:]:
         assert result.out.tobytes() == results[0].out.tobytes()
@@ -274,7 +274,7 @@ def test_huge_scores(algo, engine, dtype, sign):
 
 @pytest.mark.parametrize("group", [g for g in GROUPS if "masked" in g or "softcap" in g])
 def test_fast_mode(group):
-    check_all(GROUPS[group], lambda case: assert_close(case, run(case, mode="fast", seed=1)))
+    check_all(GROUPS[group], lambda case: assert_close(case, run(case, mode="fast", schedule=1)))
 
 
 # ---------------------------------------------------------------------- every row of the table

@@ -376,7 +376,7 @@ def test_emulator_hides_what_is_on_no_page(engine, shape, more):
     q, k, v, options = wild(**shape)
     options |= more
     for seed in (0, 1, emulator.EAGER):
-        result = emulated.attention(q, k, v, **options, engine=engine, seed=seed)
+        result = emulated.attention(q, k, v, **options, engine=engine, schedule=seed)
         assert_forward_close(result.out, result.lse, q, k, v, plan=result.plan, **options)
 
 
@@ -410,7 +410,7 @@ def parts_are_right(options):
     given |= {n: np.array(x) if n.endswith("lengths") else x for n, x in options.items()}
     first = None
     for seed in (emulator.EAGER, 0):
-        result = emulated.attention(q, k, v, **given, **kernel, engine="wgmma", seed=seed)
+        result = emulated.attention(q, k, v, **given, **kernel, engine="wgmma", schedule=seed)
         assert_forward_close(result.out, result.lse, q, k, v, plan=result.plan, **given)
         bits = [x.tobytes() for x in result[:2]]
         first = first or bits

@@ -71,7 +71,7 @@ def split_is_right(options):
     first = None
     for seed in range(3):
         result = attention(
-            q, k, v, algo=algo, engine=engine, split_keys=span, seed=seed, device=FEW, **options
+            q, k, v, algo=algo, engine=engine, split_keys=span, schedule=seed, device=FEW, **options
         )
         assert result.plan.tile.packed > 1
         assert_forward_close(*result[:2], q, k, v, **options)

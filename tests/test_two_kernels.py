@@ -103,6 +103,6 @@ def test_a_mask_with_holes(seed):
     dout = rng.standard_normal(out.shape).astype(q.dtype)
     given = dout, q, k, v, out.astype(q.dtype), lse.astype(np.float32)
     device = dataclasses.replace(H200, multiprocessors=2)
-    result = attention_backward(*given, engine="wgmma", seed=seed, device=device, **options)
+    result = attention_backward(*given, engine="wgmma", schedule=seed, device=device, **options)
     assert result.plan.kernel == KEYS
     assert_backward_close(result[:3], dout, q, k, v, plan=result.plan, **options)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
+from ..dropout import SEED_WANTED, checked_seed, checked_share
 from ..masks.block_mask import BlockMask
 from ..operands.dtypes import CHUNK_BYTES
 from ..operands.spec import Spec
@@ -42,6 +43,7 @@ class Options(NamedTuple):
     deterministic: Any = True
     split_keys: Any = None
     score_mod: ScoreText | None = None
+    dropout_p: float = 0.0
 
 
 # What Options(...) does of a tuple of all its fields, in less time: it is part of every call.
@@ -62,16 +64,18 @@ class Arguments:
     mask : BlockMask or array of bool, optional
     workspace : array, optional
         Device memory for the kernels' use.
+    seed : int, optional
+        Of dropout, where it is no array: then it is the last one of `arrays`.
     """
 
     __slots__ = (
-        "address_bits", "addresses", "arrays", "device_id", "forms", "mask", "mask_kind",
+        "address_bits", "addresses", "arrays", "device_id", "forms", "mask", "mask_kind", "seed",
         "workspace",
     )  # fmt: skip
 
     def __init__(
         self, operands: tuple[str, ...], arrays: dict[str, Any], mask: Any = None,
-        workspace: Any = None,
+        workspace: Any = None, seed: int | None = None,
     ):  # fmt: skip
         forms: list[Form] = []
         addresses = dict.fromkeys(operands, 0)
@@ -92,6 +96,10 @@ class Arguments:
         self.arrays, self.mask, self.workspace = arrays, mask, workspace
         self.forms, self.addresses, self.address_bits = forms, addresses, bits
         self.device_id = device_id  # None is the CPU; a call is made for arrays of one device
+        self.seed = seed
+        if seed is not None or "seed" in arrays:
+            addresses.setdefault("seed", 0)
+            addresses["seed_number"] = seed or 0
         self.mask_kind = "" if mask is None else self._add_mask(mask)
 
     def _add_mask(self, mask: Any) -> str:
@@ -167,6 +175,33 @@ def split_scores(
         # As lengths are: integers of the host, and numbers, come along.
         found[name] = beside(as_array("q", q), array) if _comes_along(array) else array
     return (None if mod is None else mod.text), found
+
+
+def split_dropout(
+    q: AnyArray, dropout_p: Any, seed: Any, needs_seed: bool = True
+) -> tuple[float, int | None, dict[str, Array]]:
+    """`dropout_p` as a float, the seed if it is a number, and if it is an array, by its name.
+
+    Raises
+    ------
+    ValueError, TypeError
+        If one of them is not what it has to be, or given without the other.
+    """
+    share = checked_share(dropout_p)
+    if seed is None:
+        if share and needs_seed:
+            raise ValueError(f"dropout_p={dropout_p!r} goes with seed: {SEED_WANTED}")
+        return share, None, {}
+    if not share:
+        raise ValueError("seed goes with dropout_p above 0: leave it out, or give both")
+    if isinstance(seed, (bool, int, float, str, np.generic)):
+        return share, checked_seed(seed), {}
+    array = as_array("seed", seed)
+    if array.dtype != np.uint64:
+        raise TypeError(f"seed has dtype {array.dtype}: {SEED_WANTED}")
+    if array.size != 1:
+        raise ValueError(f"seed has shape {array.shape}: {SEED_WANTED}")
+    return share, None, {"seed": beside(as_array("q", q), array)}
 
 
 def _comes_along(array: Array) -> bool:

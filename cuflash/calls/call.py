@@ -8,6 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from ..dropout import Dropout
 from ..masks.band import Band
 from ..numpy_engine import walks
 from ..numpy_engine.tiles import head_masks
@@ -30,7 +31,7 @@ from .arrays import OF_BATCH
 
 SPLIT_STEP = 16  # keys
 # Axes behind the leading ones; 2 of all others.
-_TRAILING = {"lse": 1, "dlse": 1, "page_table": 1, **dict.fromkeys(OF_BATCH, 0)}
+_TRAILING = {"lse": 1, "dlse": 1, "page_table": 1, "seed": 0, **dict.fromkeys(OF_BATCH, 0)}
 
 
 class Copy(NamedTuple):
@@ -95,6 +96,7 @@ class Call:
         Keys of a page, 0 where k and v have none.
     plan : Plan
     scale : float
+    dropout_p : float
     score : Score
     captured : tuple of Captured
         The arrays that it reads.
@@ -112,8 +114,8 @@ class Call:
     """
 
     __slots__ = (
-        "anywhere", "apart", "captured", "copied", "has_lists", "is_empty", "launch", "layout",
-        "lse_dtype", "out_dtype", "page_size", "plan", "results", "scale", "score", "staged",
+        "anywhere", "apart", "captured", "copied", "dropout_p", "has_lists", "is_empty", "launch",
+        "layout", "lse_dtype", "out_dtype", "page_size", "plan", "results", "scale", "score", "staged",
         "workspace_bytes",
     )  # fmt: skip
     operands: ClassVar[tuple[str, ...]]  # in the order of the kernels' pointers
@@ -139,6 +141,7 @@ class Call:
         offset = given.get("q_offset", options.q_offset)
         band = Band.from_options(options.causal, options.window, offset)
         accumulator = self.lse_dtype.name
+        self.dropout_p = options.dropout_p
         self.scale = 1.0 / math.sqrt(q.shape[-1])
         if options.scale is not None:
             self.scale = checked_scale(options.scale, accumulator)
@@ -177,6 +180,7 @@ class Call:
             backward=self.backward,
             deterministic=bool(options.deterministic),
             split_keys=checked_split(options.split_keys),
+            dropout=self.dropout_p > 0,
         )
         self.plan: Plan = make_plan(problem, device, options.algo, options.engine)
         self.workspace_bytes = self.plan.workspace_bytes
@@ -206,7 +210,7 @@ class Call:
             if name in given and name not in self.written
         ) + tuple(Copy(name, x) for name, x in whole.items() if x != scored[name])
         self.staged = tuple(Copy(name, specs[name]) for name in self.written if name in changed)
-        others = [*expected, *OF_BATCH, "page_table", *scored]
+        others = [*expected, *OF_BATCH, "page_table", "seed", *scored]
         others += ["mask"] if mask_kind == "elements" else []
         self.apart = apart_of(self._pairs(others), given)
         return specs
@@ -235,16 +239,23 @@ class Call:
     def _layout(self, specs: dict[str, Spec], broadcast: dict[str, Any]) -> Layout:
         raise NotImplementedError
 
-    def run_host(self, arrays: dict[str, Any], mask: Any) -> None:
+    def run_host(self, arrays: dict[str, Any], mask: Any, seed: int | None) -> None:
         """Run on NumPy arrays that are ready to be read and written."""
         raise NotImplementedError
 
-    def _host_options(self, arrays: dict[str, Any], mask: Any) -> dict[str, Any]:
+    def _host_options(self, arrays: dict[str, Any], mask: Any, seed: int | None) -> dict[str, Any]:
         """What the NumPy engine is told beside its arrays."""
+        dropout = None
+        if self.dropout_p:
+            number = int(arrays["seed"].item()) if seed is None else seed
+            dropout = Dropout(self.dropout_p, number)
         if mask is not None:
             mask = head_masks(mask, self.layout, self.plan.problem.key_length)
         captured = captured_views(self.captured, arrays)
-        return {"scale": self.scale, "score": self.score, "captured": captured, "mask": mask}
+        return {
+            "scale": self.scale, "score": self.score, "captured": captured, "mask": mask,
+            "dropout": dropout,
+        }  # fmt: skip
 
     def _spread(self, arrays: dict[str, Any]) -> list[Any]:
         """Views of the operands, broadcast to the problem's leading axes by stride 0."""
@@ -290,9 +301,9 @@ class ForwardCall(Call):
     def _layout(self, specs: dict[str, Spec], broadcast: dict[str, Any]) -> Layout:
         return make_layout(*(specs[x] for x in ("q", "k", "v", "out", "lse")), **broadcast)
 
-    def run_host(self, arrays: dict[str, Any], mask: Any) -> None:
+    def run_host(self, arrays: dict[str, Any], mask: Any, seed: int | None) -> None:
         """Run on NumPy arrays that are ready to be read and written."""
-        options = self._host_options(arrays, mask)
+        options = self._host_options(arrays, mask, seed)
         q, k, v, *others = self._spread(arrays)
         if self.page_size:
             table, lengths = arrays["page_table"], arrays["kv_lengths"]
@@ -340,8 +351,8 @@ class BackwardCall(Call):
         operands = (specs[x] for x in ("q", "k", "v", "out", "lse"))
         return make_layout(*operands, gradients=gradients, **broadcast)
 
-    def run_host(self, arrays: dict[str, Any], mask: Any) -> None:
+    def run_host(self, arrays: dict[str, Any], mask: Any, seed: int | None) -> None:
         """Run on NumPy arrays that are ready to be read and written."""
         for name, _ in self.results:
             arrays[name][...] = 0
-        walks.backward(self.plan, *self._spread(arrays), **self._host_options(arrays, mask))
+        walks.backward(self.plan, *self._spread(arrays), **self._host_options(arrays, mask, seed))

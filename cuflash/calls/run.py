@@ -97,7 +97,9 @@ def _run_on_copies(
     memory, arrays = memory_module(), arguments.arrays
     with arrays["q"].device:
         copies = {name: memory.copy(arrays[name]) for name in wrong}
-        again = Arguments(call.operands, arrays | copies, arguments.mask, arguments.workspace)
+        again = Arguments(
+            call.operands, arrays | copies, arguments.mask, arguments.workspace, arguments.seed
+        )
         results = run_call(type(call), again, options, count)
         for number, (name, _) in enumerate(call.results[:count]):
             if name in wrong:
@@ -119,7 +121,7 @@ def _run_host(call: Call, arguments: Arguments, count: int) -> list[Any]:
         arrays[name] = conform(arrays[name], spec)
     for name, spec in call.staged:
         arrays[name] = np.empty(spec.shape, spec.dtype)
-    call.run_host(arrays, arguments.mask)
+    call.run_host(arrays, arguments.mask, arguments.seed)
     with np.errstate(all="ignore"):  # half precision may overflow
         for name, _ in call.staged:
             results[name][...] = arrays[name]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..dropout import Dropout
 from ..masks.band import MAX_SHIFT
 from ..operands.layout import LENGTHS, MAX_LENGTH, Layout, MaskLayout
 from ..planning.params import OPERANDS, params_dtype
@@ -42,8 +43,9 @@ def reciprocal(divisor: int) -> int:
 
 
 def pack(
-    plan: Plan, layout: Layout, scale: float, score: Score, captured: Sequence[Captured] = ()
-) -> NDArray[Any]:
+    plan: Plan, layout: Layout, scale: float, score: Score, captured: Sequence[Captured] = (),
+    dropout_p: float = 0.0,
+) -> NDArray[Any]:  # fmt: skip
     """The argument with everything but its pointers, as an array of one structure."""
     problem, dtype = plan.problem, params_dtype(plan.problem)
     params = np.zeros(1, dtype)
@@ -87,6 +89,10 @@ def pack(
         if array.sizes:
             params[f"{field_of(array.capture)}_size"] = array.sizes
             params[f"{field_of(array.capture)}_stride"] = array.strides
+    if problem.dropout:
+        dropout = Dropout(dropout_p, 0)
+        params["dropout_threshold"] = dropout.threshold
+        params["kept_share"], params["kept_scale"] = 1 - dropout_p, dropout.scale
     if score.form.unit:
         params["score_scale"] = scale / score.numbers[score.form.unit]
     return params

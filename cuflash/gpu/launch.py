@@ -178,7 +178,7 @@ def prepare(call: Call, device_id: int) -> Launcher:
     """
     plan = call.plan
     names = pointers(plan.problem)
-    template = pack(plan, call.layout, call.scale, call.score, call.captured)
+    template = pack(plan, call.layout, call.scale, call.score, call.captured, call.dropout_p)
     template = template.view(f"V{template.itemsize}")  # CuPy describes each field of a structure
     tables = {
         x.name: tables_of(plan, call.layout, device_id, x.name)

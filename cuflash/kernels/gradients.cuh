@@ -124,14 +124,14 @@ __device__ __forceinline__ void to_score_gradients(Accumulator (&dP)[ROWS][COLUM
                                                    const KeyTile& tile, const Params& p,
                                                    const Head& head, const Accumulator* deltas,
                                                    int q_begin, int k_begin) {
-    const Accumulator of_kept = Accumulator(1) / kept_share(p);
+    KeptPairs<ROWS, COLUMNS> kept;
+    kept.draw_turned(tile, p, head, q_begin, k_begin);
 #pragma unroll
     for (int i = 0; i < ROWS; ++i)
 #pragma unroll
         for (int j = 0; j < COLUMNS; ++j) {
             const int column = tile.column(j);
-            const bool kept = !DROPS || keep(p, head, q_begin + column, k_begin + tile.row(i));
-            const Accumulator dP_kept = kept ? dP[i][j] * of_kept : Accumulator(0);
+            const Accumulator dP_kept = kept.has(i, j) ? dP[i][j] * kept_scale(p) : Accumulator(0);
             Accumulator dS = P[i][j] * (dP_kept - deltas[column]);
             const auto shown = [&] {
                 return CUT && is_negative_zero(P[i][j]) ? Accumulator(0) : dS;
@@ -143,7 +143,7 @@ __device__ __forceinline__ void to_score_gradients(Accumulator (&dP)[ROWS][COLUM
             }
             if constexpr (SCORE_IS_MODIFIED) dS *= slope[i][j];
             dP[i][j] = shown();
-            if (!kept) P[i][j] = Accumulator(0);
+            if (!kept.has(i, j)) P[i][j] = Accumulator(0);
         }
 }
 
@@ -351,6 +351,5 @@ __device__ __forceinline__ void store_key_gradients(const Gradients& gradients, 
     else
         store_gradients<HEAD_DIM_V>(p.dv + locate(p, head.index, p.dv_axis_stride), p.dv_row_stride,
                                     p.key_length, gradients.dV_regs,
-                                    ValueTile(threadIdx.x % 32, nullptr), k_begin,
-                                    Accumulator(1) / kept_share(p));
+                                    ValueTile(threadIdx.x % 32, nullptr), k_begin, kept_scale(p));
 }

@@ -153,8 +153,8 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
     const auto take_step = [&](const KeyItem& item, int i, auto slot) {
         barriers.Q_full[slot].wait(phases.parity(slot));
         const StepFacts& facts = smem.facts[slot];
-        const GradientStep now{p, tile, item.located.head, facts.visit.tile * BLOCK_Q,
-                               item.key_tile * BLOCK_K + consumer * SLAB};
+        GradientStep now{p, tile, item.located.head, facts.visit.tile * BLOCK_Q,
+                         item.key_tile * BLOCK_K + consumer * SLAB};
         const u32 row_stats =
             SHARED_BASE + shared_at::row_stats + slot * (ROW_STATS * sizeof(float));
         const GradientStep::Stats log2_sums(tile, row_stats);
@@ -171,6 +171,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
             }
         }
         score_gradients(slot);
+        now.draw_kept();
         if (!SCORE_IS_MODIFIED && is_first) check_keys();
         GradientStep::Rows rows;
         rows.load(tile, p, now.head, now.q_begin, now.k_begin);

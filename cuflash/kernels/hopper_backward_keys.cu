@@ -89,12 +89,13 @@ __device__ __forceinline__ void sum_values(const Params& p, SharedMemory& smem) 
             multiply_shared<KeyRows, QueryRows>(S, K, Q + slot * (QueryRows::BYTES >> 4));
             commit_products();
             const StepFacts& facts = smem.facts[slot];
-            const PackedStep now{p,
-                                 tile,
-                                 item.located.head,
-                                 shared_address(smem.row_stats[slot]),
-                                 facts.visit.tile * BLOCK_Q,
-                                 k_begin};
+            PackedStep now{p,
+                           tile,
+                           item.located.head,
+                           shared_address(smem.row_stats[slot]),
+                           facts.visit.tile * BLOCK_Q,
+                           k_begin};
+            now.draw_kept();
             const auto log2_sums = now.load_stats(0);
             PackedStep::Rows rows;
             rows.load(tile, p, now.head, now.q_begin, now.k_begin);
@@ -184,12 +185,13 @@ __device__ __forceinline__ void sum_keys(const Params& p, SharedMemory& smem) {
             commit_products();
             barriers.Q_full[slot].wait(step.parity());
             const StepFacts& facts = smem.facts[slot];
-            const PackedStep now{p,
-                                 tile,
-                                 item.located.head,
-                                 shared_address(smem.row_stats[slot]),
-                                 facts.visit.tile * BLOCK_Q,
-                                 k_begin};
+            PackedStep now{p,
+                           tile,
+                           item.located.head,
+                           shared_address(smem.row_stats[slot]),
+                           facts.visit.tile * BLOCK_Q,
+                           k_begin};
+            now.draw_kept();
             const auto deltas = now.load_stats(BLOCK_Q);
             wait_products<0>(dP);
             if (i > 0 && speaks) barriers.Q_empty[slot ^ 1].arrive();

@@ -110,7 +110,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             multiply_shared_values<GradientRows, ValueRows>(
                 dP, dO, V + step.V_slot() * (ValueRows::BYTES >> 4));
             commit_products();
-            const QueryStep now{p, tile, item.located.head, stats, q_begin, key_tile * BLOCK_K};
+            QueryStep now{p, tile, item.located.head, stats, q_begin, key_tile * BLOCK_K};
+            now.draw_kept();
             const bool nonfinite_keys = nonfinite[key_tile] != 0;
             const bool cut = sight.seen == Sight::SOME || nonfinite_keys || stats.nonfinite;
             QueryStep::Rows rows;

@@ -15,6 +15,7 @@ from ..masks.block_mask import BlockMask
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from ..dropout import Dropout
     from ..operands.layout import Layout
     from ..planning.plan import Plan
     from ..scores.score import Score
@@ -116,7 +117,8 @@ class Head:
     score: Score
     captured: Mapping[str, NDArray[Any]]
     mask: BlocksOfHead | ElementsOfHead | None
-    place: tuple[int, int]  # batch entry and head, for the score
+    place: tuple[int, int]  # batch entry and head, for the score and for dropout
+    dropout: Dropout | None
     block_q: int
     block_k: int
     longest: tuple[int, int]  # queries and keys that are worked on at a time, at most
@@ -134,6 +136,7 @@ class Head:
         captured: Mapping[str, NDArray[Any]],
         mask: BlocksOfHead | ElementsOfHead | None,
         place: tuple[int, int],
+        dropout: Dropout | None = None,
         shift: int | None = None,
     ) -> Head:
         """The head of `arrays`, which are its valid queries, keys and values.
@@ -158,6 +161,7 @@ class Head:
             captured=captured,
             mask=mask,
             place=place,
+            dropout=dropout,
             block_q=block_q,
             block_k=block_k,
             longest=longest,
@@ -248,8 +252,21 @@ class Head:
         # BLAS sums rows faster than np.add.reduce.
         return m_next, np.exp(maxima - origin), scores @ self.ones[: scores.shape[1]]
 
-    def weighted_values(self, weights: Floats, hidden: Bools | None, keys: range) -> Floats:
-        """P V of one tile, without what hidden keys hold."""
+    def drop(self, weights: Floats, queries: range, keys: range) -> None:
+        """Set what dropout does not keep of one tile to 0; :attr:`kept_scale` is for later."""
+        if self.dropout is not None:
+            weights *= self.dropout.keeps(self.place, queries, keys)
+
+    @property
+    def kept_scale(self) -> float:
+        """What dropout multiplies weights by that it keeps."""
+        return 1.0 if self.dropout is None else self.dropout.scale
+
+    def weighted_values(
+        self, weights: Floats, hidden: Bools | None, queries: range, keys: range
+    ) -> Floats:
+        """P V of one tile, without what hidden keys hold; P is changed by dropout."""
+        self.drop(weights, queries, keys)
         return visible_product(weights, self.values[rows_of(keys)], hidden)
 
 
@@ -317,6 +334,8 @@ class HeadBackward:
         # dS = P * (dO V^T - delta) * modify'
         dscores = self.buffer[: weights.size].reshape(weights.shape)
         np.matmul(dout, head.values[rows_of(keys)].T, out=dscores)
+        head.drop(dscores, queries, keys)
+        dscores *= head.kept_scale
         dscores -= self.delta[rows_of(queries)]
         dscores *= weights
         if slope is not None:
@@ -329,7 +348,10 @@ class HeadBackward:
         dq = visible_product(dscores, head.keys[rows_of(keys)], None if whole else dscores == 0)
         dq *= self.scale
         dk = visible_product(dscores.T, head.queries[rows_of(queries)], unseeing)
-        return dq, dk, visible_product(weights.T, dout, unseeing)
+        head.drop(weights, queries, keys)
+        dv = visible_product(weights.T, dout, unseeing)
+        dv *= head.kept_scale
+        return dq, dk, dv
 
 
 def tiles_of(span: range, block: int) -> Iterator[range]:

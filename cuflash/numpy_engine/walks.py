@@ -38,6 +38,7 @@ from .tiles import Head, HeadBackward, PagedRows, rows_of, tiles_of
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from ..dropout import Dropout
     from ..planning.plan import Plan
     from .tiles import Floats, HeadMask
 
@@ -61,6 +62,7 @@ def forward(
     score: Score = _UNCHANGED,
     captured: Mapping[str, NDArray[Any]] = {},
     mask: HeadMask | None = None,
+    dropout: Dropout | None = None,
     page_table: Integers | None = None,
 ) -> None:
     """Write attention of `q`, `k` and `v` into `out`, and its log-sum-exp into `lse`.
@@ -85,6 +87,8 @@ def forward(
         The arrays that this reads.
     mask : function, optional
         From an index into the leading axes to that head's mask, see :func:`tiles.head_masks`.
+    dropout : Dropout, optional
+        Which weights are dropped.
     page_table : ndarray of int, shape (leading[0], pages), optional
         Then `k` and `v` have pages of keys: their first axis is that of the pool.
     """
@@ -113,6 +117,7 @@ def forward(
                     captured=captured,
                     mask=mask and mask(index),
                     place=divmod(number, problem.heads),
+                    dropout=dropout,
                     shift=_shift(q_offset, index),
                 ),
                 out[index][:rows],
@@ -140,6 +145,7 @@ def backward(
     score: Score = _UNCHANGED,
     captured: Mapping[str, NDArray[Any]] = {},
     mask: HeadMask | None = None,
+    dropout: Dropout | None = None,
 ) -> None:
     """Add the gradients of `q`, `k` and `v` to `dq`, `dk` and `dv`.
 
@@ -156,7 +162,7 @@ def backward(
     dq, dk, dv : ndarray, shapes of `q`, `k` and `v`
         In the type of the sums, and zero. Heads may share memory (a stride of 0), where their
         gradients are summed in the order of the heads.
-    q_lengths, kv_lengths, q_offset, scale, score, captured, mask
+    q_lengths, kv_lengths, q_offset, scale, score, captured, mask, dropout
         As :func:`forward` had them.
     """
     problem = plan.problem
@@ -175,6 +181,7 @@ def backward(
                 captured=captured,
                 mask=mask and mask(index),
                 place=divmod(number, problem.heads),
+                dropout=dropout,
                 shift=_shift(q_offset, index),
             )
             own_dlse = None if dlse is None else dlse[index][:rows]
@@ -224,7 +231,7 @@ def _walk_fa1(head: Head, out: Floats, lse: Floats | None) -> None:
             # O = (l_before O + P V) / l: divided at every step, so that O always is the
             # attention over the keys seen so far.
             output[tile] *= sums_before
-            output[tile] += head.weighted_values(scores, hidden, keys)
+            output[tile] += head.weighted_values(scores, hidden, queries, keys)
             output[tile] /= _divisor(sums[tile])
     _end(head, output, sums, maxima, out, lse)
 
@@ -243,7 +250,7 @@ def _walk_fa2(head: Head, out: Floats, lse: Floats | None) -> None:
             maxima[tile], rescale, row_sums = head.weights(scores, maxima[tile])
             sums[tile] = sums[tile] * rescale + row_sums
             output[tile] *= rescale
-            output[tile] += head.weighted_values(scores, hidden, keys)
+            output[tile] += head.weighted_values(scores, hidden, queries, keys)
         rows = rows_of(query_tile)
         output /= _divisor(sums)
         _end(head, output, sums, maxima, out[rows], None if lse is None else lse[rows])
@@ -290,6 +297,7 @@ def _end(
     head: Head, output: Floats, sums: Floats, maxima: Floats, out: Floats, lse: Floats | None
 ) -> None:
     """Write rows of O, divided by l, and their log-sum-exp; a sink has its share of both."""
+    output *= head.kept_scale
     own = log_sums = maxima + np.log(sums)
     if (sink := head.sink) is not None:
         log_sums = np.logaddexp(own, sink)

@@ -51,6 +51,12 @@ _SCALARS = (
     (("mask_rows", "mask_columns"), "i4", "int"),  # tiles of one list
     (("scale",), "Accumulator", "Accumulator"),
 )
+# A seed on the device, or null and the number itself; what is behind the pointers.
+_SEEDS = {"seed": "const unsigned long long*", "seed_number": "unsigned long long"}
+_DROPOUT_SCALARS = (
+    (("dropout_threshold",), "u4", "unsigned int"),
+    (("kept_share", "kept_scale"), "Accumulator", "Accumulator"),
+)
 _PAGE_SCALARS = (
     (("pages", "k_page_stride", "v_page_stride"), "i8", "long long"),
     (("page_table_stride",), "i8 2", "long long"),
@@ -64,8 +70,8 @@ _ELEMENT_SCALARS = (
 
 
 def pointers(problem: Problem) -> tuple[str, ...]:
-    """Names of the struct's leading fields, all pointers: operands, lengths, pages, captured
-    arrays, mask and workspace.
+    """Names of the struct's leading fields, all pointers but a seed's number: operands, lengths,
+    pages, captured arrays, seed, mask and workspace.
     """
     operands, others, workspace = _pointer_types(problem)
     return (*operands, *LENGTHS, *others, *workspace)
@@ -83,6 +89,7 @@ def _pointer_types(problem: Problem) -> tuple[dict[str, str], dict[str, str], di
         workspace |= _QUERY_LISTS
     others = _PAGES if problem.page_size else {}
     others |= {field_of(x): f"const {ELEMENTS[x.element]}*" for x in problem.score.arrays}
+    others |= _SEEDS if problem.dropout else {}
     return OPERANDS[problem.backward], others | _MASK[problem.mask], workspace
 
 
@@ -100,6 +107,8 @@ def _fields(problem: Problem) -> Iterator[tuple[tuple[str, ...], str, str]]:
     yield from _SCALARS
     if problem.page_size:
         yield from _PAGE_SCALARS
+    if problem.dropout:
+        yield from _DROPOUT_SCALARS
     if problem.mask == "elements":
         yield from _ELEMENT_SCALARS
     if problem.score.unit:

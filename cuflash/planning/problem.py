@@ -140,6 +140,8 @@ class Problem:
         Keys of a page, of which a table gives each batch entry its own; 0 for keys in a row.
     page_table : str
         Integer type of that table, empty where there is none.
+    dropout : bool
+        Whether weights are dropped.
     """
 
     dtype: str
@@ -165,6 +167,7 @@ class Problem:
     split_keys: int | None = None
     page_size: int = 0
     page_table: str = ""
+    dropout: bool = False
 
     @property
     def head_count(self) -> int:
@@ -205,6 +208,7 @@ class Problem:
         if self.score.stages:
             text += f", score {self.score}"
         text += ", sinks" if self.score.sink else ""
+        text += ", dropout" if self.dropout else ""
         for name in ("q_lengths", "kv_lengths", "q_offset"):
             if getattr(self, name):
                 text += f", {name}"
@@ -262,7 +266,7 @@ def make_problem(
     layout: Layout, q: Spec, k: Spec, v: Spec, *, band: Band, score: ScoreForm,
     lengths: dict[str, str], mask: str = "", page_size: int = 0, page_table: str = "",
     aligned: bool, backward: bool = False, deterministic: bool = True,
-    split_keys: int | None = None,
+    split_keys: int | None = None, dropout: bool = False,
 ) -> Problem:  # fmt: skip
     """The problem that a layout and the options pose."""
     heads = layout.out_shape[-3] if len(layout.out_shape) > 2 else 1
@@ -290,4 +294,5 @@ def make_problem(
         split_keys=split_keys,
         page_size=page_size,
         page_table=page_table,
+        dropout=dropout,
     )

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from ..dropout import ROUNDS
 from ..masks.band import MAX_SHIFT
 from ..operands.dtypes import EVERY, ITEM_BYTES
 from .problem import Device, Problem
@@ -473,6 +474,8 @@ class KernelTile(Tile):
             "SCORE_IS_MODIFIED": bool(problem.score.stages),
             "SCORE_HAS_SLOPE": problem.score.has_slope,
             "HAS_SINKS": bool(problem.score.sink),
+            "DROPS": problem.dropout,
+            "DROPOUT_ROUNDS": ROUNDS,
             "MASKED": bool(problem.mask),
             "MASK_ROWS": self.scored[0],
             "MASK_COLUMNS": self.scored[1],

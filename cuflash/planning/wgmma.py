@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from ..dropout import BLOCK as DROPOUT_BLOCK
 from ..operands.dtypes import ITEM_BYTES
 from .hopper import BARRIER_BYTES, WARPGROUP_ROWS, HopperTile
 from .problem import Device, Problem
@@ -72,12 +73,13 @@ class WgmmaTile(HopperTile):
         """Rows of a head's first tile of queries that lie before its first query.
 
         So the last tile, which under a causal mask sees the most keys, is a full one. Not with a
-        mask: its tiles begin at the first query.
+        mask: its tiles begin at the first query. With dropout tiles begin where its blocks do.
         """
         if self.keys_outside or problem.mask:
             return 0
         tiles = self.query_tiles(problem) // self.group_tiles(problem)
-        return tiles * self.block_q - problem.query_length * self.packed
+        lead = tiles * self.block_q - problem.query_length * self.packed
+        return lead - lead % DROPOUT_BLOCK if problem.dropout and self.packed == 1 else lead
 
     def shared(self, problem: Problem) -> tuple[Buffer, ...]:
         """Tiles as the copy engine lays them out, and barriers."""

@@ -4,6 +4,7 @@ from .append import append_kv
 from .bounds import UNIT_ROUNDOFF, BackwardBound, Bound, backward_bound, forward_bound
 from .definition import attention, attention_backward
 from .dense import visible_keys
+from .dropout import dropout_keep
 from .merging import merge
 
 __all__ = [
@@ -14,6 +15,7 @@ __all__ = [
     "attention",
     "attention_backward",
     "backward_bound",
+    "dropout_keep",
     "forward_bound",
     "merge",
     "visible_keys",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .dense import Dense, own_sum, row_sums, score_gradient, visible_sum
+from .dense import Dense, own_sum, row_sums, score_gradient, value_gradient, visible_sum
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -116,8 +116,8 @@ def forward_bound(
     with np.errstate(all="ignore"):
         sigma = score_errors(dense, u_acc).behind
         sums = sum_errors(dense, u_acc)
-        weighted = visible_sum(dense.weights, np.abs(dense.v), dense.visible)
-        seen = visible_sum(dense.visible.astype(exact), np.abs(dense.v), dense.visible)
+        weighted = visible_sum(dense.weights * dense.kept, np.abs(dense.v), dense.visible)
+        seen = visible_sum(dense.visible * dense.kept, np.abs(dense.v), dense.visible)
         error = u * (weighted + np.abs(dense.out)) + (2 * sigma + sums) * weighted
         error += UNDERFLOW[name] * seen + TINY[name]
         lse_error = ((sigma + sums) * np.maximum(1, np.abs(dense.lse))[..., None])[..., 0]
@@ -240,7 +240,7 @@ def backward_bound(
         products = [  # the last two: which pairs are visible, and which of these add anything
             (dense.scale, dS, dS_error, dense.k, visible, dS != 0),
             (dense.scale, dS.mT, dS_error.mT, dense.q, visible.mT, visible.mT),
-            (1, dense.weights.mT, P_error.mT, grad, visible.mT, visible.mT),
+            (1, (dense.weights * dense.kept).mT, P_error.mT, grad, visible.mT, visible.mT),
         ]
         gradients, bounds = [], []
         for operand, product in zip(operands, products, strict=True):
@@ -267,16 +267,17 @@ def _pair_errors(
     u, u_acc, _ = precision(dtype)
     under = tiny = TINY[dtype]
     dot = (math.sqrt(dout.shape[-1]) + 2) * u_acc
+    scaling = 2 * u_acc * float((dense.kept != 1).any())
     delta = row_sums(dense, dout, dlse)
     dS = score_gradient(dense, dout, delta)
-    dP = np.where(dense.visible, dout @ dense.v.mT, 0)
+    dP = np.where(dense.visible, value_gradient(dense, dout), 0)
     errors = score_errors(dense, u_acc)
     sigma, sums = errors.behind, sum_errors(dense, u_acc)
     rho = 2 * sigma + sums + 6 * u_acc * np.maximum(1, np.abs(dense.lse))[..., None]
 
-    dP_error = dot * (np.abs(dout) @ np.abs(dense.v).mT)
+    dP_error = dense.kept * (dot * (np.abs(dout) @ np.abs(dense.v).mT)) + scaling * np.abs(dP)
     mean_dP_error = (((u + 2 * sigma) * dense.weights + under) * np.abs(dP)).sum(-1, keepdims=True)
-    weighted = visible_sum(dense.weights, np.abs(dense.v), dense.visible)
+    weighted = visible_sum(dense.weights * dense.kept, np.abs(dense.v), dense.visible)
     channels = sums * weighted + (u + dot) * np.abs(dense.out) + tiny
     delta_error = mean_dP_error + (np.abs(dout) * channels).sum(axis=-1, keepdims=True)
     if dlse is not None:
@@ -285,7 +286,7 @@ def _pair_errors(
     dS_error = dense.weights * np.abs(dense.slope) * (dP_error + delta_error)
     dS_error = dS_error + dense.weights * np.abs(dP - delta) * errors.slope
     dS_error = dS_error + np.abs(dS) * (rho + 4 * u_acc + u) + under
-    P_error = dense.weights * (rho + u) + under
+    P_error = dense.kept * (dense.weights * (rho + u + scaling) + under)
     return dS, np.where(dense.visible, dS_error, 0), np.where(dense.visible, P_error, 0)
 
 

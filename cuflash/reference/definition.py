@@ -52,6 +52,8 @@ def attention(
     q_offset: ArrayLike | None = None,
     scale: Real | None = None,
     enable_gqa: bool = False,
+    dropout_p: Real = 0.0,
+    seed: int | None = None,
     page_table: ArrayLike | None = None,
     return_lse: bool = False,
     dtype: Float = np.float64,
@@ -64,7 +66,7 @@ def attention(
         Leading axes broadcast as in :func:`numpy.matmul`.
     causal, window, mask, bias, score_mod, softcap, alibi_slopes, sinks
         As in :func:`cuflash.attention`.
-    q_lengths, kv_lengths, q_offset, scale, enable_gqa, return_lse
+    q_lengths, kv_lengths, q_offset, scale, enable_gqa, dropout_p, seed, return_lse
         As in :func:`cuflash.attention`.
     page_table
         As in :func:`cuflash.attention`. Keys on pages that are none are hidden, as on a GPU.
@@ -81,7 +83,8 @@ def attention(
     -----
     With `s = score_mod(softcap(scale * q.k)) + alibi + bias` and j over the keys that query i sees,
     ``lse[i] = log(exp(sink) + sum_j exp(s[i, j]))`` and
-    ``out[i] = sum_j exp(s[i, j] - lse[i]) v[j]``.
+    ``out[i] = sum_j exp(s[i, j] - lse[i]) v[j]``. With dropout that sum is over the j that
+    :func:`dropout_keep` keeps, divided by ``1 - dropout_p``.
     A score of -inf has weight zero, as a hidden key has; a row without any weight gives 0 and
     -inf. What hidden keys and values hold has no influence, NaN included.
 
@@ -106,6 +109,8 @@ def attention(
         q_lengths=q_lengths,
         kv_lengths=kv_lengths,
         q_offset=q_offset,
+        dropout_p=dropout_p,
+        seed=seed,
         page_table=page_table,
     )
     return (dense.out, dense.lse) if return_lse else dense.out
@@ -131,6 +136,8 @@ def attention_backward(
     q_offset: ArrayLike | None = None,
     scale: Real | None = None,
     enable_gqa: bool = False,
+    dropout_p: Real = 0.0,
+    seed: int | None = None,
     dtype: Float = np.float64,
 ) -> tuple[Floats, Floats, Floats]:
     """Gradients of :func:`attention`, as :func:`cuflash.attention_backward` defines them.
@@ -145,7 +152,7 @@ def attention_backward(
         Gradient of the same number with respect to `lse`, by default 0.
     causal, window, mask, bias, score_mod, softcap, alibi_slopes, sinks
         As given to :func:`attention`.
-    q_lengths, kv_lengths, q_offset, scale, enable_gqa
+    q_lengths, kv_lengths, q_offset, scale, enable_gqa, dropout_p, seed
         As given to :func:`attention`.
     dtype : scalar type, default numpy.float64
         Of the arithmetic and the results; `numpy.longdouble` checks float64 results.
@@ -157,11 +164,11 @@ def attention_backward(
 
     Notes
     -----
-    With s as in :func:`attention`, ``x = scale * q.k``, softmax weights P and products by element,
-    "*", ::
+    With s as in :func:`attention`, ``x = scale * q.k``, softmax weights P, D of dropout (0 or
+    ``1 / (1 - dropout_p)``; 1 without) and products by element, "*", ::
 
-        dV    = P^T dout
-        dP    = dout V^T
+        dV    = (P * D)^T dout
+        dP    = D * (dout V^T)
         delta = sum(dout * out, axis=-1) - dlse
         dS    = P * (dP - delta) * ds/dx
         dQ    = scale dS K
@@ -195,11 +202,13 @@ def attention_backward(
         q_lengths=q_lengths,
         kv_lengths=kv_lengths,
         q_offset=q_offset,
+        dropout_p=dropout_p,
+        seed=seed,
     )
     grad = np.asarray(dout).astype(dtype)
     with np.errstate(all="ignore"):
         dS = score_gradient(dense, grad, row_sums(dense, grad, dlse))
-        dv = visible_sum(dense.weights.mT, grad, dense.visible.mT)
+        dv = visible_sum((dense.weights * dense.kept).mT, grad, dense.visible.mT)
         dq = dense.scale * visible_sum(dS, dense.k, dS != 0)
         dk = dense.scale * visible_sum(dS.mT, dense.q, dense.visible.mT)
         q_shape, k_shape, v_shape = shapes

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ..dropout import SEED_WANTED, checked_seed, checked_share
 from ..masks.band import MAX_SHIFT, Band, integers_of
 from ..masks.block_mask import BlockMask
 from ..operands.spec import Spec
@@ -14,6 +15,7 @@ from ..scores.captured import captured_views, make_score, named_arrays
 from ..scores.errors import Estimate, estimate
 from ..scores.score import Score
 from ..scores.trace import as_score_mod
+from .dropout import dropout_keep
 
 if TYPE_CHECKING:
     from typing import TypedDict
@@ -48,6 +50,8 @@ if TYPE_CHECKING:
         sinks: ArrayLike | None
         scale: Real | None
         enable_gqa: bool
+        dropout_p: Real
+        seed: int | None
 
     class Options(Scoring, total=False):
         """And those of a forward pass alone."""
@@ -196,6 +200,7 @@ class Dense(NamedTuple):
     changes: Changes  # of the scores
     slope: Floats  # of these
     weights: Floats  # 0 where not visible
+    kept: Floats  # what dropout multiplies them by
     out: Floats
     lse: Floats
 
@@ -210,6 +215,8 @@ class Dense(NamedTuple):
         scale: Real | None = None,
         enable_gqa: bool = False,
         page_table: ArrayLike | None = None,
+        dropout_p: Real = 0.0,
+        seed: int | None = None,
         bias: ArrayLike | None = None,
         score_mod: ScoreMod | ScoreFunction | None = None,
         softcap: Real | None = None,
@@ -243,8 +250,20 @@ class Dense(NamedTuple):
             visible = visible & (own != 0)
             sums = own + np.exp(np.where(sink == origin, 0, sink - origin))
             weights = np.where(visible, weights / sums, 0)
-            out, lse = visible_sum(weights, v, visible), (top + np.log(sums))[..., 0]
-        return cls(q, k, v, factor, visible, changes, slope, weights, out, lse)
+            kept = _dropout(shape, dropout_p, seed, dtype)
+            out, lse = visible_sum(weights * kept, v, visible), (top + np.log(sums))[..., 0]
+        return cls(q, k, v, factor, visible, changes, slope, weights, kept, out, lse)
+
+
+def _dropout(shape: tuple[int, ...], dropout_p: Real, seed: int | None, dtype: Float) -> Floats:
+    """What dropout multiplies softmax weights of `shape` by."""
+    if not dropout_p:
+        return np.ones((1, 1), dtype)
+    if seed is None:
+        raise ValueError(f"dropout_p={dropout_p!r} goes with seed: {SEED_WANTED}")
+    share = checked_share(dropout_p)
+    kept = dropout_keep(checked_seed(seed), shape, share)
+    return np.where(kept, 1 / (1 - dtype(share)), dtype(0))
 
 
 def _gathered(pool: Floats, page_table: ArrayLike) -> tuple[Floats, Bools]:
@@ -271,9 +290,14 @@ def row_sums(dense: Dense, dout: Floats, dlse: ArrayLike | None) -> Floats:
     return delta if dlse is None else delta - np.asarray(dlse).astype(dout.dtype)[..., None]
 
 
+def value_gradient(dense: Dense, dout: Floats) -> Floats:
+    """The dP of :func:`attention_backward`."""
+    return np.where(dense.kept == 0, 0, dout @ dense.v.mT * dense.kept)
+
+
 def score_gradient(dense: Dense, dout: Floats, delta: Floats) -> Floats:
     """The dS of :func:`attention_backward`."""
-    gradient = dense.weights * (dout @ dense.v.mT - delta) * dense.slope
+    gradient = dense.weights * (value_gradient(dense, dout) - delta) * dense.slope
     return np.where(dense.visible, gradient, 0)
 
 

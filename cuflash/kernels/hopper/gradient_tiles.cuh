@@ -27,6 +27,11 @@ struct GradientStep {
     const Scores& tile;
     const Head& head;
     int q_begin, k_begin;
+    KeptPairs<ROWS, Scores::COLUMNS> kept;
+
+    __device__ __forceinline__ void draw_kept() {
+        kept.draw_turned(tile, p, head, q_begin, k_begin);
+    }
 
     // Numbers of the queries for the lane's columns, as shared memory holds them.
     struct Stats {
@@ -40,11 +45,11 @@ struct GradientStep {
     };
 
     // P^T from S^T. Where scores are modified, P is times the derivative of the modified score by the
-    // score, and `kept` is what dropout leaves of P itself, packed; if something has to be told of P
+    // score, and `packed` is what dropout leaves of P itself; if something has to be told of P
     // without that derivative, it goes to `slope` instead.
     __device__ __forceinline__ void to_probabilities(Accumulator (&S)[ROWS][Scores::COLUMNS],
                                                      Accumulator (&slope)[ROWS][Scores::COLUMNS],
-                                                     Packed& kept, const Stats& log2_sums,
+                                                     Packed& packed, const Stats& log2_sums,
                                                      const Rows& rows) const {
         const OfHead of_head = read_of_head(head, p);
         const Accumulator multiplier = score_multiplier(p);
@@ -61,7 +66,7 @@ struct GradientStep {
                                      k_begin + tile.row(i), p, rows.at(i, j));
                 S[i][j] = exp2_of(multiply_add(score.value, multiplier, -log2_sum.at[e % 2]));
                 if constexpr (SCORE_IS_MODIFIED) {
-                    left[e] = is_kept(i, j) ? S[i][j] : Accumulator(0);
+                    left[e] = kept.has(i, j) ? S[i][j] : Accumulator(0);
                     if constexpr (STORES_DSCORE)
                         slope[i][j] = score.slope;
                     else  // never -0, which is for hidden pairs
@@ -71,7 +76,7 @@ struct GradientStep {
             if constexpr (SCORE_IS_MODIFIED)
 #pragma unroll
                 for (int i = 0; i < ROWS; ++i)
-                    pair_of(kept, i, m) = pack(left[2 * i], left[2 * i + 1], Element());
+                    pair_of(packed, i, m) = pack(left[2 * i], left[2 * i + 1], Element());
         }
     }
     static __device__ __forceinline__ u32& pair_of(Packed& packed, int i, int m) {
@@ -130,7 +135,7 @@ struct GradientStep {
     }
 
     // What dropout leaves of P^T, packed.
-    __device__ __forceinline__ void pack_kept(Packed& kept,
+    __device__ __forceinline__ void pack_kept(Packed& packed,
                                               const Accumulator (&P)[ROWS][Scores::COLUMNS]) const {
         if constexpr (DROPS) {
             Accumulator left[ROWS][Scores::COLUMNS];
@@ -138,28 +143,25 @@ struct GradientStep {
             for (int i = 0; i < ROWS; ++i)
 #pragma unroll
                 for (int j = 0; j < Scores::COLUMNS; ++j)
-                    left[i][j] = is_kept(i, j) ? P[i][j] : Accumulator(0);
-            tile.pack_probabilities(kept, left);
+                    left[i][j] = kept.has(i, j) ? P[i][j] : Accumulator(0);
+            tile.pack_probabilities(packed, left);
         } else {
-            tile.pack_probabilities(kept, P);
+            tile.pack_probabilities(packed, P);
         }
-    }
-    __device__ __forceinline__ bool is_kept(int i, int j) const {
-        return !DROPS || keep(p, head, q_begin + tile.column(j), k_begin + tile.row(i));
     }
 
     // dS^T from P^T and dP^T, into dP. Dropout is in delta already, by way of O.
     __device__ __forceinline__ void to_score_gradients(
         Accumulator (&dP)[ROWS][Scores::COLUMNS], const Accumulator (&P)[ROWS][Scores::COLUMNS],
         const Stats& deltas) const {
-        const Accumulator of_kept = Accumulator(1) / kept_share(p);
 #pragma unroll
         for (int m = 0; m < PAIRS; ++m) {
             const Pair delta = deltas[m];
 #pragma unroll
             for (int e = 0; e < 2 * ROWS; ++e) {
                 const int i = e / 2, j = 2 * m + e % 2;
-                const Accumulator dP_kept = is_kept(i, j) ? dP[i][j] * of_kept : Accumulator(0);
+                const Accumulator dP_kept =
+                    kept.has(i, j) ? dP[i][j] * kept_scale(p) : Accumulator(0);
                 dP[i][j] = P[i][j] * (dP_kept - delta.at[e % 2]);
             }
         }

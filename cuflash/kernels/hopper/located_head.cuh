@@ -62,6 +62,7 @@ struct LocatedHead {
                        offset(p.mask_axis_stride));
         take_part(p, head, part);
         output = locate_output(p, index, part, offset);
-        if (!SCORE_IS_MODIFIED && !PAGED) head.batch = head.head = 0;  // nobody asks: no division
+        if (!SCORE_IS_MODIFIED && !DROPS && !PAGED)
+            head.batch = head.head = 0;  // nobody asks: no division
     }
 };

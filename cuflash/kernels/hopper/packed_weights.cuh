@@ -46,6 +46,11 @@ struct PackedStep {
     const Head& head;
     u32 row_stats;  // of the queries, in shared memory
     int q_begin, k_begin;
+    KeptPairs<ROWS, Scores::COLUMNS> kept;
+
+    __device__ __forceinline__ void draw_kept() {
+        kept.draw_turned(tile, p, head, q_begin, k_begin);
+    }
 
     static __device__ __forceinline__ u32& pair_of(Packed& packed, int i, int m) {
         return packed[m / 2][m % 2 * 2 + i];
@@ -80,7 +85,7 @@ struct PackedStep {
             const auto log2_sums = all_log2_sums[m];
 #pragma unroll
             for (int i = 0; i < ROWS; ++i) {
-                Accumulator P[2], kept[2], sloped[2];
+                Accumulator P[2], left[2], sloped[2];
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     const int j = 2 * m + e, q = q_begin + tile.column(j);
@@ -92,12 +97,12 @@ struct PackedStep {
                     P[e] = exp2_of(
                         multiply_add(score.value, multiplier, WEIGHT_EXPONENT - log2_sums.at[e]));
                     sloped[e] = P[e] * score.slope;
-                    kept[e] = !DROPS || keep(p, head, q, k) ? P[e] : Accumulator(0);
+                    left[e] = kept.has(i, j) ? P[e] : Accumulator(0);
                 }
                 if (DROPS) pair_of(weights.all(), i, m) = pack(P[0], P[1], Element());
                 if (SCORE_HAS_SLOPE)
                     pair_of(weights.sloped(), i, m) = pack(sloped[0], sloped[1], Element());
-                pair_of(weights.kept(), i, m) = pack(kept[0], kept[1], Element());
+                pair_of(weights.kept(), i, m) = pack(left[0], left[1], Element());
             }
         }
     }
@@ -142,7 +147,7 @@ struct PackedStep {
     __device__ __forceinline__ void to_score_gradients(Packed& dS, Weights& weights,
                                                        const Accumulator (&dP)[2][Scores::COLUMNS],
                                                        const LoadedStats& all_deltas) const {
-        const Accumulator of_kept = WEIGHT_UNIT / kept_share(p);
+        const Accumulator of_kept = WEIGHT_UNIT * kept_scale(p);
 #pragma unroll
         for (int m = 0; m < PAIRS; ++m) {
             const auto deltas = all_deltas[m];
@@ -157,11 +162,10 @@ struct PackedStep {
                 for (int e = 0; e < 2; ++e) {
                     const int j = 2 * m + e, q = q_begin + tile.column(j);
                     const int k = k_begin + tile.row(i);
-                    const bool kept = !DROPS || keep(p, head, q, k);
                     const bool shown = !CUT || !is_negative_zero(P[e]);
                     const Accumulator delta = deltas.at[e] * WEIGHT_UNIT;
                     const Accumulator rest =
-                        kept ? multiply_add(dP[i][j], of_kept, -delta) : -delta;
+                        kept.has(i, j) ? multiply_add(dP[i][j], of_kept, -delta) : -delta;
                     if constexpr (STORES_DSCORE)  // by the modified score: without the slope
                         if (q < head.query_length && k < head.key_length)
                             store_dscore(p, head, q, k, shown ? P[e] * rest : Accumulator(0));

@@ -44,6 +44,9 @@ struct QueryStep {
     const Head& head;
     const QueryStats& stats;
     int q_begin, k_begin;
+    KeptPairs<ROWS, COLUMNS> kept;
+
+    __device__ __forceinline__ void draw_kept() { kept.draw(tile, p, head, q_begin, k_begin); }
 
     // The weights of dS: P times the derivative of the modified score by the score. In place of S.
     __device__ __forceinline__ void to_weights(Accumulator (&S)[ROWS][COLUMNS],
@@ -89,16 +92,14 @@ struct QueryStep {
     template <bool CUT>
     __device__ __forceinline__ void to_score_gradients(
         Accumulator (&dP)[ROWS][COLUMNS], const Accumulator (&weights)[ROWS][COLUMNS]) const {
-        const Accumulator of_kept = Accumulator(1) / kept_share(p);
 #pragma unroll
         for (int i = 0; i < ROWS; ++i)
 #pragma unroll
             for (int j = 0; j < COLUMNS; ++j) {
-                const bool kept =
-                    !DROPS || keep(p, head, q_begin + tile.row(i), k_begin + tile.column(j));
                 const bool shown = !CUT || !is_negative_zero(weights[i][j]);
                 const Accumulator rest =
-                    kept ? multiply_add(dP[i][j], of_kept, -stats.deltas[i]) : -stats.deltas[i];
+                    kept.has(i, j) ? multiply_add(dP[i][j], kept_scale(p), -stats.deltas[i])
+                                   : -stats.deltas[i];
                 dP[i][j] = shown ? weights[i][j] * rest : Accumulator(0);
             }
     }

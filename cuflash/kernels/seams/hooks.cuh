@@ -3,27 +3,14 @@
 //
 // A hook may be called for rows and keys that do not exist, unless it says otherwise: it reads no
 // array there. It knows its head by head.index: head.batch and head.head are valid only where the
-// score is modified. P is Params: a template's body may read fields that only some plans have.
+// score is modified or dropout is on. P is Params: a template's body may read fields that only some plans have.
 #pragma once
+#include "seams/dropout.cuh"
 #include "seams/sequence.cuh"
 
-// Whether keep and store_dscore do something. Where they do not, backward does not compute the
-// positions that it would tell them: code that is removed later moves registers all the same.
-constexpr bool DROPS = false, STORES_DSCORE = false;
-
-// Dropout: whether the probability of (q, k) is kept, the same answer in forward and backward.
-// The softmax's sum and lse count what is dropped. All loops that make P call it, behind the sum.
-template <typename P>
-__device__ __forceinline__ bool keep(const P&, const Head&, int q, int k) {
-    return true;
-}
-
-// Dropout: the share of probabilities that is kept. Those are divided by it: in forward with the
-// sum at the end of a row, in backward as dP and, at the end, dV.
-template <typename P>
-__device__ __forceinline__ Accumulator kept_share(const P&) {
-    return Accumulator(1);
-}
+// Whether store_dscore does something. Where it does not, backward does not compute the positions that
+// it would tell it: code that is removed later moves registers all the same.
+constexpr bool STORES_DSCORE = false;
 
 // Attention sinks: the score of one more key, whose value is 0, for every row of the head;
 // -infinity for none. Called where a row ends. Backward finds it in lse.

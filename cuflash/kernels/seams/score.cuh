@@ -86,11 +86,8 @@ template <typename Tile, int ROWS, int COLUMNS>
 __device__ __forceinline__ void drop_probabilities(Accumulator (&P)[ROWS][COLUMNS],
                                                    const Tile& tile, const Params& p,
                                                    const Head& head, int row_begin, int k_begin) {
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i)
-#pragma unroll
-        for (int j = 0; j < COLUMNS; ++j)
-            if (!keep(p, row_head(head, row_begin + tile.row(i)), query_of(row_begin + tile.row(i)),
-                      k_begin + tile.column(j)))
-                P[i][j] = Accumulator(0);
+    if constexpr (DROPS)
+        each_kept<ROWS, COLUMNS>(tile, p, head, row_begin, k_begin, [&](int i, int j, bool kept) {
+            if (!kept) P[i][j] = Accumulator(0);
+        });
 }

@@ -8,6 +8,7 @@
 //     PADDED_D, PADDED_DV           columns there of rows that are scored, of rows that are summed
 //     PITCH, VALUE_PITCH            elements from one such row to the next
 //     EXCHANGE                      elements of shared memory that each warp gives the constructor
+//     IS_OF_TENSOR_CORES            whether a lane's scores lie as tiles/mma.cuh draws them
 //     ROWS, COLUMNS, VALUE_COLUMNS  what a lane holds: scores S[ROWS][COLUMNS], sums
 //                                   O[ROWS][VALUE_COLUMNS]
 //     COLUMN_GROUP                  adjacent columns of O in a lane

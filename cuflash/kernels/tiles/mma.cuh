@@ -19,6 +19,7 @@
 // rows: each scores keys of its own, and of O each sums every SPLIT-th group of 16 columns.
 template <typename T, int SLABS, int STEP_K, int D, int DV, bool QUERIES_IN_REGISTERS, int SPLIT>
 struct MmaTile {
+    static constexpr bool IS_OF_TENSOR_CORES = true;
     using Shared = T;
     static constexpr int ROWS = 2 * SLABS, COLUMNS = STEP_K / 4, WARP_ROWS = 16 * SLABS;
     static constexpr int PADDED_D = round_up(D, 16), PADDED_DV = round_up(DV, 16);

@@ -12,6 +12,7 @@
 // A warp's 32 / ROW_LANES * ROWS_PER_LANE query rows against STEP_K keys.
 template <typename A, int ROW_LANES, int ROWS_PER_LANE, int STEP_K, int D, int DV>
 struct SimtTile {
+    static constexpr bool IS_OF_TENSOR_CORES = false;
     using Shared = A;
     static constexpr int ROW_THREADS = ROW_LANES, LANE_ROWS = 32 / ROW_LANES;
     static constexpr int ROWS = ROWS_PER_LANE, COLUMNS = STEP_K / ROW_LANES;

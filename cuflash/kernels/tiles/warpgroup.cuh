@@ -94,6 +94,7 @@ template <typename T, int BLOCK_K, int D, int DV>
 struct WarpgroupTile {
     static constexpr int ROWS = 2, COLUMNS = BLOCK_K / 4, ROW_THREADS = 4;
     static constexpr int VALUE_COLUMNS = padded(DV) / 4, COLUMN_GROUP = 2;
+    static constexpr bool IS_OF_TENSOR_CORES = true;
     using Queries = Panels<SLAB, padded(D)>;
     using Keys = Panels<BLOCK_K, padded(D)>;
     using Values = Panels<BLOCK_K, padded(DV)>;

@@ -1,0 +1,121 @@
+"""Dropout: which softmax weights are kept, as `kernels/seams/dropout.cuh` works it out."""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from .operands.checks import checked_integer
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+ROUNDS = 7  # of Philox
+BLOCK = 16  # queries and keys of which bits are made together
+_FACTORS = 0xD2511F53, 0xCD9E8D57
+_STEPS = 0x9E3779B9, 0xBB67AE85
+_WORD = 2**32
+SEED_WANTED = "give an integer from 0 to 2^64 - 1, or an array of one uint64"
+
+
+def philox(
+    counter: Sequence[NDArray[Any] | int], seed: int, rounds: int = ROUNDS
+) -> tuple[NDArray[np.uint64], ...]:
+    """Philox4x32 [1]_: four words of 32 random bits for each counter, which is four words as well.
+
+    Parameters
+    ----------
+    counter : sequence of 4 arrays of int
+        Below 2^32; they broadcast.
+    seed : int
+        Below 2^64.
+    rounds : int
+
+    References
+    ----------
+    .. [1] J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw, "Parallel Random Numbers: As Easy as
+       1, 2, 3", 2011.
+    """
+    low, high = np.uint64(_WORD - 1), np.uint64(32)
+    a, b, c, d = (np.asarray(x, np.uint64) for x in counter)
+    keys = [seed % _WORD, seed // _WORD]
+    for _ in range(rounds):
+        first, second = np.uint64(_FACTORS[0]) * a, np.uint64(_FACTORS[1]) * c
+        a, b = (second >> high) ^ b ^ np.uint64(keys[0]), second & low
+        c, d = (first >> high) ^ d ^ np.uint64(keys[1]), first & low
+        keys = [(key + step) % _WORD for key, step in zip(keys, _STEPS)]
+    return a, b, c, d
+
+
+def checked_share(value: Any) -> float:
+    """`dropout_p` as a float.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is no number, or not from 0 to 1, 1 excluded.
+    """
+    wanted = f"dropout_p={reprlib.repr(value)}: give a number from 0 to 1, 1 excluded"
+    if not isinstance(value, (int, float, np.integer, np.floating)) or isinstance(value, bool):
+        raise TypeError(wanted)
+    if not 0 <= value < 1:
+        raise ValueError(wanted)
+    return float(value)
+
+
+def checked_seed(value: Any) -> int:
+    """A seed that is no array as an int.
+
+    Raises
+    ------
+    TypeError, ValueError
+        If it is no integer, or has more than 64 bits.
+    """
+    number = checked_integer("seed", value, SEED_WANTED)
+    if not 0 <= number < 2**64:
+        raise ValueError(f"seed={reprlib.repr(value)}: {SEED_WANTED}")
+    return number
+
+
+class Dropout(NamedTuple):
+    """Dropout of one call: a weight is dropped with the probability `p`."""
+
+    p: float
+    seed: int
+
+    @property
+    def threshold(self) -> int:
+        """The least number of 32 random bits that keeps a weight."""
+        return min(math.floor(self.p * _WORD + 0.5), _WORD - 1)
+
+    @property
+    def scale(self) -> float:
+        """What weights that are kept are multiplied by."""
+        return 1 / (1 - self.p)
+
+    def keeps(self, place: tuple[int, int], queries: range, keys: range) -> NDArray[np.bool_]:
+        """Which weights of a tile are kept; `place` is its batch entry and head.
+
+        Of each block of 16 queries and 16 keys a counter makes the bits of the queries r and r + 8
+        with the keys c, c + 1, c + 8 and c + 9, for an even c: a word for each key, which query r
+        takes as it is, and r + 8 with its halves exchanged.
+        """
+        rows, columns = (np.arange(x.start // BLOCK, -(-x.stop // BLOCK)) for x in (queries, keys))
+        of_query = rows[:, None] * 8 + np.arange(8)
+        of_key = columns[:, None] * 4 + np.arange(4)
+        words = philox((of_query[..., None, None], of_key, place[1], place[0]), self.seed)
+        # Axes: block, half, query of the half; block, half, pair of keys, key of the pair.
+        kept = np.empty((len(rows), 2, 8, len(columns), 2, 4, 2), np.bool_)
+        least = np.uint64(self.threshold)
+        for number, word in enumerate(words):
+            odd, upper = divmod(number, 2)
+            turned = (word << np.uint64(16)) % np.uint64(_WORD) | word >> np.uint64(16)
+            kept[:, 0, ..., upper, :, odd] = word >= least
+            kept[:, 1, ..., upper, :, odd] = turned >= least
+        whole = kept.reshape(len(rows) * BLOCK, len(columns) * BLOCK)
+        top, left = queries.start % BLOCK, keys.start % BLOCK
+        return whole[top : top + len(queries), left : left + len(keys)]
