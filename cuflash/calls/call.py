@@ -115,8 +115,8 @@ class Call:
 
     __slots__ = (
         "anywhere", "apart", "captured", "copied", "dropout_p", "has_lists", "is_empty", "launch",
-        "layout", "lse_dtype", "out_dtype", "page_size", "plan", "results", "scale", "score", "staged",
-        "workspace_bytes",
+        "layout", "lse_dtype", "out_dtype", "page_size", "plan", "results", "scale", "score",
+        "staged", "workspace_bytes",
     )  # fmt: skip
     operands: ClassVar[tuple[str, ...]]  # in the order of the kernels' pointers
     matrices: ClassVar[tuple[str, ...]]  # those among them whose rows kernels load in chunks

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -90,9 +91,8 @@ def pack(
             params[f"{field_of(array.capture)}_size"] = array.sizes
             params[f"{field_of(array.capture)}_stride"] = array.strides
     if problem.dropout:
-        dropout = Dropout(dropout_p, 0)
-        params["dropout_threshold"] = dropout.threshold
-        params["kept_share"], params["kept_scale"] = 1 - dropout_p, dropout.scale
+        params["dropout_threshold"] = Dropout(dropout_p, 0).threshold
+        params["kept_share"], params["kept_share_log2"] = 1 - dropout_p, math.log2(1 - dropout_p)
     if score.form.unit:
         params["score_scale"] = scale / score.numbers[score.form.unit]
     return params

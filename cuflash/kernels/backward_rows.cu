@@ -3,6 +3,7 @@
 //     log2_sum = lse * log2 e, so that P = exp2(score * multiplier - log2_sum)
 //     delta    = rowsum(dO * O) - dlse
 //
+// with dropout both for P divided by the share that is kept (seams/dropout.cuh),
 // and zeros: those that dQ is added to (CLEARS_DQ), turns and tickets; for some engines where heads lie
 // as well. Grid: one block per (head, query tile). A row without weight, because it sees no key or none
 // with a score above -infinity, gets log2_sum = +infinity, which makes its P zero, and delta = 0,
@@ -13,6 +14,7 @@
 // modified. One in dO makes delta one.
 #include "hopper/gradient_head.cuh"
 #include "row_stats.cuh"
+#include "seams/dropout.cuh"
 #include "seams/sequence.cuh"
 #include "tiles/copies.cuh"
 #include "tiles/softmax.cuh"
@@ -105,15 +107,17 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
             }
             if (threadIdx.x % LANES != 0 || row >= BLOCK_Q) continue;
             const bool has_dlse = !empty && p.dlse != nullptr;
-            log2_sums[row] = empty ? infinity<Accumulator>() : log_sum[i] * Accumulator(LOG2_E);
+            log2_sums[row] = empty ? infinity<Accumulator>()
+                                   : log_sum[i] * Accumulator(LOG2_E) + kept_share_log2(p);
             // +infinity stands for no weight; a row with such an lse has NaN gradients.
             if (MARKS_NONFINITE && log_sum[i] == infinity<Accumulator>())
                 log2_sums[row] = log_sum[i] - log_sum[i];
-            deltas[row] =
+            const Accumulator delta =
                 product -
                 (has_dlse
                      ? p.dlse[locate(p, head.index, p.dlse_axis_stride) + q * p.dlse_row_stride]
                      : Accumulator(0));
+            deltas[row] = delta * kept_share(p);
         }
     }
 

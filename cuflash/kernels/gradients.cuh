@@ -131,7 +131,7 @@ __device__ __forceinline__ void to_score_gradients(Accumulator (&dP)[ROWS][COLUM
 #pragma unroll
         for (int j = 0; j < COLUMNS; ++j) {
             const int column = tile.column(j);
-            const Accumulator dP_kept = kept.has(i, j) ? dP[i][j] * kept_scale(p) : Accumulator(0);
+            const Accumulator dP_kept = kept.has(i, j) ? dP[i][j] : Accumulator(0);
             Accumulator dS = P[i][j] * (dP_kept - deltas[column]);
             const auto shown = [&] {
                 return CUT && is_negative_zero(P[i][j]) ? Accumulator(0) : dS;
@@ -351,5 +351,5 @@ __device__ __forceinline__ void store_key_gradients(const Gradients& gradients, 
     else
         store_gradients<HEAD_DIM_V>(p.dv + locate(p, head.index, p.dv_axis_stride), p.dv_row_stride,
                                     p.key_length, gradients.dV_regs,
-                                    ValueTile(threadIdx.x % 32, nullptr), k_begin, kept_scale(p));
+                                    ValueTile(threadIdx.x % 32, nullptr), k_begin, Accumulator(1));
 }

@@ -35,7 +35,7 @@
 #include "seams/score.cuh"
 #include "seams/output.cuh"
 #include "hopper/turns.cuh"
-#include "hopper/uniform.cuh"
+#include "uniform.cuh"
 #include "tiles/warpgroup.cuh"
 #include "hopper/block.cuh"
 

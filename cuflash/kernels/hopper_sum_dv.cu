@@ -5,6 +5,5 @@
 extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
     hopper_sum_dv(const __grid_constant__ Params p) {
     sum_rows<BLOCK_K, HEAD_DIM_V, padded(HEAD_DIM_V)>(p.dv, p.dv_row_stride, p.dv_axis_stride,
-                                                      p.dv_sum, kept_scale(p), p, p.key_tiles,
-                                                      p.key_length);
+                                                      p.dv_sum, 1.0f, p, p.key_tiles, p.key_length);
 }

@@ -13,5 +13,5 @@ extern "C" __global__ void __launch_bounds__(THREADS) sum_dv(const __grid_consta
         add_stored_units<THREADS>(
             sum, p.dv_sum + (i64(heads[i]) * p.key_tiles + tile_index) * VALUE_SUMS);
     store_gradients<HEAD_DIM_V>(p.dv + heads.offset, p.dv_row_stride, p.key_length, sum, tile,
-                                tile_index * BLOCK_K + first_row_of_warp(), kept_scale(p));
+                                tile_index * BLOCK_K + first_row_of_warp(), Accumulator(1));
 }

@@ -55,7 +55,7 @@ _SCALARS = (
 _SEEDS = {"seed": "const unsigned long long*", "seed_number": "unsigned long long"}
 _DROPOUT_SCALARS = (
     (("dropout_threshold",), "u4", "unsigned int"),
-    (("kept_share", "kept_scale"), "Accumulator", "Accumulator"),
+    (("kept_share", "kept_share_log2"), "Accumulator", "Accumulator"),
 )
 _PAGE_SCALARS = (
     (("pages", "k_page_stride", "v_page_stride"), "i8", "long long"),

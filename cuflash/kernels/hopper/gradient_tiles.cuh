@@ -160,8 +160,7 @@ struct GradientStep {
 #pragma unroll
             for (int e = 0; e < 2 * ROWS; ++e) {
                 const int i = e / 2, j = 2 * m + e % 2;
-                const Accumulator dP_kept =
-                    kept.has(i, j) ? dP[i][j] * kept_scale(p) : Accumulator(0);
+                const Accumulator dP_kept = kept.has(i, j) ? dP[i][j] : Accumulator(0);
                 dP[i][j] = P[i][j] * (dP_kept - delta.at[e % 2]);
             }
         }

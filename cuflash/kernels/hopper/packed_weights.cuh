@@ -4,8 +4,9 @@
 #include "hopper/gradient_tiles.cuh"
 
 // Weights are packed times 2^WEIGHT_EXPONENT, so that small ones keep their digits in float16. Those
-// times the derivative of a modified score must not pass 65504.
-constexpr int WEIGHT_EXPONENT = !SAME<Element, __half> ? 0 : SCORE_HAS_SLOPE ? 7 : 14;
+// times the derivative of a modified score, or divided by the share that dropout keeps, must not pass
+// 65504.
+constexpr int WEIGHT_EXPONENT = !SAME<Element, __half> ? 0 : SCORE_HAS_SLOPE || DROPS ? 7 : 14;
 constexpr Accumulator WEIGHT_UNIT = Accumulator(1) / (1 << WEIGHT_EXPONENT);
 
 // The two numbers of a packed pair, widened.
@@ -147,7 +148,6 @@ struct PackedStep {
     __device__ __forceinline__ void to_score_gradients(Packed& dS, Weights& weights,
                                                        const Accumulator (&dP)[2][Scores::COLUMNS],
                                                        const LoadedStats& all_deltas) const {
-        const Accumulator of_kept = WEIGHT_UNIT * kept_scale(p);
 #pragma unroll
         for (int m = 0; m < PAIRS; ++m) {
             const auto deltas = all_deltas[m];
@@ -165,7 +165,7 @@ struct PackedStep {
                     const bool shown = !CUT || !is_negative_zero(P[e]);
                     const Accumulator delta = deltas.at[e] * WEIGHT_UNIT;
                     const Accumulator rest =
-                        kept.has(i, j) ? multiply_add(dP[i][j], of_kept, -delta) : -delta;
+                        kept.has(i, j) ? multiply_add(dP[i][j], WEIGHT_UNIT, -delta) : -delta;
                     if constexpr (STORES_DSCORE)  // by the modified score: without the slope
                         if (q < head.query_length && k < head.key_length)
                             store_dscore(p, head, q, k, shown ? P[e] * rest : Accumulator(0));

@@ -97,9 +97,8 @@ struct QueryStep {
 #pragma unroll
             for (int j = 0; j < COLUMNS; ++j) {
                 const bool shown = !CUT || !is_negative_zero(weights[i][j]);
-                const Accumulator rest =
-                    kept.has(i, j) ? multiply_add(dP[i][j], kept_scale(p), -stats.deltas[i])
-                                   : -stats.deltas[i];
+                const Accumulator dP_kept = kept.has(i, j) ? dP[i][j] : Accumulator(0);
+                const Accumulator rest = dP_kept - stats.deltas[i];
                 dP[i][j] = shown ? weights[i][j] * rest : Accumulator(0);
             }
     }

@@ -13,6 +13,7 @@
 #pragma once
 #include "ptx/memory.cuh"
 #include "seams/sequence.cuh"
+#include "uniform.cuh"
 
 using RandomWords = Vector<u32, 4>;
 
@@ -22,21 +23,27 @@ __device__ __forceinline__ RandomWords philox(RandomWords counter, u64 key) {
     u32 low_key = u32(key), high_key = u32(key >> 32);
 #pragma unroll
     for (int round = 0; round < ROUNDS; ++round) {
-        const u64 first = u64(0xd2511f53u) * counter.at[0];
-        const u64 second = u64(0xcd9e8d57u) * counter.at[2];
-        counter = {u32(second >> 32) ^ counter.at[1] ^ low_key, u32(second),
-                   u32(first >> 32) ^ counter.at[3] ^ high_key, u32(first)};
+        const u32 first = counter.at[0], second = counter.at[2];
+        counter = {__umulhi(0xcd9e8d57u, second) ^ counter.at[1] ^ low_key, 0xcd9e8d57u * second,
+                   __umulhi(0xd2511f53u, first) ^ counter.at[3] ^ high_key, 0xd2511f53u * first};
         low_key += 0x9e3779b9u, high_key += 0xbb67ae85u;
     }
     return counter;
 }
 
-// The words of the call that makes the bits of a pair. A seed on the device may change between two
-// launches of a captured graph.
+// A number, or where it is on the device: there it may change between launches of a captured graph.
 template <typename P>
-__device__ __forceinline__ RandomWords draw(const P& p, const Head& head, int q, int k) {
-    const u32 of_query = u32(q) / 16 * 8 + u32(q) % 8, of_key = u32(k) / 16 * 4 + u32(k) % 8 / 2;
-    const u64 seed = p.seed == nullptr ? p.seed_number : __ldg(p.seed);
+__device__ __forceinline__ u64 find_seed(const P& p) {
+    return p.seed == nullptr ? p.seed_number : __ldg(p.seed);
+}
+
+// The number of a query among those that have calls of their own, and of a key. 16 further on they are
+// 8 and 4 more.
+__device__ __forceinline__ u32 query_number(int q) { return u32(q) / 16 * 8 + u32(q) % 8; }
+__device__ __forceinline__ u32 key_number(int k) { return u32(k) / 16 * 4 + u32(k) % 8 / 2; }
+
+// The words of one call.
+__device__ __forceinline__ RandomWords draw(u64 seed, const Head& head, u32 of_query, u32 of_key) {
     return philox<DROPOUT_ROUNDS>({of_query, of_key, u32(head.head), u32(head.batch)}, seed);
 }
 
@@ -52,22 +59,28 @@ __device__ __forceinline__ bool stays(const P& p, u32 word, bool is_other) {
 // Whether the probability of (q, k) is kept.
 template <typename P>
 __device__ __forceinline__ bool keep(const P& p, const Head& head, int q, int k) {
-    if constexpr (DROPS)
-        return stays(p, draw(p, head, q, k).at[word_of(k % 2, k / 8 % 2)], q / 8 % 2 != 0);
+    if constexpr (DROPS) {
+        const RandomWords words = draw(find_seed(p), head, query_number(q), key_number(k));
+        const bool upper = k / 8 % 2 != 0;  // no index, for which words would have to be in memory
+        const u32 even_word = upper ? words.at[word_of(0, 1)] : words.at[word_of(0, 0)];
+        const u32 odd_word = upper ? words.at[word_of(1, 1)] : words.at[word_of(1, 0)];
+        return stays(p, k % 2 != 0 ? odd_word : even_word, q / 8 % 2 != 0);
+    }
     return true;
 }
 
-// The share of probabilities that is kept, and what those are multiplied by. Forward divides by it
-// at the end of a row, backward multiplies dP and, at the end, dV.
+// The share of probabilities that is kept, by which those are divided: in forward at the end of a row.
+// Backward works with P / share throughout, whose exponents come so from backward_rows.cu, and with
+// share delta: dV = (P kept / share)^T dO, dS = P / share (kept dP - share delta).
 template <typename P>
 __device__ __forceinline__ Accumulator kept_share(const P& p) {
     if constexpr (DROPS) return p.kept_share;
     return Accumulator(1);
 }
 template <typename P>
-__device__ __forceinline__ Accumulator kept_scale(const P& p) {
-    if constexpr (DROPS) return p.kept_scale;
-    return Accumulator(1);
+__device__ __forceinline__ Accumulator kept_share_log2(const P& p) {
+    if constexpr (DROPS) return p.kept_share_log2;
+    return Accumulator(0);
 }
 
 // Calls use(i, j, kept) for each of a lane's pairs in a tile: row i is of the query of row
@@ -75,18 +88,20 @@ __device__ __forceinline__ Accumulator kept_scale(const P& p) {
 template <int ROWS, int COLUMNS, typename Tile, typename P, typename Use>
 __device__ __forceinline__ void each_kept(const Tile& tile, const P& p, const Head& head,
                                           int row_begin, int k_begin, const Use& use) {
+    const u64 seed = uniform(find_seed(p));
+    const u32 first_key = key_number(k_begin + tile.column(0));
 #pragma unroll
     for (int first = 0; first < ROWS; first += Tile::IS_OF_TENSOR_CORES ? 2 : 1)
 #pragma unroll
         for (int j = 0; j < COLUMNS; j += Tile::IS_OF_TENSOR_CORES ? 4 : 1) {
-            const int k = k_begin + tile.column(j);
             if constexpr (Tile::IS_OF_TENSOR_CORES) {
                 RandomWords words;
 #pragma unroll
                 for (int i = first; i < first + 2; ++i) {
                     const int row = row_begin + tile.row(i), q = query_of(row);
                     // Packed heads lie between a lane's queries.
-                    if (i == first || PACKED > 1) words = draw(p, row_head(head, row), q, k);
+                    if (i == first || PACKED > 1)
+                        words = draw(seed, row_head(head, row), query_number(q), first_key + j);
                     const bool is_other = PACKED > 1 ? q / 8 % 2 != 0 : i > first;
 #pragma unroll
                     for (int e = 0; e < 4; ++e)
@@ -94,7 +109,8 @@ __device__ __forceinline__ void each_kept(const Tile& tile, const P& p, const He
                 }
             } else {
                 const int row = row_begin + tile.row(first);
-                use(first, j, keep(p, row_head(head, row), query_of(row), k));
+                use(first, j,
+                    keep(p, row_head(head, row), query_of(row), k_begin + tile.column(j)));
             }
         }
 }
@@ -104,17 +120,18 @@ __device__ __forceinline__ void each_kept(const Tile& tile, const P& p, const He
 template <int ROWS, int COLUMNS, typename Tile, typename P, typename Use>
 __device__ __forceinline__ void each_kept_turned(const Tile& tile, const P& p, const Head& head,
                                                  int q_begin, int k_begin, const Use& use) {
+    const u64 seed = uniform(find_seed(p));
 #pragma unroll
     for (int i = 0; i < ROWS; i += Tile::IS_OF_TENSOR_CORES ? 2 : 1) {
         const int k = k_begin + tile.row(i);
+        const bool odd = k % 2 != 0;
+        const u32 first_query = query_number(q_begin + tile.column(0) + odd);
 #pragma unroll
         for (int j = 0; j < COLUMNS; j += Tile::IS_OF_TENSOR_CORES ? 4 : 1) {
-            const int q = q_begin + tile.column(j);
             if constexpr (Tile::IS_OF_TENSOR_CORES) {
                 // The lane's keys are odd or even, its queries q and q + 1. It makes the bits of one
                 // of these, its neighbour those of the other; each gives away what is not of its keys.
-                const bool odd = k % 2 != 0;
-                RandomWords words = draw(p, head, q + odd, k);
+                RandomWords words = draw(seed, head, first_query + 2 * j, key_number(k));
 #pragma unroll
                 for (int upper = 0; upper < 2; ++upper) {
                     u32 &even_word = words.at[word_of(0, upper)],
@@ -126,7 +143,7 @@ __device__ __forceinline__ void each_kept_turned(const Tile& tile, const P& p, c
                         use(i + upper, j + e, stays(p, e % 2 ? odd_word : even_word, e / 2 != 0));
                 }
             } else {
-                use(i, j, keep(p, head, q, k));
+                use(i, j, keep(p, head, q_begin + tile.column(j), k));
             }
         }
     }
