@@ -29,6 +29,8 @@ class HopperTile(KernelTile):
         Whether there are registers to change scores in.
     loads : bool
         Whether there are registers to load an element of an array in for each query or key.
+    drops : bool
+        Whether there are registers for dropout.
     """
 
     engine: ClassVar[Engine] = "wgmma"
@@ -37,6 +39,7 @@ class HopperTile(KernelTile):
     dtypes: tuple[str, ...] = HALF
     modified: bool = True
     loads: bool = True
+    drops: bool = True
 
     @property
     def threads(self) -> int:
@@ -49,6 +52,8 @@ class HopperTile(KernelTile):
             return "has no registers for modified scores"
         if problem.score.loads and not self.loads:
             return "has no registers for elements of arrays"
+        if problem.dropout and not self.drops:
+            return "has no registers for dropout"
         return super().reject(problem, device)
 
     def missing(self, problem: Problem, device: Device) -> str:

@@ -176,12 +176,13 @@ ROWS = (
            rate=726, item_time=2.21, start_time=8.0),
     *_both(max_dim=256, block_k=32,  warps=4,  stages=4, reads_once=True,
            rate=316, item_time=2.21, start_time=8.0),
-    _fa1(max_dim=64,  block_k=768, step_k=128, warps=12, stages=1, ping_pong=True, modified=False),
-    _fa1(max_dim=64,  block_k=784, step_k=112, warps=12, stages=1, ping_pong=True),
+    _fa1(max_dim=64,  block_k=768, step_k=128, warps=12, stages=1, ping_pong=True, modified=False,
+         drops=False),
+    _fa1(max_dim=64,  block_k=784, step_k=112, warps=12, stages=1, ping_pong=True, drops=False),
     _fa1(max_dim=64,  block_k=768, step_k=128, warps=8,  stages=1, ping_pong=True),
     _fa1(max_dim=128, block_k=384, step_k=128, warps=8,  stages=1, ping_pong=True),
-    _fa1(max_dim=192, block_k=224, step_k=112, warps=8,  stages=1),
-    _fa1(max_dim=256, block_k=160, step_k=80,  warps=8,  stages=1),
+    _fa1(max_dim=192, block_k=224, step_k=112, warps=8,  stages=1, drops=False),
+    _fa1(max_dim=256, block_k=160, step_k=80,  warps=8,  stages=1, drops=False),
     _fa1(max_dim=256, block_k=128, step_k=64,  warps=8,  stages=1),
 )
 # fmt: on

@@ -228,9 +228,9 @@ class WgmmaGradientTile(HopperGradientTile):
 
 
 ROWS = (
-    *WgmmaGradientTile.rows_of(max_dim=64, block_q=128, modified=False),
+    *WgmmaGradientTile.rows_of(max_dim=64, block_q=128, modified=False, drops=False),
     *WgmmaGradientTile.rows_of(max_dim=64, block_q=96),
-    *WgmmaGradientTile.rows_of(max_dim=96, block_q=96, modified=False),
-    *WgmmaGradientTile.rows_of(max_dim=128, block_q=80, modified=False),
+    *WgmmaGradientTile.rows_of(max_dim=96, block_q=96, modified=False, drops=False),
+    *WgmmaGradientTile.rows_of(max_dim=128, block_q=80, modified=False, drops=False),
     *WgmmaGradientTile.rows_of(max_dim=128, block_q=64),
 )

@@ -197,6 +197,6 @@ class WgmmaQueriesTile(HopperGradientTile):
 
 
 ROWS = (
-    *WgmmaKeysTile.rows_of(max_dim=192, block_q=96),
+    *WgmmaKeysTile.rows_of(max_dim=192, block_q=96, drops=False),
     *WgmmaKeysTile.rows_of(max_dim=256, block_q=64),
 )

@@ -2,7 +2,7 @@
 // producer's threads. Reads the prelude.
 #pragma once
 #include "hopper/barriers.cuh"
-#include "hopper/few_registers.cuh"
+#include "few_registers.cuh"
 #include "hopper/items.cuh"
 #include "hopper/paged_tiles.cuh"
 #include "hopper/producer.cuh"

@@ -2,7 +2,7 @@
 // shared memory.
 #pragma once
 #include "hopper/barriers.cuh"
-#include "hopper/few_registers.cuh"
+#include "few_registers.cuh"
 #include "ptx/memory.cuh"
 
 // Two slots for items, in shared memory. An item whose `exists` is 0 stands behind the last one.

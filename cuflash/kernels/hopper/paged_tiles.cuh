@@ -10,7 +10,7 @@
 // the boxes of WINDOW visits, one each, and load those of the next window meanwhile: the item's, or
 // the first of the next item.
 #pragma once
-#include "hopper/few_registers.cuh"
+#include "few_registers.cuh"
 #include "hopper/items.cuh"
 #include "hopper/producer.cuh"
 #include "hopper/work_list.cuh"

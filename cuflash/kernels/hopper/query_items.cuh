@@ -1,7 +1,7 @@
 // What the blocks of hopper_backward_queries.cu work on: tiles of queries, each with the tiles of keys
 // that it visits. Reads the prelude: Params and the sizes of tiles.
 #pragma once
-#include "hopper/few_registers.cuh"
+#include "few_registers.cuh"
 #include "hopper/roles.cuh"
 #include "hopper/tickets.cuh"
 #include "query_lists.cuh"

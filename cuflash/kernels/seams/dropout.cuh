@@ -11,6 +11,7 @@
 //
 // P is Params, a template's because only those of plans with dropout have its fields.
 #pragma once
+#include "few_registers.cuh"
 #include "ptx/memory.cuh"
 #include "seams/sequence.cuh"
 #include "uniform.cuh"
@@ -98,7 +99,8 @@ __device__ __forceinline__ void each_kept(const Tile& tile, const P& p, const He
                 RandomWords words;
 #pragma unroll
                 for (int i = first; i < first + 2; ++i) {
-                    const int row = row_begin + tile.row(i), q = query_of(row);
+                    // Kept from tile to tile, its number and product would take registers.
+                    const int row = afresh(row_begin + tile.row(i)), q = query_of(row);
                     // Packed heads lie between a lane's queries.
                     if (i == first || PACKED > 1)
                         words = draw(seed, row_head(head, row), query_number(q), first_key + j);
