@@ -793,6 +793,28 @@ class _Cases:
         self.add("scores of an expression", self.dtypes[0], q, k, score_mod=mod, enable_gqa=True,
                  alibi_slopes=slopes, **window)  # fmt: skip
 
+    def dropout(self):
+        """Dropout with bands, lengths, groups, masks, changed scores and split keys."""
+        dtype, dim = self.dtypes[-1], DIMS[self.engine]
+        n, m = 70, self.tile(dtype).block_k + 13
+        q, k = (2, 4, n, dim), (2, 2, m, dim)
+        groups = {"enable_gqa": True, "dropout_p": 0.3, "seed": (1 << 40) + 3}
+        lengths = {"q_lengths": np.int32([n - 7, n]), "kv_lengths": np.int32([m, m - 30])}
+        self.add("dropout causal", dtype, q, k, causal=True, **groups, **lengths)
+        self.add("dropout of all but a few", self.dtypes[0], (n, dim), (m, dim), dropout_p=0.9,
+                 seed=0, window=(m // 2, None), q_offset=40)  # fmt: skip
+        shown = BlockMask.from_dense(random_mask((n, m), 32, seed=3, shown=0.7), 32)
+        sinks = np.float32([0.5, -np.inf, 3, -2])
+        self.add("dropout with scores", dtype, q, k, mask=shown, sinks=sinks, softcap=3.0,
+                 alibi_slopes=np.abs(sinks[[0, 2, 3, 0]]), **groups)  # fmt: skip
+        self.add("dropout with visible nonfinite", dtype, q, k, poison="visible",
+                 causal="top_left", **groups)  # fmt: skip
+        if self.algo != "fa1" and not self.backward:
+            self.add("dropout in splits", dtype, (2, 4, 3, dim), k, split_keys=64, **groups)
+        if self.engine == "wgmma":
+            self.add("dropout of wide heads", self.dtypes[0], (2, 2, n, 136), (2, 2, m, 136),
+                     causal=True, dropout_p=0.5, seed=(1 << 64) - 1)  # fmt: skip
+
     def orders(self):
         """The forward pass has none to choose."""
 
@@ -1015,7 +1037,7 @@ def _all_cases(kind, kernels):
 
 FAMILIES = (
     "edges windows softcaps lengths heads axes strides dims wide masked extremes blocks elements "
-    "scales orders offsets splits scores"
+    "scales orders offsets splits scores dropout"
 ).split()
 CASES = _all_cases(_Cases, KERNELS)
 BACKWARD_CASES = _all_cases(_BackwardCases, BACKWARD_KERNELS)

@@ -1,4 +1,4 @@
-"""Clients of seam 3: biases, dropout and sinks as text in the place of the hooks' empty bodies.
+"""Clients of seam 3: biases and sinks as text in the place of the hooks' empty bodies; and dropout.
 
 docs/adding-a-score.md describes what is done here. The emulator runs the kernels; `Hooked` says
 what they should compute, and how far from it they may be.
@@ -33,19 +33,12 @@ SINKS = np.array([[-np.inf, 0.7], [150.0, -3.0]])  # of two batch entries with t
 # ------------------------------------------------------------------------------------ the clients
 # As (text, what stands there instead): regular expressions.
 EMPTY = {
-    "keep": r"(keep\(const P&) *(, const Head&) *(, int q, int k\) \{)\s*return true;",
-    "kept_share": r"(kept_share\(const P&\) \{)\s*return Accumulator\(1\);",
     "sink_score": r"(sink_score\(const P& p, const Head& head\) \{)\s*if constexpr[^;]*;"
                   r"\s*return -infinity<.*?;",
     "store_dscore": r"(store_dscore\(const P&) *(, const Head&) *(, int q, int k,"
                     r"\s*Accumulator dscore\) \{)",
 }  # fmt: skip
-DROPOUT = [
-    ("DROPS = false", "DROPS = true"),
-    (EMPTY["keep"], r"\1 p\2 head\3 const int b = head.index / p.heads, h = head.index % p.heads;"
-     r" return (37 * b + 11 * h + 5 * q + 3 * k) % 7 >= 2;"),
-    (EMPTY["kept_share"], rf"\1 return Accumulator({SHARE});"),
-]  # fmt: skip
+DROPOUT = {"dropout_p": 1 - SHARE, "seed": 7 << 32}
 SINK = [
     (EMPTY["sink_score"], r"\1 const Accumulator sinks[] = {-infinity<Accumulator>(), "
      r"Accumulator(0.7), Accumulator(150), Accumulator(-3)}; return sinks[head.index];"),
@@ -68,8 +61,7 @@ BIAS = [
 
 def dropped(shape):
     """What DROPOUT makes of the probabilities: 0, or 1 over the share that is kept."""
-    b, h, q, k = np.ogrid[tuple(slice(n) for n in shape)]
-    return np.where((37 * b + 11 * h + 5 * q + 3 * k) % 7 >= 2, 1 / SHARE, 0)
+    return reference.dropout_keep(DROPOUT["seed"], shape, DROPOUT["dropout_p"]) / SHARE
 
 
 @pytest.fixture
@@ -231,8 +223,9 @@ def forward_is_right(client, kind, algo, engine, bugs=(), mode="check"):
     """The pass with a client, and bugs; raises where something is wrong."""
     q, k, v, _ = operands(engine)
     options, hooked, changes, buffer = {"causal": True}, {}, [], None
-    if "dropout" in kind:
-        changes, hooked["kept"] = [*changes, *DROPOUT], dropped((*q.shape[:-1], k.shape[-2]))
+    dropout = DROPOUT if "dropout" in kind else {}
+    if dropout:
+        hooked["kept"] = dropped((*q.shape[:-1], k.shape[-2]))
     if "sinks" in kind:
         changes, hooked["sinks"] = [*changes, *SINK], SINKS
         options = {"causal": "top_left", "window": (90, 0),  # the last rows see no key
@@ -244,7 +237,8 @@ def forward_is_right(client, kind, algo, engine, bugs=(), mode="check"):
     if "nonfinite" in kind:  # seen whole, and by some rows of a tile
         v[0, 0, 3, 7], v[0, 1, 80, 3], v[1, 0, -20, 5] = np.inf, -np.inf, np.nan
     found = client(changes, bugs, buffer)
-    result = attention(q, k, v, algo=algo, engine=engine, device=H200, mode=mode, **options)
+    given = {"algo": algo, "engine": engine, "device": H200, "mode": mode, **dropout}
+    result = attention(q, k, v, **given, **options)
     assert all(found), "a kernel has not this text any more"
     return Hooked(q, k, v, **hooked, **options).assert_forward(result)
 
@@ -267,8 +261,9 @@ def test_forward(client, kind, algo, engine):
 def backward_is_right(client, kind, algo, engine, bugs=(), mode="check"):
     q, k, v, dout = operands(engine)
     options, hooked, changes, buffer = {"causal": True}, {}, [], None
-    if "dropout" in kind:
-        changes, hooked["kept"] = [*changes, *DROPOUT], dropped((*q.shape[:-1], k.shape[-2]))
+    dropout = DROPOUT if "dropout" in kind else {}
+    if dropout:
+        hooked["kept"] = dropped((*q.shape[:-1], k.shape[-2]))
     if "sinks" in kind:
         hooked["sinks"] = SINKS  # lse alone tells of them
     if "bias" in kind:
@@ -282,10 +277,10 @@ def backward_is_right(client, kind, algo, engine, bugs=(), mode="check"):
         dout[0, 0, 3, 7], dout[1, 1, 80, 3], names = np.inf, -np.inf, ("dv",)
     expected = Hooked(q, k, v, **hooked, **options)
     found = client(changes, bugs, buffer)
-    result = attention_backward(
-        dout, q, k, v, *expected.inputs(q.dtype), algo=algo, engine=engine, mode=mode, **options
-    )
-    assert any(found) or not changes, "no kernel has this text any more"
+    given = {"algo": algo, "engine": engine, "mode": mode, **dropout}
+    inputs = expected.inputs(q.dtype)
+    result = attention_backward(dout, q, k, v, *inputs, **given, **options)
+    assert any(found) or not (changes or bugs), "no kernel has this text any more"
     expected.assert_backward(result, None if buffer is None else buffer[1], dout, names)
 
 
@@ -334,17 +329,19 @@ WRONG_FORWARD = [
      "fa2 simt", "bias"),
 ]  # fmt: skip
 WRONG_BACKWARD = [
-    ("dP is not dropped", r"kept \? (dP\[i\]\[j\] \* of_kept) : Accumulator\(0\)", r"\1",
+    ("dP is not dropped", r"kept\.has\(i, j\) \? (dP\[i\]\[j\]) : Accumulator\(0\)", r"\1",
      "fa2 mma", "dropout"),
     ("infinite gradients are not dropped", r"if \(DROPS && !keep[^;]* weights.*?;", "",
      "fa1 mma", "dropout nonfinite"),
-    ("dP is not divided by the share", r" \* of_kept", "", "fa2 simt", "dropout"),
-    ("dV sees what is dropped", r"if \(!kept\) P\[i\]\[j\] = Accumulator\(0\);", "", "fa1 mma",
-     "dropout"),
+    ("dP is not divided by the share", r"delta \* kept_share\(p\)", "delta", "fa2 simt", "dropout"),
+    ("dV sees what is dropped", r"if \(!kept\.has\(i, j\)\) P\[i\]\[j\] = Accumulator\(0\);", "",
+     "fa1 mma", "dropout"),
     ("dS is without delta where P is dropped", r"(Accumulator dS = P)",
-     r"if (!kept) P[i][j] = Accumulator(0); \1", "fa2 mma", "dropout"),
-    ("dV is not divided by the share", r"Accumulator\(1\) / kept_share\(p\)\);",
-     "Accumulator(1));", "fa1 simt", "dropout"),
+     r"if (!kept.has(i, j)) P[i][j] = Accumulator(0); \1", "fa2 mma", "dropout"),
+    ("dV is not divided by the share", r" \+ kept_share_log2\(p\)", "", "fa1 simt", "dropout"),
+    ("dV is not divided by the share", r" \+ kept_share_log2\(p\)", "", "fa3 wgmma", "dropout"),
+    ("lanes give away the wrong words", r"odd \? even_word : odd_word, 4", "odd_word, 4",
+     "fa2 mma", "dropout"),
     ("dscore comes behind the slope",
      r"(if constexpr \(STORES_DSCORE\) .*?shown\(\)\);\s*\})\s*(if constexpr .*?;)", r"\2 \1",
      "fa2 mma", "bias"),

@@ -255,7 +255,7 @@ class Head:
     def drop(self, weights: Floats, queries: range, keys: range) -> None:
         """Set what dropout does not keep of one tile to 0; :attr:`kept_scale` is for later."""
         if self.dropout is not None:
-            weights *= self.dropout.keeps(self.place, queries, keys)
+            np.copyto(weights, 0, where=~self.dropout.keeps(self.place, queries, keys))
 
     @property
     def kept_scale(self) -> float:
