@@ -12,7 +12,7 @@ Result = TypeVar("Result")
 
 _MASK = "mask= takes an array of bool, True where a query may attend, or a BlockMask"
 _ADDEND = "bias= takes an array of float, which is added to scores"
-_NO_DROPOUT = "there is no dropout here"
+_DROPOUT = "dropout_p= is the share of weights that are dropped, with seed= for which ones"
 _NO_WEIGHTS = "weights are never in memory; return_lse=True gives each row's sum of exponentials"
 _PACKED = "packed sequences are one here, in which mask=BlockMask.documents(ids) keeps them apart"
 _PAGES = "page_table= says which pages of k and v hold a batch entry's keys; in attention() alone"
@@ -38,10 +38,11 @@ ELSEWHERE = {
     "block_mask": _MASK,
     "key_padding_mask": "kv_lengths= hides padding at the end, mask=seen[:, None, None] any keys "
     "that seen, of shape (B, M), is False for",
-    "dropout_p": _NO_DROPOUT,
-    "dropout": _NO_DROPOUT,
-    "dropout_rate": _NO_DROPOUT,
-    "p": _NO_DROPOUT,
+    "dropout": _DROPOUT,
+    "dropout_rate": _DROPOUT,
+    "p": _DROPOUT,
+    "dropout_seed": _DROPOUT,
+    "rng_state": _DROPOUT,
     "softmax_scale": "scale= is what q.k is multiplied by",
     "sm_scale": "scale= is what q.k is multiplied by",
     "window_size": "it is window=(left, right) here, with None, not -1, for an open side",

@@ -515,6 +515,7 @@ PAIRS = {
     "blocks": {"mask": cuflash.BlockMask.from_dense(random_mask((70, 90), 16), 16)},
     "offset": {"q_offset": 25},
     "scale": {"scale": 0.3},
+    "dropout": {"dropout_p": 0.2, "seed": 5},
 }  # fmt: skip
 NEW = ("bias", "alibi", "sinks", "score_mod")
 COMBINED = [

@@ -56,6 +56,8 @@ def right_results(x: F32, h: F16, s: Stubbed, t: Tensor, flag: bool) -> None:
     out, lse = cuflash.attention(x, x, x, return_lse=True)
     assert_type(cuflash.attention(x, x, x, out=out), F32)
     assert_type(cuflash.attention(x, x, x, out=(None, lse), return_lse=True), tuple[F32, Row])
+    cuflash.attention(x, x, x, dropout_p=0.1, seed=7)
+    cuflash.attention_vjp(x, x, x, dropout_p=np.float32(0.1), seed=np.zeros(1, np.uint64))
     unknown = cupy.zeros((1, 2, 3))
     cuflash.attention(unknown, unknown, unknown, workspace=unknown).get()
     assert_type(cuflash.attention(unknown, unknown, unknown, out=unknown), Any)
@@ -185,7 +187,8 @@ def wrong_options(x: F32) -> None:
     cuflash.attention(x, x, x, mask=True)  # wrong: reportCallIssue
     cuflash.attention(x, x, x, mask=[[True]])  # wrong: reportCallIssue
     cuflash.attention(x, x, x, is_causal=True)  # wrong: reportCallIssue
-    cuflash.attention(x, x, x, dropout_p=0.1)  # wrong: reportCallIssue
+    cuflash.attention(x, x, x, dropout_p="0.1")  # wrong: reportCallIssue
+    cuflash.attention(x, x, x, dropout=0.1, seed=1)  # wrong: reportCallIssue
     cuflash.attention_backward(x, x, x, x, x, x, algo="fa4")  # wrong: reportCallIssue
     cuflash.attention_backward(x, x, x, x, x, x, engine="cuda")  # wrong: reportCallIssue
     cuflash.attention_vjp(x, x, x, engine="gpu")  # wrong: reportCallIssue

@@ -112,12 +112,12 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
             // +infinity stands for no weight; a row with such an lse has NaN gradients.
             if (MARKS_NONFINITE && log_sum[i] == infinity<Accumulator>())
                 log2_sums[row] = log_sum[i] - log_sum[i];
-            const Accumulator delta =
-                product -
-                (has_dlse
-                     ? p.dlse[locate(p, head.index, p.dlse_axis_stride) + q * p.dlse_row_stride]
-                     : Accumulator(0));
-            deltas[row] = delta * kept_share(p);
+            deltas[row] =
+                kept_share(p) *
+                (product -
+                 (has_dlse
+                      ? p.dlse[locate(p, head.index, p.dlse_axis_stride) + q * p.dlse_row_stride]
+                      : Accumulator(0)));
         }
     }
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..dropout import SEED_WANTED, checked_seed, checked_share
+from ..dropout import SEED_WANTED
 from ..masks.band import MAX_SHIFT, Band, integers_of
 from ..masks.block_mask import BlockMask
 from ..operands.spec import Spec
@@ -261,9 +261,8 @@ def _dropout(shape: tuple[int, ...], dropout_p: Real, seed: int | None, dtype: F
         return np.ones((1, 1), dtype)
     if seed is None:
         raise ValueError(f"dropout_p={dropout_p!r} goes with seed: {SEED_WANTED}")
-    share = checked_share(dropout_p)
-    kept = dropout_keep(checked_seed(seed), shape, share)
-    return np.where(kept, 1 / (1 - dtype(share)), dtype(0))
+    kept = dropout_keep(seed, shape, dropout_p)
+    return np.where(kept, 1 / (1 - dtype(dropout_p)), dtype(0))
 
 
 def _gathered(pool: Floats, page_table: ArrayLike) -> tuple[Floats, Bools]:

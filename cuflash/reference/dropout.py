@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..dropout import Dropout
+from ..dropout import Dropout, checked_seed, checked_share
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -32,6 +32,11 @@ def dropout_keep(seed: int, shape: tuple[int, ...], dropout_p: float) -> NDArray
         True for a weight that is kept. It depends on the seed and on the weight's batch entry,
         head, query and key, and not on the sizes of these axes.
 
+    Raises
+    ------
+    ValueError, TypeError
+        For what is no seed, or no such probability.
+
     Examples
     --------
     >>> from cuflash import reference
@@ -43,7 +48,7 @@ def dropout_keep(seed: int, shape: tuple[int, ...], dropout_p: float) -> NDArray
     """
     *leading, rows, columns = shape
     heads = leading[-1] if leading else 1
-    dropout = Dropout(float(dropout_p), int(seed))
+    dropout = Dropout(checked_share(dropout_p), checked_seed(seed))
     kept = np.empty((math.prod(leading), rows, columns), np.bool_)
     for number, own in enumerate(kept):
         own[...] = dropout.keeps(divmod(number, heads), range(rows), range(columns))

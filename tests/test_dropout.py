@@ -1,0 +1,488 @@
+"""Dropout: the generator, which weights are kept on every engine, and what becomes of them."""
+
+import itertools
+import math
+import tracemalloc
+
+import numpy as np
+import pytest
+from cases import BACKWARD_KERNELS, FEW, H200, KERNELS, numpy_dtype
+from compile_kernels import compile_source, require_nvrtc
+from emulated import attention, attention_backward
+from emulator import available
+from test_emulator_catches import must_be_caught
+from tolerance import assert_backward_close, assert_forward_close
+
+import cuflash
+from cuflash import reference
+from cuflash.calls import run as calls
+from cuflash.dropout import BLOCK, ROUNDS, Dropout, philox
+from cuflash.masks.band import Band
+from cuflash.planning.plan import make_plan
+from cuflash.planning.problem import Problem
+from cuflash.planning.source import without_comments
+from cuflash.reference import dropout_keep
+
+EMULATED = pytest.mark.skipif(available() is not None, reason=str(available()))
+TYPES = {"simt": "float32", "mma": "float16", "wgmma": "bfloat16"}
+EACH_KERNEL = pytest.mark.parametrize(("algo", "engine"), [k for k in KERNELS if k[1:] != ("fa2",)])
+EACH_BACKWARD_KERNEL = pytest.mark.parametrize(("algo", "engine"), BACKWARD_KERNELS)
+P, SEED = 0.3, (5 << 60) + 17
+DROPOUT = {"dropout_p": P, "seed": SEED}
+
+
+# ---------------------------------------------------------------------------------- the generator
+# kat_vectors of Random123: rounds, counter, key, result.
+ONES = 2**32 - 1
+PI = (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344)
+KNOWN = [
+    (7, (0,) * 4, 0, "5f6fb709 0d893f64 4f121f81 4f730a48"),
+    (7, (ONES,) * 4, 2**64 - 1, "5207ddc2 45165e59 4d8ee751 8c52f662"),
+    (7, PI, 0x299F31D0A4093822, "4dfccaba 190a87f0 c47362ba b6b5242a"),
+    (10, (0,) * 4, 0, "6627e8d5 e169c58d bc57ac4c 9b00dbd8"),
+    (10, (ONES,) * 4, 2**64 - 1, "408f276d 41c83b0e a20bc7c6 6d5451fd"),
+    (10, PI, 0x299F31D0A4093822, "d16cfe09 94fdcceb 5001e420 24126ea1"),
+]
+
+
+@pytest.mark.parametrize(("rounds", "counter", "key", "words"), KNOWN)
+def test_philox_as_published(rounds, counter, key, words):
+    assert " ".join(f"{int(x):08x}" for x in philox(counter, key, rounds)) == words
+
+
+def philox_of_one(counter, seed):
+    """Philox4x32 in plain Python, as the paper has it."""
+    a, b, c, d = counter
+    low, high = seed % 2**32, seed >> 32
+    for _ in range(ROUNDS):
+        first, second = 0xD2511F53 * a, 0xCD9E8D57 * c
+        a, b = (second >> 32) ^ b ^ low, second % 2**32
+        c, d = (first >> 32) ^ d ^ high, first % 2**32
+        low, high = (low + 0x9E3779B9) % 2**32, (high + 0xBB67AE85) % 2**32
+    return a, b, c, d
+
+
+def is_kept(seed, p, batch, head, q, k):
+    """Whether one weight is kept, as docs/dropout.md says."""
+    counter = q // 16 * 8 + q % 8, k // 16 * 4 + k % 8 // 2, head, batch
+    word = philox_of_one(counter, seed)[k % 2 * 2 + k // 8 % 2]
+    if q // 8 % 2:
+        word = word % 2**16 << 16 | word >> 16
+    return word >= min(math.floor(p * 2**32 + 0.5), 2**32 - 1)
+
+
+def test_dropout_keep_is_what_the_docs_say():
+    shape = (2, 3, 35, 41)
+    kept = dropout_keep(SEED, shape, P)
+    places = itertools.product(*map(range, shape))
+    expected = [is_kept(SEED, P, *place) for place in places]
+    np.testing.assert_array_equal(kept.ravel(), expected)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys"), [((0, 7), (9, 50)), ((15, 33), (16, 17)), ((8, 8), (3, 3))]
+)
+def test_a_tile_is_part_of_the_whole(queries, keys):
+    whole = dropout_keep(SEED, (2, 3, 40, 60), P)[1, 2]
+    tile = Dropout(P, SEED).keeps((1, 2), range(*queries), range(*keys))
+    np.testing.assert_array_equal(tile, whole[slice(*queries), slice(*keys)])
+
+
+@pytest.mark.parametrize("p", [0.02, 0.1, 0.5, 0.937])
+def test_how_many_are_kept(p):
+    """Of all, of each place in a block, and of pairs that have a word in common.
+
+    By Hoeffding's inequality the share of `count` independent ones is further than this from its
+    mean with a probability of 1e-12. Of 1 to 2^17 = 2^-15 / 4 pairs of a word depend on each other.
+    """
+
+    def farthest(count):
+        return math.sqrt(math.log(2e12) / (2 * count))
+
+    kept = dropout_keep(SEED, (2, 4, 512, 512), p)
+    share = 1 - p
+    assert abs(kept.mean() - share) < farthest(kept.size)
+    blocks = kept.reshape(-1, 512 // BLOCK, BLOCK, 512 // BLOCK, BLOCK)
+    places = blocks.mean(axis=(0, 1, 3))
+    assert abs(places - share).max() < farthest(kept.size // BLOCK**2)
+    both = (blocks[:, :, :8] & blocks[:, :, 8:]).mean()
+    assert abs(both - share**2) < farthest(kept.size // 2) + 2.0**-17
+    for axis in range(4):  # neighbours do not depend on each other
+        first, second = np.split(kept, 2, axis=axis)
+        assert abs((first & second).mean() - share**2) < farthest(kept.size // 2)
+
+
+def test_another_seed_head_or_entry_is_another_mask():
+    kept = dropout_keep(SEED, (2, 2, 64, 64), 0.5)
+    others = [dropout_keep(SEED ^ bit, (2, 2, 64, 64), 0.5) for bit in (1, 1 << 32, 1 << 63)]
+    masks = [*kept.reshape(-1, 64, 64), *(x.reshape(-1, 64, 64)[0] for x in others)]
+    for a, b in itertools.combinations(masks, 2):
+        assert 0.4 < (a == b).mean() < 0.6
+
+
+def test_shares_that_are_nearly_0_and_nearly_1():
+    q, k, v = np.random.default_rng(0).standard_normal((3, 2, 40, 8))
+    plain = cuflash.attention(q, k, v)
+    np.testing.assert_array_equal(
+        cuflash.attention(q, k, v, dropout_p=2.0**-34, seed=1), plain * (1 / (1 - 2.0**-34))
+    )
+    assert dropout_keep(1, (2, 40, 40), 2.0**-34).all()
+    almost = np.nextafter(1, 0)
+    assert not dropout_keep(1, (2, 40, 40), almost).any()
+    assert not cuflash.attention(q, k, v, dropout_p=almost, seed=1).any()
+    assert Dropout(almost, 0).threshold == 2**32 - 1
+    assert Dropout(0.25, 0).threshold == 2**30
+
+
+# ------------------------------------------------------------------- the same bits on each engine
+def recovered(run, engine, n, m, dim, **options):
+    """Which weights a kernel keeps: with equal scores, and rows of the identity as values."""
+    dtype = numpy_dtype(TYPES.get(engine, "float64"))
+    q, k = np.zeros((2, 6, n, dim), dtype), np.zeros((2, 2, m, dim), dtype)
+    v = np.broadcast_to(np.eye(m, dtype=dtype), (2, 2, m, m))
+    return run(q, k, v, enable_gqa=True, **DROPOUT, **options) != 0
+
+
+def same_bits(kept, shown=True):
+    expected = dropout_keep(SEED, kept.shape, P)
+    np.testing.assert_array_equal(kept, expected & shown)
+
+
+@pytest.mark.parametrize("algo", ["fa1", "fa2"])
+def test_the_same_bits_on_numpy(algo):
+    same_bits(recovered(cuflash.attention, "numpy", 300, 200, 4, algo=algo))
+
+
+@EMULATED
+@EACH_KERNEL
+def test_the_same_bits_in_kernels(algo, engine):
+    """Of several tiles; tiles of wgmma begin before the first query."""
+
+    def run(*qkv, **options):
+        return attention(*qkv, algo=algo, engine=engine, device=FEW, mode="fast", **options).out
+
+    same_bits(recovered(run, engine, 203, 200, 32))
+
+
+@EMULATED
+@pytest.mark.parametrize("engine", TYPES)
+def test_the_same_bits_of_packed_heads_and_parts_of_the_keys(engine):
+    def run(*qkv, **options):
+        result = attention(*qkv, engine=engine, split_keys=48, mode="fast", **options)
+        assert result.plan.tile.span == 48
+        packed.add(result.plan.tile.packed)
+        return result.out
+
+    packed = set()
+    for n in (1, 3, 21):
+        same_bits(recovered(run, engine, n, 136, 32))
+    assert max(packed) > 1
+
+
+@EMULATED
+@pytest.mark.parametrize("engine", TYPES)
+def test_the_same_bits_of_pages_lengths_and_shifts(engine):
+    """Positions are those of the arrays, wherever the keys lie and the diagonal is."""
+    table, lengths = np.array([[3, 0, 4, 2], [1, 7, 6, 5]]), np.array([64, 50])
+
+    def run(q, k, v, **options):
+        pools = []
+        for x in (k, v):
+            pages = x.reshape(2, 2, 4, 16, -1).swapaxes(1, 2).reshape(8, 2, 16, -1)
+            pools.append(np.empty_like(pages))
+            pools[-1][table.ravel()] = pages
+        return attention(q, *pools, engine=engine, mode="fast", page_table=table, **options).out
+
+    options = {"kv_lengths": lengths, "causal": True, "q_offset": np.array([9, 2])}
+    shown = reference.visible_keys((2, 6, 70, 64), **options)
+    same_bits(recovered(run, engine, 70, 64, 32, **options), shown)
+
+
+@EMULATED
+@pytest.mark.parametrize("dim", [120, 136])
+@EACH_BACKWARD_KERNEL
+def test_the_same_bits_in_gradients(algo, engine, dim):
+    """With scores and lse of 0 all weights are 1, and with out of 0 and dout and V of one dP: dS is
+    what is kept, and so is each gradient by an identity.
+    """
+    dtype = numpy_dtype(TYPES[engine])
+    shape = (1, 2, dim, dim)
+    zeros, eye = np.zeros(shape, dtype), np.broadcast_to(np.eye(dim, dtype=dtype), shape)
+    one = np.zeros(shape, dtype)
+    one[..., 0] = 1
+    lse = np.zeros(shape[:-1], np.float32)
+
+    def run(dout, q, k, v):
+        options = {"algo": algo, "engine": engine, "mode": "fast", "device": FEW, **DROPOUT}
+        return attention_backward(dout, q, k, v, zeros, lse, **options)[:3]
+
+    expected = dropout_keep(SEED, shape, P)
+    dk = run(one, eye, zeros, one)[1]
+    dq = run(one, zeros, eye, one)[0]
+    dv = run(eye, zeros, zeros, zeros)[2]
+    for got in (dq, dk.mT, dv.mT):
+        np.testing.assert_array_equal(got != 0, expected)
+        assert len(np.unique(got)) == 2
+
+
+# ----------------------------------------------------------------------------------- what it means
+def operands(dtype="float64", n=37, m=50, dim=8, heads=4):
+    rng = np.random.default_rng(2)
+    shapes = (2, heads, n, dim), (2, 2, m, dim), (2, 2, m, dim), (2, heads, n, dim)
+    return [rng.standard_normal(shape).astype(numpy_dtype(dtype)) for shape in shapes]
+
+
+@pytest.mark.parametrize("algo", ["fa1", "fa2"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_within_its_bounds_on_numpy(algo, dtype):
+    """A correct engine stays below half of them, and forgetting what 1 - p is for does not."""
+    *qkv, dout = operands(dtype, heads=4)
+    options = {"enable_gqa": True, "causal": True, **DROPOUT}
+    out, lse = cuflash.attention(*qkv, algo=algo, return_lse=True, **options)
+    assert assert_forward_close(out, lse, *qkv, **options) < 0.5
+    grads = cuflash.attention_backward(dout, *qkv, out, lse, algo=algo, **options)
+    assert assert_backward_close(grads, dout, *qkv, **options) < 0.5
+    with pytest.raises(AssertionError):
+        assert_forward_close(out * out.dtype.type(1 - P), None, *qkv, **options)
+
+
+def test_lse_is_that_without_dropout():
+    *qkv, _ = operands(heads=2)
+    for engine, given in (("numpy", cuflash.attention), ("simt", attention)):
+        if engine == "numpy" or available() is None:
+            plain, dropped = (
+                given(*qkv, engine=engine, return_lse=True, **x)[1] for x in ({}, DROPOUT)
+            )
+            np.testing.assert_array_equal(plain, dropped)
+
+
+def test_the_mean_over_seeds_is_attention_without_dropout():
+    *qkv, _ = operands(heads=2)
+    outs = [cuflash.attention(*qkv, dropout_p=0.5, seed=seed) for seed in range(400)]
+    off = np.mean(outs, axis=0) - cuflash.attention(*qkv)
+    assert abs(off).max() < 6 * np.std(outs, axis=0).max() / math.sqrt(400)
+
+
+@pytest.mark.parametrize("algo", ["fa1", "fa2"])
+def test_gradients_by_differences(algo):
+    q, k, v, dout = operands(heads=2)
+    options = {
+        "algo": algo,
+        "causal": True,
+        "softcap": 2.0,
+        "sinks": np.array([0.5, -1]),
+        **DROPOUT,
+    }
+    _, vjp = cuflash.attention_vjp(q, k, v, **options)
+    rng = np.random.default_rng(3)
+    for i, grad in enumerate(vjp(dout)):
+        step = 1e-6 * rng.standard_normal(grad.shape)
+        moved = [
+            [x + sign * step if j == i else x for j, x in enumerate((q, k, v))] for sign in (1, -1)
+        ]
+        ahead, behind = (cuflash.attention(*x, **options) for x in moved)
+        assert np.sum(dout * (ahead - behind)) / 2 == pytest.approx(np.sum(grad * step), rel=1e-5)
+
+
+def test_rows_that_see_nothing_and_empty_operands():
+    q, k, v, dout = operands(heads=2)
+    out, lse = cuflash.attention(q, k, v, causal=True, q_offset=-9, return_lse=True, **DROPOUT)
+    assert not out[:, :, :9].any()
+    assert (lse[:, :, :9] == -np.inf).all()
+    grads = cuflash.attention_backward(dout, q, k, v, out, lse, causal=True, q_offset=-9, **DROPOUT)
+    assert not grads[0][:, :, :9].any()
+    assert not cuflash.attention(q, k[:, :, :0], v[:, :, :0], **DROPOUT).any()
+    assert cuflash.attention(q[:, :, :0], k, v, **DROPOUT).shape == (2, 2, 0, 8)
+    assert dropout_keep(1, (2, 0, 3, 4), 0.5).shape == (2, 0, 3, 4)
+
+
+def test_numpy_takes_no_memory_for_all_pairs():
+    q = np.zeros((1, 6000, 8), np.float32)
+    cuflash.attention(q[:, :9], q, q, **DROPOUT)
+    tracemalloc.start()
+    cuflash.attention(q, q, q, **DROPOUT)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 6000 * 6000 / 2
+
+
+# ------------------------------------------------------------------------------------------- seeds
+def test_seeds_are_numbers_or_arrays():
+    *qkv, dout = operands(heads=2)
+    expected, lse = cuflash.attention(*qkv, return_lse=True, **DROPOUT)
+    grads = cuflash.attention_backward(dout, *qkv, expected, lse, **DROPOUT)
+    for seed in (np.uint64(SEED), np.array(SEED, np.uint64), np.full((1, 1), SEED, np.uint64)):
+        options = {"dropout_p": P, "seed": seed}
+        np.testing.assert_array_equal(cuflash.attention(*qkv, **options), expected)
+        out, vjp = cuflash.attention_vjp(*qkv, **options)
+        np.testing.assert_array_equal(out, expected)
+        for got, own in zip(vjp(dout), grads, strict=True):
+            np.testing.assert_array_equal(got, own)
+
+
+@EMULATED
+@pytest.mark.parametrize("engine", TYPES)
+def test_kernels_read_seeds_of_arrays(engine):
+    *qkv, _ = operands(TYPES[engine], dim=32, heads=2)
+    numbers, arrays = (
+        attention(*qkv, engine=engine, mode="fast", dropout_p=P, seed=seed).out
+        for seed in (SEED, np.array([SEED], np.uint64))
+    )
+    np.testing.assert_array_equal(numbers, arrays)
+
+
+def test_another_seed_or_share_plans_and_compiles_nothing():
+    q = np.zeros((1, 2, 512, 64), np.float16)
+    plans = [
+        cuflash.plan(q, q, q, device=H200, backward=backward, dropout_p=p, seed=seed)
+        for backward in (False, True)
+        for p, seed in ((0.1, None), (0.1, 7), (0.5, np.zeros(1, np.uint64)))
+    ]
+    for first, *others in (plans[:3], plans[3:]):
+        assert "dropout" in str(first)
+        for plan in others:
+            assert {plan.source(x.name) for x in plan.kernels} == {
+                first.source(x.name) for x in first.kernels
+            }
+    cuflash.attention(q, q, q, dropout_p=0.1, seed=1)
+    before = len(calls._calls)
+    for seed in range(2, 5):
+        cuflash.attention(q, q, q, dropout_p=0.1, seed=seed)
+    assert len(calls._calls) == before
+
+
+def test_without_dropout_nothing_is_different():
+    q = np.zeros((1, 2, 512, 64), np.float16)
+    for backward in (False, True):
+        plain, off = (
+            cuflash.plan(q, q, q, device=H200, backward=backward, **more)
+            for more in ({}, {"dropout_p": 0})
+        )
+        assert plain is off
+        text = without_comments(plain.source())
+        assert "constexpr bool DROPS = false" in text
+        assert "seed_number;" not in text
+
+
+# ------------------------------------------------------------------------------------------ errors
+Q = np.zeros((2, 3, 4))
+ERRORS = [
+    ({"dropout_p": 0.1}, ValueError, r"dropout_p=0.1 goes with seed: give an integer from 0 to 2"),
+    ({"dropout_p": 1.0, "seed": 1}, ValueError, "dropout_p=1.0: give a number from 0 to 1, 1 excl"),
+    ({"dropout_p": -0.1, "seed": 1}, ValueError, "dropout_p=-0.1: give"),
+    ({"dropout_p": math.nan, "seed": 1}, ValueError, "dropout_p=nan: give"),
+    ({"dropout_p": "0.1", "seed": 1}, TypeError, "dropout_p='0.1': give a number"),
+    ({"dropout_p": True, "seed": 1}, TypeError, "dropout_p=True: give a number"),
+    ({"dropout_p": None, "seed": 1}, TypeError, "dropout_p=None: give a number"),
+    ({"seed": 1}, ValueError, "seed goes with dropout_p above 0: leave it out, or give both"),
+    ({"dropout_p": 0.1, "seed": -1}, ValueError, "seed=-1: give an integer"),
+    ({"dropout_p": 0.1, "seed": 2**64}, ValueError, "seed=18446744073709551616: give"),
+    ({"dropout_p": 0.1, "seed": 1.5}, TypeError, "seed=1.5: give an integer"),
+    ({"dropout_p": 0.1, "seed": True}, TypeError, "seed=True: give an integer"),
+    ({"dropout_p": 0.1, "seed": "1"}, TypeError, "seed='1': give an integer"),
+    ({"dropout_p": 0.1, "seed": np.zeros(1, int)}, TypeError, "seed has dtype int64: give"),
+    ({"dropout_p": 0.1, "seed": np.zeros(2, "u8")}, ValueError, r"seed has shape \(2,\): give"),
+    ({"dropout_p": 0.1, "seed": [1]}, TypeError, "seed is a list: give a NumPy or CuPy array"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("options", "kind", "message"), ERRORS)
+def test_errors(options, kind, message):
+    lse = np.zeros(Q.shape[:-1])
+    for _ in range(2):
+        with pytest.raises(kind, match=message):
+            cuflash.attention(Q, Q, Q, **options)
+        with pytest.raises(kind, match=message):
+            cuflash.attention_vjp(Q, Q, Q, **options)
+        with pytest.raises(kind, match=message):
+            cuflash.attention_backward(Q, Q, Q, Q, Q, lse, **options)
+        if "seed" in options:
+            with pytest.raises(kind, match=message):
+                cuflash.plan(Q, Q, Q, **options)
+
+
+def test_errors_of_the_reference():
+    for options, message in (({}, "goes with seed"), ({"seed": -1}, "seed=-1: give")):
+        with pytest.raises(ValueError, match=message):
+            reference.attention(Q, Q, Q, dropout_p=0.1, **options)
+    with pytest.raises(ValueError, match="dropout_p=1: give"):
+        reference.dropout_keep(0, (3, 4), 1)
+
+
+# ------------------------------------------------------------------------------------ planted bugs
+PLANTED = [
+    ("a counter for two blocks of queries", r"u32\(q\) / 16 \* 8", "u32(q) / 32 * 8"),
+    ("a counter for two blocks of keys", r"u32\(k\) / 16 \* 4", "u32(k) / 32 * 4"),
+    ("two queries have the same bits", r"u32\(q\) % 8", "u32(q) % 8 / 2 * 2"),
+    ("two keys have the same bits", r"u32\(k\) % 8 / 2", "u32(k) % 4 / 2"),
+    ("all heads have the same bits", r"u32\(head\.head\)", "0"),
+    ("all entries have the same bits", r"u32\(head\.batch\)", "0"),
+    ("the upper half of the seed is ignored", r"u32\(key >> 32\)", "0"),
+    ("one round less", r"philox<DROPOUT_ROUNDS>", "philox<DROPOUT_ROUNDS - 1>"),
+    ("halves are not exchanged", r"word << 16 \| word >> 16", "word"),
+    ("words of odd keys and of upper ones", r"2 \* odd \+ upper", "odd + 2 * upper"),
+    ("what is dropped is kept", r">= p\.dropout_threshold", "< p.dropout_threshold"),
+]  # fmt: skip
+
+
+@EMULATED
+@pytest.mark.parametrize(("text", "wrong"), [x[1:] for x in PLANTED], ids=[x[0] for x in PLANTED])
+def test_planted_bugs_are_caught(monkeypatch, text, wrong):
+    def run(*qkv, **options):
+        return attention(*qkv, engine="simt", algo="fa2", mode="fast", **options).out
+
+    must_be_caught(monkeypatch, text, wrong, lambda: same_bits(recovered(run, "simt", 40, 48, 16)))
+
+
+@EMULATED
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        (r"lead - lead % DROPOUT_BLOCK if", "lead if"),
+        (r"first_key \+ j\)", "first_key + j / 8 * 4)"),
+        (r"!DROPS && !PAGED", "!PAGED"),
+    ],
+    ids=["tiles begin inside of blocks", "columns share a counter", "heads are not located"],
+)  # fmt: skip
+def test_planted_bugs_on_hopper_are_caught(monkeypatch, text, wrong):
+    def run(*qkv, **options):
+        return attention(*qkv, engine="wgmma", device=FEW, mode="fast", **options).out
+
+    if "lead" in text:  # of the plan
+        monkeypatch.setattr("cuflash.planning.wgmma.DROPOUT_BLOCK", 1)
+        with pytest.raises(AssertionError):
+            same_bits(recovered(run, "wgmma", 203, 104, 32))
+    else:
+        check = lambda: same_bits(recovered(run, "wgmma", 203, 104, 32))  # noqa: E731
+        must_be_caught(monkeypatch, text, wrong, check)
+
+
+# --------------------------------------------------------------------------------------- registers
+def plans_with_dropout():
+    """What is planned for long sequences on Hopper, in both directions."""
+    for backward, dim in itertools.product((False, True), (64, 128)):
+        problem = Problem(
+            "bfloat16", (4, 16), 4096, 4096, dim, dim, heads=16, band=Band(right=0),
+            backward=backward, dropout=True,
+        )  # fmt: skip
+        yield pytest.param(make_plan(problem, H200), id=f"{'backward' * backward}{dim}")
+
+
+@pytest.mark.parametrize("plan", list(plans_with_dropout()))
+def test_nothing_spills_on_hopper(plan):
+    require_nvrtc()
+    assert plan.engine == "wgmma"
+    compiled = compile_source(without_comments(plan.source()), "sm_90a")
+    assert compiled.messages == ()
+    assert compiled.spills == compiled.stack == 0
+
+
+def test_rows_without_registers_for_dropout_are_left_out():
+    for dim in (64, 128):
+        sizes = (4, 16), 4096, 4096, dim, dim
+        plain, dropping = (
+            make_plan(Problem("bfloat16", *sizes, backward=True, dropout=dropout), H200)
+            for dropout in (False, True)
+        )
+        assert dropping.block_q < plain.block_q
+        assert "has no registers for dropout" in [reason for _, reason in dropping.rejected]
