@@ -92,8 +92,8 @@ def test_a_tile_is_part_of_the_whole(queries, keys):
 def test_how_many_are_kept(p):
     """Of all, of each place in a block, and of pairs that have a word in common.
 
-    By Hoeffding's inequality the share of `count` independent ones is further than this from its
-    mean with a probability of 1e-12. Of 1 to 2^17 = 2^-15 / 4 pairs of a word depend on each other.
+    By Hoeffding's inequality the share of `count` independent ones is further than that from its
+    mean with a probability of 1e-12. docs/dropout.md has the 2^-17 of pairs with a common word.
     """
 
     def farthest(count):

@@ -102,6 +102,10 @@ def forward_bound(
     -ftz=true), 2^-126. The factor 2 is for what the square roots leave out; a correct engine
     stays below half the bound.
 
+    **Dropout.** Weights that are kept are divided by 1 - p, others are 0: these are the P of the
+    output, and those that underflow are off by 2^-25 / (1 - p). 1 - p is rounded, and so is its
+    product with l: 2 u_acc, in the 8. lse knows nothing of it.
+
     **lse.** lse = m + log(l) moves by at most the largest error of a score (sigma) and by the
     relative error of l, and is rounded at its own magnitude:
 
@@ -215,6 +219,11 @@ def backward_bound(
         dS_error = P f (dP_error + delta_error) + P |dP - delta| slope_error
                    + |dS| (rho + 4 u_acc + u) + under.
 
+    **Dropout.** D is 0 or 1 / (1 - p), and dP is D times the product, as is its error. P D is what
+    meets V and dout, in the output's error as well. Kernels take P / (1 - p) from an exponent that
+    holds log(1 - p), and (1 - p) delta; NumPy multiplies dP and dV. So rho grows by
+    2 u_acc (max(1, |lse|) + |log(1 - p)|), and dP and delta are off by 2 u_acc of themselves.
+
     **Gradients.** Summed over n visible pairs, in all heads that share the row of the gradient,
     products of absolute values give
 
@@ -267,19 +276,22 @@ def _pair_errors(
     u, u_acc, _ = precision(dtype)
     under = tiny = TINY[dtype]
     dot = (math.sqrt(dout.shape[-1]) + 2) * u_acc
-    scaling = 2 * u_acc * float((dense.kept != 1).any())
+    scaling = 2 * u_acc * float((dense.kept != 1).any())  # what dropout's factor adds
     delta = row_sums(dense, dout, dlse)
     dS = score_gradient(dense, dout, delta)
     dP = np.where(dense.visible, value_gradient(dense, dout), 0)
     errors = score_errors(dense, u_acc)
     sigma, sums = errors.behind, sum_errors(dense, u_acc)
-    rho = 2 * sigma + sums + 6 * u_acc * np.maximum(1, np.abs(dense.lse))[..., None]
+    largest = np.maximum(1, np.abs(dense.lse))[..., None]
+    rho = 2 * sigma + sums + 6 * u_acc * largest
+    rho = rho + scaling * (largest + np.log(dense.kept.max(initial=1)))
 
     dP_error = dense.kept * (dot * (np.abs(dout) @ np.abs(dense.v).mT)) + scaling * np.abs(dP)
     mean_dP_error = (((u + 2 * sigma) * dense.weights + under) * np.abs(dP)).sum(-1, keepdims=True)
     weighted = visible_sum(dense.weights * dense.kept, np.abs(dense.v), dense.visible)
     channels = sums * weighted + (u + dot) * np.abs(dense.out) + tiny
     delta_error = mean_dP_error + (np.abs(dout) * channels).sum(axis=-1, keepdims=True)
+    delta_error = delta_error + scaling * np.abs(delta)
     if dlse is not None:
         delta_error = delta_error + u_acc * np.abs(np.asarray(dlse).astype(dout.dtype))[..., None]
 

@@ -12,8 +12,10 @@ from ..dropout import Dropout, checked_seed, checked_share
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+    from ..typing import Real
 
-def dropout_keep(seed: int, shape: tuple[int, ...], dropout_p: float) -> NDArray[np.bool_]:
+
+def dropout_keep(seed: int, shape: tuple[int, ...], dropout_p: Real) -> NDArray[np.bool_]:
     """Which softmax weights :func:`cuflash.attention` keeps with this seed.
 
     Parameters

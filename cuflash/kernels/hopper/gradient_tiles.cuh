@@ -97,7 +97,22 @@ struct GradientStep {
         }
         bits.hide(P, Accumulator(-0.0), tile, 0);
     }
-    // The same of packed ones, where `weights` are hidden.
+    // The same of packed ones.
+    __device__ __forceinline__ void hide(Packed& P, const TileBits& bits) const {
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            const VisibleQueries visible(p, head, k_begin + tile.row(i));
+            const int first = visible.first - q_begin, last = visible.last - q_begin;
+            const auto is_hidden = [&](int column) {
+                return column < first || column > last || !bits.has(tile.row(i), column);
+            };
+#pragma unroll
+            for (int m = 0; m < PAIRS; ++m)
+                hide_pair(pair_of(P, i, m), is_hidden(tile.column(2 * m)),
+                          is_hidden(tile.column(2 * m + 1)));
+        }
+    }
+    // And where `weights` are hidden.
     static __device__ __forceinline__ void hide_pairs(
         Packed& P, const Accumulator (&weights)[ROWS][Scores::COLUMNS]) {
 #pragma unroll
