@@ -826,6 +826,44 @@ def test_threads_with_streams_of_their_own(cupy, algo, engine):
     assert all(same_bits(a, b) for a, b in zip(results, expected, strict=True))
 
 
+# --------------------------------------------------------------------------------- dropout
+@EACH_KERNEL
+def test_dropout_keeps_the_same_bits(cupy, algo, engine):
+    """With equal scores and rows of the identity as values: of many tiles, 256 keys at a time."""
+    kernel, dtype, dim = wants(algo, engine)
+    n, m, seed = 1003, 1100, (9 << 60) + 5
+    kept = cuflash.reference.dropout_keep(seed, (2, 6, n, m), 0.3)
+    q, k = (cupy.zeros((2, heads, x, dim), numpy_dtype(dtype)) for heads, x in ((6, n), (2, m)))
+    v = cupy.zeros((1, 2, m, 256), k.dtype)
+    for first in range(0, m, 256):
+        columns = cupy.arange(first, min(first + 256, m))
+        v.fill(0)
+        v[:, :, columns, columns - first] = 1
+        out = cuflash.attention(q, k, v, enable_gqa=True, dropout_p=0.3, seed=seed, **kernel)
+        got = out.get()[..., : len(columns)] != 0
+        np.testing.assert_array_equal(got, kept[..., first : first + 256])
+
+
+@EACH_BACKWARD_KERNEL
+def test_dropout_keeps_the_same_bits_in_gradients(cupy, algo, engine):
+    """dV is what is kept, with weights of one, and dout rows of the identity."""
+    kernel, dtype, _ = wants(algo, engine)
+    n, m, seed = 600, 700, 77
+    kept = cuflash.reference.dropout_keep(seed, (2, 3, n, m), 0.3)
+    for dim in (64, 128, 256):
+        q, k = (cupy.zeros((2, 3, x, dim), numpy_dtype(dtype)) for x in (n, m))
+        lse = cupy.zeros(q.shape[:-1], np.float32)
+        dout = cupy.zeros_like(q)
+        for first in range(0, n, dim):
+            rows = cupy.arange(first, min(first + dim, n))
+            dout.fill(0)
+            dout[:, :, rows, rows - first] = 1
+            options = {"dropout_p": 0.3, "seed": seed, **kernel}
+            _, _, dv = cuflash.attention_backward(dout, q, k, k, q, lse, **options)
+            got = dv.get()[..., : len(rows)] != 0
+            np.testing.assert_array_equal(got.swapaxes(-1, -2), kept[:, :, first : first + dim])
+
+
 # ------------------------------------------------------------------------------ CUDA graphs
 @EACH_KERNEL
 def test_graph_replays_with_changed_inputs(cupy, algo, engine):
@@ -889,6 +927,37 @@ def test_capture_takes_no_memory(cupy, algo, engine):
         result = cuflash.attention(q, k, v, **kernel)
     stream.synchronize()
     assert_forward_close(result, None, q, k, v)
+
+
+@EACH_KERNEL
+def test_a_graph_replays_with_another_seed(cupy, algo, engine):
+    kernel, dtype, dim = wants(algo, engine)
+    q, k, v = (random(cupy, dtype, 2, 4, 200, dim, seed=i) for i in range(3))
+    out, seed = cupy.empty_like(q), cupy.array([1], np.uint64)
+    options = {"causal": True, "dropout_p": 0.3, **kernel}
+    plan = cuflash.plan(q, k, v, seed=seed, **options)
+    workspace = cupy.empty(plan.workspace_bytes, np.uint8) if plan.workspace_bytes else None
+    call = functools.partial(
+        cuflash.attention, q, k, v, seed=seed, out=out, workspace=workspace, **options
+    )
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        call()  # compiles
+        stream.synchronize()
+        stream.begin_capture()
+        try:
+            call()
+        finally:
+            graph = stream.end_capture()
+        for value in (5, 1 << 63, 2**64 - 1):
+            seed.fill(value)
+            graph.launch(stream)
+            stream.synchronize()
+            assert_forward_close(out, None, q, k, v, causal=True, dropout_p=0.3, seed=value)
+            expected = cuflash.attention(q, k, v, seed=value, **options)
+            stream.synchronize()
+            assert same_bits(out, expected)
 
 
 @pytest.fixture

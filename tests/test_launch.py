@@ -15,7 +15,7 @@ import cuflash
 import cuflash.gpu
 from cuflash.calls import append, arrays, merge
 from cuflash.calls import run as calls
-from cuflash.calls.arguments import Arguments, Options, forward_arrays, split_scores
+from cuflash.calls.arguments import Arguments, Options, forward_arrays, split_dropout, split_scores
 from cuflash.calls.arrays import of_batch, split_offset
 from cuflash.calls.call import BackwardCall, ForwardCall
 from cuflash.calls.run import find_call, run_call
@@ -233,6 +233,37 @@ def test_pointers_of_captured_arrays(launch, backward):
         assert params["capture_much"] == 2
         assert params["capture_bias_size"].tolist() == [100, 90]
         assert params["capture_bias_stride"].tolist() == [90, 1]
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_seeds_of_a_call(launch, backward, on_device):
+    """A number, or where it is: behind captured arrays and ahead of masks, another in each call."""
+    given = backward_operands()
+    kind = BackwardCall if backward else ForwardCall
+    _, scored = split_scores(given["q"], None, make(100, 90), None, None)
+    given = {name: given[name] for name in (kind.operands if backward else "qkv") if name in given}
+    options = OPTIONS._replace(dropout_p=0.25)
+    mask, seen = make(100, 90, dtype=np.bool_), []
+    for value in (1 << 63, 5):
+        seed = make(1, dtype=np.uint64) if on_device else value
+        share, number, seeds = split_dropout(given["q"], 0.25, seed)
+        assert (share, number) == (0.25, None if on_device else value)
+        arguments = Arguments(kind.operands, given | scored | seeds, mask, seed=number)
+        call = find_call(kind, arguments, options, H200)
+        run(launch, call, arguments, 1)
+        for *_, params in launch.launched[-len(call.plan.kernels) :]:
+            assert params["seed"] == (seed.data.ptr if on_device else 0)
+            assert params["seed_number"] == (0 if on_device else value)
+            assert params["capture_bias"] == scored["bias"].data.ptr
+            assert params["mask"] == mask.data.ptr
+            assert params["dropout_threshold"] == 1 << 30
+            assert (params["kept_share"], params["kept_share_log2"]) == (
+                0.75,
+                np.log2(np.float32(0.75)),
+            )
+        seen.append(call)
+    assert seen[0] is seen[1]
 
 
 LISTS = ("mask_ranges", "mask_entries", "mask_order", "mask_bits")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -199,7 +200,7 @@ def split_dropout(
     array = as_array("seed", seed)
     if array.dtype != np.uint64:
         raise TypeError(f"seed has dtype {array.dtype}: {SEED_WANTED}")
-    if array.size != 1:
+    if math.prod(array.shape) != 1:
         raise ValueError(f"seed has shape {array.shape}: {SEED_WANTED}")
     return share, None, {"seed": beside(as_array("q", q), array)}
 

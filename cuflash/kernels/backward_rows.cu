@@ -108,16 +108,16 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
             if (threadIdx.x % LANES != 0 || row >= BLOCK_Q) continue;
             const bool has_dlse = !empty && p.dlse != nullptr;
             log2_sums[row] = empty ? infinity<Accumulator>()
-                                   : log_sum[i] * Accumulator(LOG2_E) + kept_share_log2(p);
+                                   : log2_sum_of_kept(p, log_sum[i] * Accumulator(LOG2_E));
             // +infinity stands for no weight; a row with such an lse has NaN gradients.
             if (MARKS_NONFINITE && log_sum[i] == infinity<Accumulator>())
                 log2_sums[row] = log_sum[i] - log_sum[i];
-            deltas[row] =
-                kept_share(p) *
-                (product -
-                 (has_dlse
-                      ? p.dlse[locate(p, head.index, p.dlse_axis_stride) + q * p.dlse_row_stride]
-                      : Accumulator(0)));
+            deltas[row] = delta_of_kept(
+                p,
+                product -
+                    (has_dlse
+                         ? p.dlse[locate(p, head.index, p.dlse_axis_stride) + q * p.dlse_row_stride]
+                         : Accumulator(0)));
         }
     }
 

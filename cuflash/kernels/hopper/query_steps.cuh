@@ -98,7 +98,8 @@ struct QueryStep {
             for (int j = 0; j < COLUMNS; ++j) {
                 const bool shown = !CUT || !is_negative_zero(weights[i][j]);
                 const Accumulator dP_kept = kept.has(i, j) ? dP[i][j] : Accumulator(0);
-                const Accumulator rest = dP_kept - stats.deltas[i];
+                // Compiled as an addition, but placed as the FMA that it was before dropout.
+                const Accumulator rest = multiply_add(dP_kept, Accumulator(1), -stats.deltas[i]);
                 dP[i][j] = shown ? weights[i][j] * rest : Accumulator(0);
             }
     }

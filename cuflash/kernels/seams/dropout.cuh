@@ -70,18 +70,25 @@ __device__ __forceinline__ bool keep(const P& p, const Head& head, int q, int k)
     return true;
 }
 
-// The share of probabilities that is kept, by which those are divided: in forward at the end of a row.
-// Backward works with P / share throughout, whose exponents come so from backward_rows.cu, and with
-// share delta: dV = (P kept / share)^T dO, dS = P / share (kept dP - share delta).
+// The share of probabilities that is kept. Forward divides by it at the end of a row.
 template <typename P>
 __device__ __forceinline__ Accumulator kept_share(const P& p) {
     if constexpr (DROPS) return p.kept_share;
     return Accumulator(1);
 }
+
+// Backward works with P / share throughout: dV = (P / share kept)^T dO, and
+// dS = P / share (kept dP - share delta). So nothing but these two knows about the share: the logarithm
+// of which P's exponent is lessened, and delta.
 template <typename P>
-__device__ __forceinline__ Accumulator kept_share_log2(const P& p) {
-    if constexpr (DROPS) return p.kept_share_log2;
-    return Accumulator(0);
+__device__ __forceinline__ Accumulator log2_sum_of_kept(const P& p, Accumulator log2_sum) {
+    if constexpr (DROPS) return log2_sum + p.kept_share_log2;
+    return log2_sum;
+}
+template <typename P>
+__device__ __forceinline__ Accumulator delta_of_kept(const P& p, Accumulator delta) {
+    if constexpr (DROPS) return p.kept_share * delta;
+    return delta;
 }
 
 // Calls use(i, j, kept) for each of a lane's pairs in a tile: row i is of the query of row
