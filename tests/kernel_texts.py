@@ -30,6 +30,7 @@ KINDS = {
     "blocks": {"mask": "blocks"},
     "elements": {"mask": "elements", "mask_lists": 4},
     "any order": {"deterministic": False},
+    "dropout": {"dropout": True},
     "odd dims": {"head_dim": -7, "value_dim": -3},
 }
 

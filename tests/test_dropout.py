@@ -26,7 +26,6 @@ from cuflash.reference import dropout_keep
 EMULATED = pytest.mark.skipif(available() is not None, reason=str(available()))
 TYPES = {"simt": "float32", "mma": "float16", "wgmma": "bfloat16"}
 EACH_KERNEL = pytest.mark.parametrize(("algo", "engine"), [k for k in KERNELS if k[1:] != ("fa2",)])
-EACH_BACKWARD_KERNEL = pytest.mark.parametrize(("algo", "engine"), BACKWARD_KERNELS)
 P, SEED = 0.3, (5 << 60) + 17
 DROPOUT = {"dropout_p": P, "seed": SEED}
 
@@ -199,8 +198,9 @@ def test_the_same_bits_of_pages_lengths_and_shifts(engine):
 
 
 @EMULATED
-@pytest.mark.parametrize("dim", [120, 136])
-@EACH_BACKWARD_KERNEL
+@pytest.mark.parametrize(
+    ("algo", "engine", "dim"), [*((*x, 120) for x in BACKWARD_KERNELS), ("fa3", "wgmma", 136)]
+)
 def test_the_same_bits_in_gradients(algo, engine, dim):
     """With scores and lse of 0 all weights are 1, and with out of 0 and dout and V of one dP: dS is
     what is kept, and so is each gradient by an identity.

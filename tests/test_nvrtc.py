@@ -64,17 +64,20 @@ class Kernel(NamedTuple):
     mask: str = ""
     capped: bool = False
     page_size: int = 0
+    dropout: bool = False
 
     def __str__(self):
         text = f"{self.row}, D {self.head_dim}, {self.dtype}, {self.arch}"
         text += ", mask" if self.mask else ""
         text += ", softcap" if self.capped else ""
         text += f", pages of {self.page_size}" if self.page_size else ""
+        text += ", dropout" if self.dropout else ""
         return f"{text}, {self.name}" if self.name else text
 
     @property
     def problem(self) -> Problem:
         made = problem(self.dtype, self.head_dim, self.row.backward, self.mask)
+        made = dataclasses.replace(made, dropout=self.dropout)
         if self.row.packed > 1:
             made = dataclasses.replace(made, group=self.row.packed)
         if self.page_size:
@@ -130,14 +133,15 @@ def kernels(arch, dtypes) -> list[Kernel]:
 
 
 def every_row() -> list[Kernel]:
-    """All rows for sm_90a: mma and wgmma in bf16, without and with a mask, softcap, or packed heads
-    and parts of the keys; simt in two types. fa2 and fa3 on wgmma are one source.
+    """All rows for sm_90a: mma and wgmma in bf16, without and with a mask, softcap, dropout, packed
+    heads or parts of the keys; simt in two types. fa2 and fa3 on wgmma are one source.
     """
     halves = [x for x in kernels("sm_90a", ["bfloat16"]) if x.row.engine != "simt"]
     mma = [x for x in halves if (x.row.algo, x.row.engine) != ("fa2", "wgmma")]
     simt = [x for x in kernels("sm_90a", ["float32", "float64"]) if x.row.engine == "simt"]
     # What masks and softcap add is alike from row to row: one of two rows has either.
     made = mma + masked(mma[::2]) + capped(mma[1::2]) + split(mma) + paged(mma)
+    made += dropping([x for x in mma if x.row.engine == "mma"])[::5]  # wgmma's: test_dropout.py
     return made + simt + split(simt)[::3]
 
 
@@ -166,6 +170,12 @@ def capped(made: list[Kernel]) -> list[Kernel]:
     """The kernels of `made` that compute scores, with softcap."""
     scoring = [x for x in made if x.name in ("", "hopper_backward_queries")]
     return [y for x in scoring if not (y := x._replace(capped=True)).reject()]
+
+
+def dropping(made: list[Kernel]) -> list[Kernel]:
+    """The main kernels of `made` with dropout."""
+    main = [x._replace(dropout=True) for x in made if not x.name]
+    return [x for x in main if not x.reject()]
 
 
 def one_row_each() -> list[Kernel]:
@@ -224,7 +234,7 @@ def whole_matrix() -> dict[str, Kernel]:
     made = [kernel for arch in (*ARCHES, "sm_90a") for kernel in kernels(arch, ITEM_BYTES)]
     halves = kernels("sm_90a", ["bfloat16"])
     halves = [x for x in halves if x.row.engine != "simt"]
-    made += masked(halves) + capped(halves) + split(halves) + paged(halves)
+    made += masked(halves) + capped(halves) + split(halves) + paged(halves) + dropping(halves)
     made += split([x for x in kernels("sm_90a", ["float32", "float64"]) if x.row.engine == "simt"])
     names = {str(kernel): kernel for kernel in made}
     assert len(names) == len(made)  # a name tells a row

@@ -80,6 +80,7 @@ LENGTHS = np.array([60, 7], np.int32)
         {"causal": True},
         {"causal": "top_left", "window": (30, 0)},
         {"softcap": 30.0},
+        {"dropout_p": 0.1},
         {"scale": 0},
         {"algo": "fa1", "engine": "simt"},
         {"mask": MASK},
