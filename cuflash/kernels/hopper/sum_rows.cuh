@@ -1,6 +1,5 @@
 // Tiles of a gradient, rows of floats, summed over heads. Reads the prelude.
 #pragma once
-#include "seams/hooks.cuh"
 #include "shared_rows.cuh"
 #include "tiles/copies.cuh"
 #include "tiles/warpgroup.cuh"
