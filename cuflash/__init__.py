@@ -5,6 +5,7 @@ from ._append_kv import append_kv
 from ._attention import attention, attention_backward, attention_vjp, plan
 from ._merge import merge
 from ._precompile import CompiledKernel, precompile
+from ._varlen import attention_varlen, attention_varlen_backward, attention_varlen_vjp
 from .masks.block_mask import BlockMask
 from .planning.plan import Plan
 from .planning.problem import Device
@@ -20,6 +21,9 @@ __all__ = [
     "append_kv",
     "attention",
     "attention_backward",
+    "attention_varlen",
+    "attention_varlen_backward",
+    "attention_varlen_vjp",
     "attention_vjp",
     "merge",
     "plan",

@@ -13,9 +13,11 @@ from .calls.arguments import (
     forward_arrays,
     split_dropout,
     split_scores,
+    unpacked,
 )
 from .calls.arrays import as_array, as_mask, as_window, split_offset
 from .calls.call import BackwardCall, ForwardCall
+from .calls.packed import heads_first_in, pack_arrays
 from .calls.run import find_call, launch_module, run_call
 from .keywords import explains_keywords
 from .planning.plan import Plan, choice_for_gradients
@@ -358,7 +360,9 @@ def attention(
         window = as_window(window)
     if mask is not None:
         mask = as_mask(mask)
+    q, starts, longest = unpacked(q)
     arrays = forward_arrays(q, k, v, out, return_lse, q_lengths, kv_lengths, offsets, page_table)
+    arrays |= starts
     text = None
     if not (score_mod is None and bias is None and sinks is None and alibi_slopes is None):
         text, scored = split_scores(q, score_mod, bias, sinks, alibi_slopes)
@@ -369,7 +373,7 @@ def attention(
         arrays |= seeds
     asked = (
         algo, engine, causal, window, offset, softcap, scale, enable_gqa, True, split_keys, text,
-        share,
+        share, longest,
     )  # fmt: skip
     arguments = Arguments(ForwardCall.operands, arrays, mask, workspace, number)
     results = run_call(ForwardCall, arguments, as_options(asked), 1 + bool(return_lse))
@@ -539,6 +543,7 @@ def attention_backward(
     ((2, 8, 100, 64), (2, 2, 100, 64))
     """
     inputs: dict[str, AnyArray | None]
+    q, starts, longest = unpacked(q)
     inputs = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
     for name in ("dout", "out", "lse"):
         inputs[name] = as_array(name, inputs[name])
@@ -546,10 +551,10 @@ def attention_backward(
     arrays = backward_arrays(inputs, grads_out, q_lengths, kv_lengths, offsets)
     text, scored = split_scores(q, score_mod, bias, sinks, alibi_slopes)
     share, number, seeds = split_dropout(q, dropout_p, seed)
-    arrays |= scored | seeds
+    arrays |= starts | scored | seeds
     options = Options(
         algo, engine, causal, as_window(window), offset, softcap, scale, enable_gqa, deterministic,
-        score_mod=text, dropout_p=share,
+        score_mod=text, dropout_p=share, longest=longest,
     )  # fmt: skip
     arguments = Arguments(BackwardCall.operands, arrays, as_mask(mask), workspace, number)
     results = run_call(BackwardCall, arguments, options, 3)
@@ -744,6 +749,10 @@ def plan(
     seed: Integer | AnyArray | None = None,
     split_keys: int | None = None,
     page_table: AnyArray | None = None,
+    cu_seqlens_q: Integers | None = None,
+    cu_seqlens_k: Integers | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     out: AnyArray | AnyPair | AnyTriple | None = None,
     device: Device | None = None,
     backward: bool = False,
@@ -757,6 +766,8 @@ def plan(
         As in :func:`attention`.
     q_lengths, kv_lengths, q_offset, scale, enable_gqa, split_keys, page_table, dropout_p, seed
         As in :func:`attention`; `dropout_p` goes without `seed` here.
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        As in :func:`attention_varlen`, for which the plan then is.
     out : array or tuple of array, optional
         As in :func:`attention`; with `backward`, as `grads_out` of :func:`attention_backward`.
     device : Device, optional
@@ -799,12 +810,20 @@ def plan(
     if not (device is None or isinstance(device, Device)):
         raise TypeError(f"device={device!r}: give a cuflash.Device, or None for the arrays' own")
     offset, offsets = split_offset(q_offset)
+    if cu_seqlens_q is not None:
+        packed: Any = pack_arrays(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, page_table
+        )
+        (q, k, v), out = packed, heads_first_in(out)
+    elif not (cu_seqlens_k is None and max_seqlen_q is None and max_seqlen_k is None):
+        raise ValueError("cu_seqlens_k, max_seqlen_q and max_seqlen_k go with cu_seqlens_q")
+    q, starts, longest = unpacked(q)
     text, scored = split_scores(q, score_mod, bias, sinks, alibi_slopes)
     share, number, seeds = split_dropout(q, dropout_p, seed, needs_seed=False)
-    scored |= seeds
+    scored |= starts | seeds
     options = Options(
         algo, engine, causal, as_window(window), offset, softcap, scale, enable_gqa, deterministic,
-        split_keys, text, share,
+        split_keys, text, share, longest,
     )  # fmt: skip
     integers, visible = (q_lengths, kv_lengths, offsets), as_mask(mask)
     if backward:

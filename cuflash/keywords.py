@@ -14,7 +14,7 @@ _MASK = "mask= takes an array of bool, True where a query may attend, or a Block
 _ADDEND = "bias= takes an array of float, which is added to scores"
 _DROPOUT = "dropout_p= is the share of weights that are dropped, with seed= for which ones"
 _NO_WEIGHTS = "weights are never in memory; return_lse=True gives each row's sum of exponentials"
-_PACKED = "packed sequences are one here, in which mask=BlockMask.documents(ids) keeps them apart"
+_PACKED = "attention_varlen() takes packed sequences"
 _PAGES = "page_table= says which pages of k and v hold a batch entry's keys; in attention() alone"
 _KERNEL = "algo= and engine= choose the kernel"
 _ON_KEYS = "kv_lengths= says how many keys are valid"
@@ -54,6 +54,9 @@ ELSEWHERE = {
     "cu_seqlens": _PACKED,
     "cu_seqlens_q": _PACKED,
     "cu_seqlens_k": _PACKED,
+    "max_seqlen": _PACKED,
+    "max_seqlen_q": _PACKED,
+    "max_seqlen_k": _PACKED,
     "page_table": "pages have no gradients; those of a cache in one piece are attention's own",
     "block_table": _PAGES,
     "block_tables": _PAGES,
@@ -85,6 +88,41 @@ def explains_keywords(function: Callable[Params, Result]) -> Callable[Params, Re
             raise
 
     return call
+
+
+def takes_options_of(
+    other: Callable[..., object], *, without: Iterable[str] = ()
+) -> Callable[[Callable[Params, Result]], Callable[Params, Result]]:
+    """A decorator for a function whose `**options` are the keywords of `other`, but for some.
+
+    Its signature shows them, and what is no keyword of either is a TypeError.
+    """
+
+    def decorate(function: Callable[Params, Result]) -> Callable[Params, Result]:
+        own = inspect.signature(function)
+        named = {name: x for name, x in own.parameters.items() if x.kind is not x.VAR_KEYWORD}
+        forwarded = {
+            name: x
+            for name, x in inspect.signature(other).parameters.items()
+            if x.kind is x.KEYWORD_ONLY and name not in named and name not in without
+        }
+        known = {*named, *forwarded}
+
+        @functools.wraps(function)
+        def call(*args: Params.args, **options: Params.kwargs) -> Result:
+            for name in options:
+                if name not in known:
+                    _explain(call, options)
+                    raise TypeError(
+                        f"{function.__name__}() got an unexpected keyword argument {name!r}"
+                    )
+            return function(*args, **options)
+
+        signature = own.replace(parameters=[*named.values(), *forwarded.values()])
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        return call
+
+    return decorate
 
 
 def _explain(function: Callable[..., object], options: Iterable[str]) -> None:

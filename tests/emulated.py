@@ -19,10 +19,12 @@ from cuflash.calls.arguments import (
     forward_arrays,
     split_dropout,
     split_scores,
+    unpacked,
 )
 from cuflash.calls.arrays import as_integers, as_mask, conform, split_offset
 from cuflash.calls.call import BackwardCall, ForwardCall
 from cuflash.calls.merge import MergeCall
+from cuflash.calls.packed import heads_first, pack_arrays
 from cuflash.calls.run import find_call
 from cuflash.gpu.arguments import pack
 from cuflash.gpu.tensor_maps import tables_bytes, tensor_maps
@@ -54,12 +56,13 @@ def attention(
     New results are never-written memory to the kernel; `out=` counts as written, gaps included.
     """
     offset, offsets = split_offset(q_offset)
+    q, starts, longest = unpacked(q)
     text, scored = split_scores(q, score_mod, bias, sinks, alibi_slopes)
     share, number, seeds = split_dropout(q, dropout_p, seed)
-    scored |= seeds
+    scored |= starts | seeds
     options = Options(
         algo, engine, causal, window, offset, softcap, scale, enable_gqa, split_keys=split_keys,
-        score_mod=text, dropout_p=share,
+        score_mod=text, dropout_p=share, longest=longest,
     )  # fmt: skip
     given_lse = return_lse and out is not None
     lengths = q_lengths, kv_lengths
@@ -67,6 +70,19 @@ def attention(
     count = 1 + return_lse
     asked = arrays, options, count, mask, number
     return Result(*_run(ForwardCall, *asked, mode, schedule, row, device))
+
+
+def attention_varlen(
+    q, k, v, cu_seqlens_q, cu_seqlens_k=None, *, max_seqlen_q=None, max_seqlen_k=None, out=None,
+    checked=True, **options,
+):  # fmt: skip
+    """attention_varlen() as :func:`attention` here. With `checked=False` nobody looks at the
+    offsets, as where they are on a device.
+    """
+    starts, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    arrays = _packed(q, k, v, starts, longest, options.get("page_table"), checked)
+    result = attention(*arrays, out=None if out is None else heads_first(out), **options)
+    return result._replace(out=heads_first(result.out) if out is None else out)
 
 
 class Gradients(NamedTuple):
@@ -90,18 +106,40 @@ def attention_backward(
 
     New gradients are never-written memory to the kernels; `grads_out=` counts as written.
     """
+    q, starts, longest = unpacked(q)
     inputs = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
     offset, offsets = split_offset(q_offset)
     text, scored = split_scores(q, score_mod, bias, sinks, alibi_slopes)
     share, number, seeds = split_dropout(q, dropout_p, seed)
-    scored |= seeds
+    scored |= starts | seeds
     options = Options(
         algo, engine, causal, window, offset, softcap, scale, enable_gqa, deterministic,
-        score_mod=text, dropout_p=share,
+        score_mod=text, dropout_p=share, longest=longest,
     )  # fmt: skip
     arrays = backward_arrays(inputs, grads_out, q_lengths, kv_lengths, offsets) | scored
     asked = arrays, options, 3, mask, number
     return Gradients(*_run(BackwardCall, *asked, mode, schedule, row, device))
+
+
+def attention_varlen_backward(
+    dout, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k=None, *, max_seqlen_q=None,
+    max_seqlen_k=None, checked=True, **options,
+):  # fmt: skip
+    """attention_varlen_backward() as :func:`attention_varlen` here."""
+    starts, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
+    arrays = _packed(q, k, v, starts, longest, None, checked)
+    result = attention_backward(heads_first(dout), *arrays, heads_first(out), lse, **options)
+    grads = {name: heads_first(getattr(result, name)) for name in ("dq", "dk", "dv")}
+    return result._replace(**grads)
+
+
+def _packed(q, k, v, starts, longest, page_table, checked):
+    """The arrays of packed sequences; those that say where they begin unchecked, if wanted."""
+    if checked:
+        return pack_arrays(q, k, v, *starts, *longest, page_table)
+    arrays = pack_arrays(q, k, v, *map(np.zeros_like, starts), *longest, page_table)
+    arrays.q.starts.update(zip(("cu_seqlens_q", "cu_seqlens_k"), starts, strict=True))
+    return arrays
 
 
 def append_kv(

@@ -3,11 +3,13 @@
 import functools
 import gc
 import importlib
+import itertools
 import threading
 import time
 import warnings
 
 import numpy as np
+import packed_cases
 import pytest
 from cases import (
     BACKWARD_CASES,
@@ -1443,3 +1445,141 @@ def test_several_devices(cupy, algo, engine):
         assert_forward_close(out, lse, q, k, v)
         assert_forward_close(copied, None, rows.get(), k, v)
         assert not nothing.get().astype(np.float32).any()
+
+
+# ------------------------------------------------------------------------------ packed sequences
+@pytest.mark.parametrize("case", packed_cases.CASES, ids=str)
+def test_packed_case(cupy, case):
+    (*arrays, q_starts, k_starts), options = case.arguments()
+    q, k, v = (to_device(cupy, x) for x in arrays)
+    options = options_on_device(cupy, options)
+    for starts in (  # on the device, and on the host
+        [None if x is None else cupy.asarray(x) for x in (q_starts, k_starts)],
+        [q_starts, k_starts],
+    ):
+        out, lse = cuflash.attention_varlen(q, k, v, *starts, return_lse=True, **options)
+        packed_cases.assert_sequences_close(case, out.get(), lse.get())
+    given = cupy.full(out.shape, np.nan, out.dtype), cupy.full(lse.shape, np.nan, lse.dtype)
+    again = cuflash.attention_varlen(q, k, v, *starts, return_lse=True, out=given, **options)
+    assert again[0] is given[0]
+    assert same_bits(given[0], out)
+    assert same_bits(given[1], lse)
+
+
+@pytest.mark.parametrize("case", packed_cases.BACKWARD_CASES, ids=str)
+def test_packed_backward_case(cupy, case):
+    (*arrays, q_starts, k_starts), options = case.arguments()
+    dout, out, lse, dlse = case.outputs()
+    q, k, v, *others = (to_device(cupy, x) for x in (*arrays, dout, out, lse, dlse))
+    starts = cupy.asarray(q_starts), cupy.asarray(k_starts)
+    call = functools.partial(
+        cuflash.attention_varlen_backward, others[0], q, k, v, *others[1:3], *starts,
+        dlse=others[3], **options_on_device(cupy, options),
+    )  # fmt: skip
+    grads = call()
+    packed_cases.assert_gradients_close(case, [x.get() for x in grads], dout, dlse)
+    given = tuple(cupy.full(x.shape, np.nan, x.dtype) for x in grads)
+    again = call(grads_out=given)
+    assert all(a is b for a, b in zip(again, given, strict=True))
+    if options.get("deterministic", True):
+        assert all(same_bits(a, b) for a, b in zip(again, grads, strict=True))
+
+
+@EACH_KERNEL
+def test_packed_equals_the_batch(cupy, algo, engine):
+    """Bit for bit, in lengths that are not those of tiles; gradients as well."""
+    kernel, dtype, dim = wants(algo, engine)
+    for count, n, options in ((3, 333, {"causal": True}), (40, 70, {}), (2, 1500, {"window": 99})):
+        batch = [random(cupy, dtype, count, 4, n, dim, seed=i) for i in range(4)]
+        packed = [x.swapaxes(1, 2).reshape(count * n, 4, dim).copy() for x in batch]
+        starts = cupy.arange(0, count * n + 1, n)
+        out, lse = cuflash.attention(*batch[:3], return_lse=True, **options, **kernel)
+        mine = cuflash.attention_varlen(*packed[:3], starts, return_lse=True, **options, **kernel)
+        assert same_bits(mine[0], out.swapaxes(1, 2).reshape(packed[0].shape))
+        assert same_bits(mine[1], lse.swapaxes(0, 1).reshape(mine[1].shape))
+        if (algo, engine) == ("fa1", "wgmma"):
+            continue  # it has no gradients
+        grads = cuflash.attention_backward(batch[3], *batch[:3], out, lse, **options, **kernel)
+        own = cuflash.attention_varlen_backward(
+            packed[3], *packed[:3], *mine, starts, **options, **kernel
+        )
+        for a, b in zip(own, grads, strict=True):
+            assert same_bits(a, b.swapaxes(1, 2).reshape(a.shape))
+
+
+@EACH_KERNEL
+def test_packed_graph_replays_with_changed_offsets(cupy, capture, algo, engine):
+    kernel, dtype, dim = wants(algo, engine)
+    tokens = 700
+    q, k, v = (random(cupy, dtype, tokens, 4, dim, seed=i) for i in range(3))
+    out, lse = cupy.empty_like(q), cupy.empty((4, tokens), np.float32)
+    starts = cupy.asarray([0, 100, 100, 600])
+    plan = cuflash.plan(q, k, v, cu_seqlens_q=starts, causal=True, **kernel)
+    workspace = cupy.empty(plan.workspace_bytes, np.uint8)
+
+    def call():
+        cuflash.attention_varlen(
+            q, k, v, starts, causal=True, return_lse=True, out=(out, lse), workspace=workspace,
+            **kernel,
+        )  # fmt: skip
+
+    call()  # compiles
+    graph, stream = capture(call)
+    for changed in ([0, 100, 100, 600], [3, 4, 690, 700], [0, 0, 0, 0], [350, 500, 650, 651]):
+        starts[...] = cupy.asarray(changed)
+        out[...] = lse[...] = np.nan
+        cupy.cuda.Device().synchronize()
+        graph.launch(stream)
+        stream.synchronize()
+        outside = cupy.ones(tokens, bool)
+        for begin, end in itertools.pairwise(changed):
+            outside[begin:end] = False
+            if begin < end:
+                one = [x[begin:end].swapaxes(0, 1) for x in (out, q, k, v)]
+                assert_forward_close(one[0], lse[:, begin:end], *one[1:], causal=True)
+        assert not out[outside].any()
+        assert cupy.isneginf(lse[:, outside]).all()
+
+
+@EACH_KERNEL
+def test_packed_with_wrong_offsets_on_the_device(cupy, algo, engine):
+    """No access outside, for which compute-sanitizer looks, and an end."""
+    kernel, dtype, dim = wants(algo, engine)
+    q = random(cupy, dtype, 300, 4, dim)
+    for wrong in ([5, 250, 20, 290], [-7, 30, 1 << 40, 60], [60, 50, 40, 0], [0, 0, 0, 10000]):
+        starts = cupy.asarray(wrong)
+        out, lse = cuflash.attention_varlen(q, q, q, starts, return_lse=True, **kernel)
+        if (algo, engine) != ("fa1", "wgmma"):
+            cuflash.attention_varlen_backward(out, q, q, q, out, lse, starts, **kernel)
+    cupy.cuda.Device().synchronize()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_of_many_lengths(cupy, causal):
+    """As many sequences, and as long, as are trained on."""
+    lengths = np.random.default_rng(0).integers(64, 4097, 24)
+    starts = np.concatenate([[0], np.cumsum(lengths)])
+    q, k, v, dout = (random(cupy, "bfloat16", starts[-1], 4, 128, seed=i) for i in range(4))
+    out, vjp = cuflash.attention_varlen_vjp(
+        q, k, v, cupy.asarray(starts), return_lse=True, causal=causal
+    )
+    grads = vjp(dout)
+    for b in (0, 7, 23):
+        rows = slice(starts[b], starts[b + 1])
+        one = [x[rows].swapaxes(0, 1) for x in (q, k, v)]
+        own = out[0][rows].swapaxes(0, 1), out[1][:, rows]
+        assert_forward_close(*own, *one, causal=causal)
+        gradients = [x[rows].swapaxes(0, 1) for x in grads]
+        assert_backward_close(gradients, dout[rows].swapaxes(0, 1), *one, causal=causal)
+
+
+def test_packed_without_keys(cupy):
+    q, k = random(cupy, "float16", 6, 4, 64), random(cupy, "float16", 0, 4, 64)
+    sinks = cupy.arange(4, dtype=np.float32)
+    out, lse = cuflash.attention_varlen(
+        q, k, k, [1, 3, 5], [0, 0, 0], sinks=sinks, q_lengths=[2, 1], return_lse=True
+    )
+    assert not out.any()
+    expected = np.full((4, 6), -np.inf)
+    expected[:, 1:4] = np.arange(4)[:, None]
+    np.testing.assert_array_equal(lse.get(), expected)

@@ -872,3 +872,56 @@ def test_merge_launches_nothing(launch):
     with pytest.raises(ValueError, match="different places: outs on GPU 0, lses on the CPU"):
         cuflash.merge(make(2, 4, 8), np.zeros((2, 4), np.float32))
     assert launch.launched == []
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_pointers_of_packed_sequences(launch, masked):
+    """Forward with everything that has a pointer, and backward."""
+    q, k, starts = make(3, 20, 64), make(3, 20, 64), make(5, dtype=np.int32)
+    arguments = {
+        "q": q, "k": k, "v": k, "cu_seqlens_q": starts, "cu_seqlens_k": starts,
+        "kv_lengths": make(4, dtype=np.int64),
+    }  # fmt: skip
+    scored = {"bias": make(4, 3, 30, 30)}
+    mask = make(4, 1, 30, 30, dtype=np.bool_) if masked else None
+    options = OPTIONS._replace(longest=(30, 30))
+    for kind in (ForwardCall, BackwardCall):
+        launch.launched.clear()
+        given = arguments
+        if kind.backward:
+            rows = {name: make(3, 20, 64) for name in ("dout", "out")}
+            given = {**arguments, **rows, "lse": make(3, 20, dtype=np.float32)}
+        named = {
+            x: given[x] for x in (*kind.operands, "cu_seqlens_q", "cu_seqlens_k") if x in given
+        }
+        taken = Arguments(kind.operands, {**named, **scored}, mask)
+        call = find_call(kind, taken, options, H200)
+        results = run(launch, call, taken, len(call.results))
+        assert [x[0] for x in launch.launched] == [x.name for x in call.plan.kernels]
+        params = launch.launched[-1][-1]
+        assert launch.launched[0][:2] == ("sequence_starts", (2,))
+        for name, x in {**named, "capture_bias": scored["bias"]}.items():
+            assert params[name] == x.data.ptr, name
+        for (name, _), x in zip(call.results, results, strict=True):
+            assert params[name] == x.data.ptr
+        assert (params["mask"] == mask.data.ptr) if masked else not call.plan.problem.mask
+        assert params["query_starts"] != 0
+        assert params["key_starts"] - params["query_starts"] == 256
+        assert (params["next_item"] != 0) == (not kind.backward)
+        assert params["sequences"] == 4
+        assert params["longest_query"] == params["longest_key"] == 30
+        assert params["kv_lengths_entry_stride"] == 1
+        assert params["mask_entry_stride"] == masked
+        assert params["query_length"] == 20
+        assert params["head_count"] == params["heads"] == 3
+
+
+def test_results_of_packed_sequences_where_there_are_no_keys(launch, monkeypatch):
+    assert launch.inside_sequences(np.array([1, 3, 4]), None, 6, np).tolist() == [
+        -1, 0, 0, 1, -1, -1,
+    ]  # fmt: skip
+    lengths = np.array([1, 5])
+    assert launch.inside_sequences(np.array([1, 3, 4]), lengths, 6, np).tolist() == [
+        -1, 0, -1, 1, -1, -1,
+    ]  # fmt: skip
+    assert launch.inside_sequences(np.array([2]), None, 3, np).tolist() == [-1, -1, -1]

@@ -65,6 +65,7 @@ class Kernel(NamedTuple):
     capped: bool = False
     page_size: int = 0
     dropout: bool = False
+    sequences: int | None = None
 
     def __str__(self):
         text = f"{self.row}, D {self.head_dim}, {self.dtype}, {self.arch}"
@@ -72,6 +73,7 @@ class Kernel(NamedTuple):
         text += ", softcap" if self.capped else ""
         text += f", pages of {self.page_size}" if self.page_size else ""
         text += ", dropout" if self.dropout else ""
+        text += ", packed sequences" if self.sequences else ""
         return f"{text}, {self.name}" if self.name else text
 
     @property
@@ -83,6 +85,10 @@ class Kernel(NamedTuple):
         if self.page_size:
             made = dataclasses.replace(
                 made, page_size=self.page_size, page_table="int64", kv_lengths="int64"
+            )
+        if self.sequences:
+            made = dataclasses.replace(
+                made, sequences=self.sequences, longest=(4096, 4096), offsets="int64"
             )
         if not self.capped:
             return made
@@ -142,6 +148,7 @@ def every_row() -> list[Kernel]:
     # What masks and softcap add is alike from row to row: one of two rows has either.
     made = mma + masked(mma[::2]) + capped(mma[1::2]) + split(mma) + paged(mma)
     made += dropping([x for x in mma if x.row.engine == "mma"])[::5]  # wgmma's: test_dropout.py
+    made += [*packed(mma)[::6], mma[0]._replace(sequences=64, name="sequence_starts")]
     return made + simt + split(simt)[::3]
 
 
@@ -150,6 +157,13 @@ def paged(made: list[Kernel]) -> list[Kernel]:
     rows = [x for x in made if not (x.name or x.row.backward) and x.row.algo == "fa3"]
     parts = [x._replace(page_size=48) for x in split(rows) if not x.name][::3]
     return [x._replace(page_size=16) for x in rows] + parts
+
+
+def packed(made: list[Kernel]) -> list[Kernel]:
+    """Those of `made` that read rows, for packed sequences, with parts of the keys or pages too."""
+    main = [x for x in made if not x.name or "rows" in x.name]
+    rows = main + [x for x in split(main) + paged(main) if not x.name]
+    return [x._replace(sequences=64) for x in rows]
 
 
 def masked(made: list[Kernel]) -> list[Kernel]:
@@ -235,6 +249,7 @@ def whole_matrix() -> dict[str, Kernel]:
     halves = kernels("sm_90a", ["bfloat16"])
     halves = [x for x in halves if x.row.engine != "simt"]
     made += masked(halves) + capped(halves) + split(halves) + paged(halves) + dropping(halves)
+    made += packed(halves)
     made += split([x for x in kernels("sm_90a", ["float32", "float64"]) if x.row.engine == "simt"])
     names = {str(kernel): kernel for kernel in made}
     assert len(names) == len(made)  # a name tells a row

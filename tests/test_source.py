@@ -29,7 +29,7 @@ NAMES = [
     "hopper_fa1_forward.cu", "hopper_backward.cu", "hopper_backward_keys.cu",
     "hopper_backward_queries.cu", "hopper_sum_dq.cu", "hopper_sum_dq_rows.cu", "hopper_sum_dk.cu",
     "hopper_sum_dv.cu", "mask_queries.cu", "append_kv.cu", "merge_parts.cu",
-    "merge.cu",
+    "merge.cu", "sequence_starts.cu",
 ]  # fmt: skip
 kernels = pytest.mark.parametrize("name", NAMES)
 

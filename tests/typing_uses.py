@@ -100,6 +100,21 @@ def right_gradients(x: F32, h: F16, s: Stubbed, t: Tensor, flag: bool) -> None:
     assert_type(either, Array | tuple[Array, Array])
 
 
+def right_packed(x: F32, h: F16, s: Stubbed, t: Tensor, starts: NDArray[np.int32]) -> None:
+    assert_type(cuflash.attention_varlen(x, x, x, starts), F32)
+    assert_type(cuflash.attention_varlen(x, x, x, [0, 2], starts, return_lse=True), tuple[F32, Row])
+    assert_type(cuflash.attention_varlen(s, s, s, s, max_seqlen_q=9, causal=True), Stubbed)
+    assert_type(cuflash.attention_varlen(t, t, t, t, cu_seqlens_k=t), Array)
+    backward = cuflash.attention_varlen_backward
+    assert_type(backward(x, x, h, x, x, x, starts), tuple[F32, F16, F32])
+    assert_type(backward(s, s, s, s, s, s, s), tuple[Stubbed, Stubbed, Stubbed])
+    assert_type(backward(t, t, t, t, t, t, t, dlse=t), tuple[Array, Array, Array])
+    out, vjp = cuflash.attention_varlen_vjp(x, x, x, starts, causal=True)
+    assert_type(vjp(out), tuple[F32, F32, F32])
+    assert_type(cuflash.attention_varlen_vjp(t, t, t, t)[1](t), tuple[Array, Array, Array])
+    cuflash.plan(x, x, x, cu_seqlens_q=starts, max_seqlen_q=3)
+
+
 def right_options(x: F32, n: NDArray[np.int64], t: Tensor) -> None:
     algo: Algo = "fa2"
     engine: Engine = "numpy"
@@ -193,6 +208,10 @@ def wrong_options(x: F32) -> None:
     cuflash.attention_backward(x, x, x, x, x, x, engine="cuda")  # wrong: reportCallIssue
     cuflash.attention_vjp(x, x, x, engine="gpu")  # wrong: reportCallIssue
     cuflash.attention_vjp(x, x, x, out=x)  # wrong: reportCallIssue
+    cuflash.attention_varlen(x, x, x)  # wrong: reportCallIssue
+    cuflash.attention_varlen(x, x, x, [0, 1], algo="fa4")  # wrong: reportCallIssue
+    cuflash.attention_varlen(x, x, x, [0, 1], dropout=0.1)  # wrong: reportCallIssue
+    cuflash.attention_varlen_vjp(x, x, x, [0, 1], out=x)  # wrong: reportCallIssue
     cuflash.plan(x, x, x, algo="fa4")  # wrong: reportArgumentType
     cuflash.plan(x, x, x, device="H200")  # wrong: reportArgumentType
     cuflash.plan(x, x, x, return_lse=True)  # wrong: reportCallIssue

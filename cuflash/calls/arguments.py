@@ -30,7 +30,8 @@ Form: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...], "np.dtype[Any]", 
 class Options(NamedTuple):
     """What is asked for beside the arrays, as in :func:`cuflash.attention`.
 
-    A number stands for `q_offset`; an array of them is an operand.
+    A number stands for `q_offset`; an array of them is an operand. `longest` are the most queries
+    and keys of one of several sequences; None where no sequences are packed.
     """
 
     algo: Any = None
@@ -45,10 +46,28 @@ class Options(NamedTuple):
     split_keys: Any = None
     score_mod: ScoreText | None = None
     dropout_p: float = 0.0
+    longest: tuple[int | None, int | None] | None = None
 
 
 # What Options(...) does of a tuple of all its fields, in less time: it is part of every call.
 as_options: Callable[[tuple[Any, ...]], Options] = partial(tuple.__new__, Options)
+
+
+class PackedQueries(NamedTuple):
+    """Queries of several sequences, one behind another, in the place of q.
+
+    With them come the operands that say where sequences begin, and the most queries and keys of
+    one, None for as many as there are.
+    """
+
+    q: Any
+    starts: dict[str, Any]
+    longest: tuple[int | None, int | None]
+
+
+def unpacked(q: Any) -> tuple[Any, dict[str, Any], tuple[int | None, int | None] | None]:
+    """The queries themselves; if sequences are packed, where these begin and how long they are."""
+    return q if type(q) is PackedQueries else (q, {}, None)
 
 
 class Arguments:

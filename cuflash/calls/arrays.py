@@ -21,7 +21,10 @@ if TYPE_CHECKING:
     from ..typing import AnyArray, Array, CupyArray, Integers, Window
 
 OF_BATCH = ("q_lengths", "kv_lengths", "q_offset")  # integers over the batch axes
-_INTEGERS = {"q_offset": "offsets", "start": "positions", "page_table": "page numbers"}
+_INTEGERS = {
+    "q_offset": "offsets", "start": "positions", "page_table": "page numbers",
+    "cu_seqlens_q": "offsets", "cu_seqlens_k": "offsets",
+}  # fmt: skip
 _DLPACK_CPU = 1  # kDLCPU
 # Types that need no conversion, and whether they are NumPy's: CuPy's come once one was seen.
 array_types: dict[type, bool] = {np.ndarray: True}
@@ -143,9 +146,14 @@ def of_batch(
         return {}
     named = zip(OF_BATCH, (q_lengths, kv_lengths, offsets))
     made = {name: as_integers(name, x) for name, x in named if x is not None}
-    if len({x.dtype for x in made.values()}) > 1:
-        made = {name: x if x.dtype == np.int64 else _int64_copy(x) for name, x in made.items()}
-    return {name: beside(like, x) for name, x in made.items()}
+    return {name: beside(like, x) for name, x in integers_of_one_type(made).items()}
+
+
+def integers_of_one_type(arrays: dict[str, Array]) -> dict[str, Array]:
+    """The arrays themselves or, if their types differ, as int64."""
+    if len({x.dtype for x in arrays.values()}) < 2:
+        return arrays
+    return {name: x if x.dtype == np.int64 else _int64_copy(x) for name, x in arrays.items()}
 
 
 def beside(like: Array, integers: Array) -> Array:

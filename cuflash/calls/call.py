@@ -20,7 +20,7 @@ from ..operands.checks import (
     checked_integer,
 )
 from ..operands.dtypes import result_dtype
-from ..operands.layout import Layout, check_shapes, make_layout, unpaged
+from ..operands.layout import Layout, Packing, check_shapes, make_layout, unpaged
 from ..operands.spec import Spec, check_apart, clearance, conformed
 from ..planning.plan import Plan, make_plan
 from ..planning.problem import Device, make_problem
@@ -28,6 +28,7 @@ from ..scores.captured import captured_views, is_score_operand, make_score
 from ..scores.score import checked_scale
 from .arguments import Options
 from .arrays import OF_BATCH
+from .packed import sequences_of
 
 SPLIT_STEP = 16  # keys
 # Axes behind the leading ones; 2 of all others.
@@ -131,11 +132,17 @@ class Call:
         inputs = q, k, v = given["q"], given["k"], given["v"]
         table = given.get("page_table")
         self.page_size = 0
+        starts = given.get("cu_seqlens_q")
+        sequences = None if starts is None else starts.shape[0] - 1
         if table is not None:
-            check_pools(q, k, v, table, "kv_lengths" in given)
+            check_pools(q, k, v, table, "kv_lengths" in given, sequences)
             self.page_size = k.shape[-2]
-            k, v = unpaged(k, table), unpaged(v, table)
+            k, v = (unpaged(x, table, sequences is not None) for x in (k, v))
         check_shapes(q, k, v)
+        packing, longest = None, (q.shape[-2], k.shape[-2])
+        if sequences is not None:
+            packing = Packing.of(sequences, longest, options.longest or (None, None))
+            longest = packing.longest
         self.out_dtype = result_dtype(q.dtype, k.dtype, v.dtype)
         self.lse_dtype = np.dtype("float64" if self.out_dtype == np.float64 else "float32")
         offset = given.get("q_offset", options.q_offset)
@@ -148,17 +155,19 @@ class Call:
         lengths = {name: given.get(name) for name in OF_BATCH}
         mask = given.get("mask")
         gqa = bool(options.enable_gqa)
-        broadcast = {**lengths, "mask": mask, "page_table": table, "enable_gqa": gqa}
+        broadcast = {
+            **lengths, "mask": mask, "page_table": table, "enable_gqa": gqa, "packing": packing,
+        }  # fmt: skip
         specs = self._specs(given, inputs, broadcast, mask_kind, device)
         self.layout = self._layout(specs, broadcast)
         self.score, self.captured = make_score(
-            options.score_mod, options.softcap, given, self.layout.lse_shape, k.shape[-2],
+            options.score_mod, options.softcap, given, self.layout.score_shape, longest[1],
             self.scale, accumulator, band.right is not None and band.right <= 0,
         )  # fmt: skip
-        if mask and mask_kind == "blocks" and mask.shape[-2:] != (q.shape[-2], k.shape[-2]):
+        if mask and mask_kind == "blocks" and mask.shape[-2:] != longest:
             raise ValueError(
-                f"mask is a BlockMask of shape {mask.shape}: it must have {q.shape[-2]} queries "
-                f"and {k.shape[-2]} keys"
+                f"mask is a BlockMask of shape {mask.shape}: it must have {longest[0]} queries "
+                f"and {longest[1]} keys"
             )
         self.anywhere = tuple(
             name
@@ -181,6 +190,7 @@ class Call:
             deterministic=bool(options.deterministic),
             split_keys=checked_split(options.split_keys),
             dropout=self.dropout_p > 0,
+            offsets=starts.dtype.name if starts else "",
         )
         self.plan: Plan = make_plan(problem, device, options.algo, options.engine)
         self.workspace_bytes = self.plan.workspace_bytes
@@ -250,12 +260,22 @@ class Call:
             number = int(arrays["seed"].item()) if seed is None else seed
             dropout = Dropout(self.dropout_p, number)
         if mask is not None:
-            mask = head_masks(mask, self.layout, self.plan.problem.key_length)
+            layout, problem = self.layout, self.plan.problem
+            keys = problem.longest[1] if problem.is_packed else problem.key_length
+            mask = head_masks(mask, layout, keys)
         captured = captured_views(self.captured, arrays)
         return {
             "scale": self.scale, "score": self.score, "captured": captured, "mask": mask,
             "dropout": dropout,
         }  # fmt: skip
+
+    def _walk(self, walk: Callable[..., None], arrays: dict[str, Any], **options: Any) -> None:
+        """Call a function of the NumPy engine: of packed sequences once for each."""
+        if self.layout.packing is None:
+            walk(self.plan, *self._spread(arrays), **options)
+            return
+        for number, own in enumerate(sequences_of(arrays, bool(self.page_size))):
+            walk(self.plan, *self._spread(own), **options, sequence=number)
 
     def _spread(self, arrays: dict[str, Any]) -> list[Any]:
         """Views of the operands, broadcast to the problem's leading axes by stride 0."""
@@ -267,7 +287,9 @@ class Call:
                 tail = len(x.shape) - _TRAILING.get(name, 2)
                 leading = self.layout.leading
                 if self.page_size and name in ("k", "v"):  # pages stand where batch entries do
-                    leading, steps[0] = (len(x), *leading[1:]), x.strides[0]
+                    others = 0 if self.layout.packing else 1
+                    leading = (len(x), *leading[others:])
+                    steps = [x.strides[0], *steps[others:]]
                 shape, strides = leading + x.shape[tail:], (*steps, *x.strides[tail:])
                 x = np.lib.stride_tricks.as_strided(x, shape, strides)
             views.append(x)
@@ -304,14 +326,17 @@ class ForwardCall(Call):
     def run_host(self, arrays: dict[str, Any], mask: Any, seed: int | None) -> None:
         """Run on NumPy arrays that are ready to be read and written."""
         options = self._host_options(arrays, mask, seed)
-        q, k, v, *others = self._spread(arrays)
+        if self.layout.packing is not None:  # tokens of no sequence
+            for (name, _), value in zip(self.results, self.empty_values):
+                if name in arrays:
+                    arrays[name][...] = value
         if self.page_size:
             table, lengths = arrays["page_table"], arrays["kv_lengths"]
             length = self.plan.problem.key_length
             valid = np.clip(np.broadcast_to(lengths, len(table)), 0, length)
             check_page_numbers(table, map(range, valid), len(arrays["k"]), self.page_size)
             options["page_table"] = table
-        walks.forward(self.plan, q, k, v, *others, **options)
+        self._walk(walks.forward, arrays, **options)
 
 
 class BackwardCall(Call):
@@ -355,4 +380,4 @@ class BackwardCall(Call):
         """Run on NumPy arrays that are ready to be read and written."""
         for name, _ in self.results:
             arrays[name][...] = 0
-        walks.backward(self.plan, *self._spread(arrays), **self._host_options(arrays, mask, seed))
+        self._walk(walks.backward, arrays, **self._host_options(arrays, mask, seed))

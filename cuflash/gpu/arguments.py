@@ -79,6 +79,11 @@ def pack(
         names = "pages", "k_page_stride", "v_page_stride", "page_table_stride"
         for name, value in zip(names, layout.pages):
             params[name] = value
+    if layout.packing is not None:
+        params["sequences"] = layout.packing.sequences
+        params["longest_query"], params["longest_key"] = layout.packing.longest
+        for name, step in layout.entry_strides.items():
+            params[f"{name}_entry_stride"] = step
     if problem.mask == "elements":
         assert layout.mask is not None
         _pack_elements(params, problem, layout.mask)
@@ -101,7 +106,8 @@ def pack(
 def _pack_elements(params: NDArray[Any], problem: Problem, mask: MaskLayout) -> None:
     """Where the elements of a bool array lie; backward reads its transpose."""
     turned = -1 if problem.backward else 1
-    sizes = (problem.query_length, problem.key_length)[::turned]
+    extents = problem.longest if problem.is_packed else (problem.query_length, problem.key_length)
+    sizes = extents[::turned]
     params["mask_height"], params["mask_width"] = sizes
     params["mask_row_stride"], params["mask_column_stride"] = mask.strides[::turned]
     params["list_axes"] = len(mask.axes)

@@ -250,6 +250,9 @@ def run(call: Call, arguments: Arguments, count: int) -> list[Any]:
 
 def _fill_sinks(call: Call, arrays: dict[str, Any], lse: Any) -> None:
     """Write the log-sum-exp of queries without any key: their sink's score."""
+    if call.layout.packing is not None:
+        _fill_packed_sinks(arrays, lse)
+        return
     sinks = cupy.broadcast_to(arrays["sinks"], lse.shape[:-1])[..., None]
     lengths = arrays.get("q_lengths")
     if lengths is None:
@@ -257,6 +260,29 @@ def _fill_sinks(call: Call, arrays: dict[str, Any], lse: Any) -> None:
         return
     lengths = cupy.broadcast_to(lengths, lse.shape[:-2])[..., None, None]
     lse[...] = cupy.where(cupy.arange(lse.shape[-1]) < lengths, sinks, -cupy.inf)
+
+
+def _fill_packed_sinks(arrays: dict[str, Any], lse: Any) -> None:
+    """The same of packed sequences: lse has shape (H, tokens)."""
+    lengths = arrays.get("q_lengths")
+    entries = inside_sequences(arrays["cu_seqlens_q"], lengths, lse.shape[-1], cupy)
+    count = max(1, len(arrays["cu_seqlens_q"]) - 1)
+    sinks = cupy.broadcast_to(arrays["sinks"], (count, lse.shape[0]))[entries].T
+    lse[...] = cupy.where(entries >= 0, sinks, -cupy.inf)
+
+
+def inside_sequences(starts: Any, lengths: Any, tokens: int, module: Any) -> Any:
+    """The sequence of each token, -1 for none or where it is beyond its sequence's valid length.
+
+    `module` is that of the arrays: CuPy or NumPy.
+    """
+    rows = module.arange(tokens)
+    entries = module.searchsorted(starts, rows, side="right") - 1
+    inside = (entries >= 0) & (entries < len(starts) - 1)
+    if lengths is not None and len(starts) > 1:
+        valid = module.broadcast_to(lengths, (len(starts) - 1,))[entries % (len(starts) - 1)]
+        inside &= rows - starts[entries] < valid
+    return module.where(inside, entries, -1)
 
 
 def _launch_with_copies(

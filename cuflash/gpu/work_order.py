@@ -29,13 +29,14 @@ def work_order(plan: Plan) -> NDArray[np.int32] | None:
     out blocks. The last round holds the list's length everywhere: it stands for no item.
 
     None in backward, whose blocks take tickets; where keys are split, for which the kernel has an
-    order of its own; and where no order is needed, so that block b takes the items b, b + blocks
+    order of its own; of packed sequences, whose blocks take the next item that is left; and where
+    no order is needed, so that block b takes the items b, b + blocks
     and so on: if all items are equally long, if only a mask on the device says how long they are,
     or if they are so many that their order does not matter.
     """
     p, blocks = plan.problem, plan.grid
     count = p.head_count // plan.tile.group(p) * plan.query_tiles
-    if not plan.tile.persists or p.backward or plan.tile.span or count > MOST_ITEMS:
+    if not plan.tile.persists or p.backward or plan.tile.span or p.is_packed or count > MOST_ITEMS:
         return None
     if p.mask and p.band.is_open:
         return None

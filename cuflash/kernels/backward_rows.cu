@@ -53,11 +53,15 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
     backward_rows(const __grid_constant__ Params p) {
     constexpr int LANES = lanes_of_row(), AT_ONCE = SIDE_THREADS / LANES;
     constexpr int BATCH = BLOCK_Q > 2 * AT_ONCE ? 4 : 2;  // rows that a thread loads at a time
-    const int tile = blockIdx.x % p.query_tiles;
-    const Head head = locate_head(p, blockIdx.x / p.query_tiles);
-    const Element* const out = p.out + locate(p, head.index, p.out_axis_stride);
-    const Element* const dout = p.dout + locate(p, head.index, p.dout_axis_stride);
-    const Accumulator* const lse = p.lse + locate(p, head.index, p.lse_axis_stride);
+    const RegionTile place = query_tile_at<BLOCK_Q>(p, blockIdx.x % p.query_tiles, p.query_tiles);
+    const int tile = place.tile;
+    const Head head = locate_head(p, blockIdx.x / p.query_tiles, place.region);
+    const i64 origin = query_origin(head);
+    const Element* const out = p.out + locate_queries(p, head, p.out_axis_stride, p.out_row_stride);
+    const Element* const dout =
+        p.dout + locate_queries(p, head, p.dout_axis_stride, p.dout_row_stride);
+    const Accumulator* const lse =
+        p.lse + locate_queries(p, head, p.lse_axis_stride, p.lse_row_stride);
     Accumulator* const log2_sums = p.row_stats + i64(blockIdx.x) * ROW_STATS;
     Accumulator* const deltas = log2_sums + BLOCK_Q;
 
@@ -71,7 +75,9 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
     if (blockIdx.x == 0 && int(threadIdx.x) < TICKETS) p.tickets[threadIdx.x] = 0;
     if (LOCATES_HEADS && tile == 0 && threadIdx.x % 32 == 0)
         for (int part = threadIdx.x / 32; part < GradientHead::PARTS; part += SIDE_THREADS / 32)
-            reinterpret_cast<GradientHead*>(p.located)[head.index].find(p, head.index, part);
+            reinterpret_cast<GradientHead*>(p.located)[region_head(p, place.region, head.index)]
+                .find(p, head.index, part, place.region);
+    if (!place.exists()) return;
 
     bool weightless = false, nonfinite = false;
 #pragma unroll 1
@@ -93,8 +99,9 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
         for (int i = 0; i < BATCH; ++i) {
             const int row = first + i * AT_ONCE;
             const i64 q = tile * BLOCK_Q + row;
-            const bool in_memory = row < BLOCK_Q && q < p.query_length;
-            const bool valid = in_memory && q < head.query_length;
+            // Rows behind a sequence are others', which come with its last tile.
+            const bool in_memory = row < BLOCK_Q && origin + q < p.query_length;
+            const bool valid = row < BLOCK_Q && q < head.query_length;
             const bool empty = log_sum[i] == -infinity<Accumulator>();
             weightless |= valid && empty;
             const Accumulator product = row_sum<LANES>(empty ? Accumulator(0) : delta[i]);
@@ -115,9 +122,10 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
             deltas[row] = delta_of_kept(
                 p,
                 product -
-                    (has_dlse
-                         ? p.dlse[locate(p, head.index, p.dlse_axis_stride) + q * p.dlse_row_stride]
-                         : Accumulator(0)));
+                    (has_dlse ? p.dlse[locate_queries(p, head, p.dlse_axis_stride,
+                                                      p.dlse_row_stride) +
+                                       q * p.dlse_row_stride]
+                              : Accumulator(0)));
         }
     }
 

@@ -1,6 +1,6 @@
 // FlashAttention-1 forward (Dao et al. 2022, Algorithms 1 and 2), in its own loop order.
 //
-// Grid: one block per head, B * H in all. The block walks over the key tiles; for each, its warps
+// Grid: one block per head, B * H in all, of packed sequences per region of a head. The block walks over the key tiles; for each, its warps
 // walk over slabs of WARP_ROWS queries. O, l and m of a slab live in global memory from one key tile
 // to the next. That traffic, and a grid that cannot fill a GPU when B * H is small, is what
 // FlashAttention-2 later removed. So the key tile is as large as shared memory holds.
@@ -47,8 +47,10 @@ struct State {
     Accumulator *output, *sum, *maximum;
     int rows;
 
-    __device__ __forceinline__ State(const Params& p, const Head& head) : rows(p.query_length) {
-        const i64 row = i64(head.index) * rows, all_rows = i64(p.head_count) * rows;
+    __device__ __forceinline__ State(const Params& p, const Head& head)
+        : rows(query_extent(p, head)) {
+        const i64 all_rows = i64(p.head_count) * p.query_length;
+        const i64 row = i64(head.index) * p.query_length + query_origin(head);
         output = p.state + row * HEAD_DIM_V;
         sum = p.state + all_rows * HEAD_DIM_V + row;
         maximum = sum + all_rows;
@@ -125,7 +127,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     Tile::Shared* const exchange =
         reinterpret_cast<Tile::Shared*>(smem + shared_at::exchange) + warp * Tile::EXCHANGE;
 
-    const Head head = locate_head(p, blockIdx.x);
+    const HeadBlock block(p, blockIdx.x);
+    const Head head = locate_head(p, block.head, block.region);
     const State state(p, head);
     const Accumulator multiplier = score_multiplier(p);
     Tile tile(lane, exchange);
@@ -200,8 +203,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 }
             }
             if (is_last)
-                store_rows(O_regs, softmax, tile, p, head, slab.q_begin,
-                           locate_output(p, head.index));
+                store_rows(O_regs, softmax, tile, p, head, slab.q_begin, locate_output(p, head));
             else
                 state.store(O_regs, softmax, tile, slab.q_begin);
             __syncwarp();  // the next load overwrites this slab's queries
@@ -210,10 +212,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
 
     // Slabs that no key tile visited.
-    for (int index = warp; index * Tile::WARP_ROWS < p.query_length; index += WARPS) {
+    for (int index = warp; index * Tile::WARP_ROWS < query_extent(p, head); index += WARPS) {
         const Slab slab(p, head, index);
         if (slab.steps.count() > 0) continue;
         const Accumulator nothing[Tile::ROWS][Tile::VALUE_COLUMNS] = {};
-        store_rows(nothing, Softmax(), tile, p, head, slab.q_begin, locate_output(p, head.index));
+        store_rows(nothing, Softmax(), tile, p, head, slab.q_begin, locate_output(p, head));
     }
 }

@@ -22,8 +22,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
     // Key tiles with the lowest index, which a causal mask leaves most queries, start first.
     const Work work(p, index, p.key_tiles);
-    const Head head = locate_head(p, work.head);
-    const int key_tile = row_at(p, head, work.tile, work.tile);
+    const RegionTile place = key_tile_at<BLOCK_K>(p, work.tile, p.key_tiles);
+    if (!place.exists()) return;
+    const Head head = locate_head(p, work.head, place.region);
+    const int key_tile = row_at(p, head, place.tile, place.tile);
     Gradients gradients = {};
     // Blocks that may add in any order start at different tiles of dQ and seldom meet.
     visit_queries(gradients, smem, p, head, key_tile, ORDERED ? 0 : 5 * key_tile + head.index);

@@ -95,11 +95,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const Work work(p, blockIdx.x, p.query_tiles * (SPLIT ? p.parts : 1), GROUP);
     const int part = SPLIT ? work.tile / p.query_tiles : 0;
     const int tile_index = SPLIT ? work.tile % p.query_tiles : work.tile;
-    const int query_tiles = p.query_tiles / GROUP_TILES, order = tile_index / GROUP_TILES;
-    Head head = locate_head(p, work.head * GROUP + tile_index % GROUP_TILES * PACKED);
+    const RegionTile place =
+        query_tile_at<BLOCK_Q, PACKED>(p, tile_index / GROUP_TILES, p.query_tiles / GROUP_TILES);
+    if (!place.exists()) return;
+    Head head = locate_head(p, work.head * GROUP + tile_index % GROUP_TILES * PACKED, place.region);
     take_part(p, head, part);
     // The last queries see most, and so start first.
-    const int query_tile = row_at(p, head, order, query_tiles - 1 - order);
+    const int query_tile = row_at(p, head, place.tile, place.tiles - 1 - place.tile);
     const int first_row = warp * Tile::WARP_ROWS;
     const int block_row = query_tile * BLOCK_Q, row_begin = block_row + first_row;
     if (!has_work(p, head, block_row, block_row + BLOCK_Q)) return;
@@ -184,5 +186,5 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                                           visit.tile * BLOCK_K, TileBits(p, visit, first_row));
         }
     }
-    store_rows(O_regs, softmax, tile, p, head, row_begin, locate_output(p, head.index, part));
+    store_rows(O_regs, softmax, tile, p, head, row_begin, locate_output(p, head, part));
 }

@@ -175,8 +175,9 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
     const int first_step = threadIdx.x / 32 % WARP_SPLIT * STEP_Q;
     const int k_block = key_tile * BLOCK_K, k_begin = k_block + warp_row;
     const QueryTiles<BLOCK_Q> tiles(p, head, key_tile, BLOCK_K, rotation);
-    const Element* const dout = p.dout + locate(p, head.index, p.dout_axis_stride);
-    const i64 first_tile = i64(head.index) * p.query_tiles;
+    const Element* const dout =
+        p.dout + locate_queries(p, head, p.dout_axis_stride, p.dout_row_stride);
+    const i64 first_tile = query_tiles_at<BLOCK_Q>(p, head);
     Shared* const dS_slab = dS_smem + warp_row * S_PITCH;
     KeyTile keys(threadIdx.x % 32, dS_slab);
     ValueTile values(threadIdx.x % 32, dS_slab);
@@ -339,17 +340,18 @@ __device__ __forceinline__ void store_gradients(Element* rows, i64 row_stride, i
 __device__ __forceinline__ void store_key_gradients(const Gradients& gradients, const Params& p,
                                                     const Head& head, int key_tile) {
     const int k_begin = key_tile * BLOCK_K + first_row_of_warp();
-    const i64 tile = i64(head.index) * p.key_tiles + key_tile;
+    const i64 tile = key_tiles_at<BLOCK_K>(p, head) + key_tile;
     if (p.dk_sum != nullptr)
         store_units<THREADS>(p.dk_sum + tile * KEY_SUMS, gradients.dK_regs);
     else
-        store_gradients<HEAD_DIM>(p.dk + locate(p, head.index, p.dk_axis_stride), p.dk_row_stride,
-                                  p.key_length, gradients.dK_regs,
+        store_gradients<HEAD_DIM>(p.dk + locate_keys(p, head, p.dk_axis_stride, p.dk_row_stride),
+                                  p.dk_row_stride, key_extent(p, head), gradients.dK_regs,
                                   KeyTile(threadIdx.x % 32, nullptr), k_begin, p.scale);
     if (p.dv_sum != nullptr)
         store_units<THREADS>(p.dv_sum + tile * VALUE_SUMS, gradients.dV_regs);
     else
-        store_gradients<HEAD_DIM_V>(p.dv + locate(p, head.index, p.dv_axis_stride), p.dv_row_stride,
-                                    p.key_length, gradients.dV_regs,
-                                    ValueTile(threadIdx.x % 32, nullptr), k_begin, Accumulator(1));
+        store_gradients<HEAD_DIM_V>(p.dv + locate_keys(p, head, p.dv_axis_stride, p.dv_row_stride),
+                                    p.dv_row_stride, key_extent(p, head), gradients.dV_regs,
+                                    ValueTile(threadIdx.x % 32, nullptr), k_begin,
+                                    Accumulator(1));
 }

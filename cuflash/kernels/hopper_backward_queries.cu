@@ -74,7 +74,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const QueryItem& item = reader.next();
         if (!item.exists) break;
         const int count = item.count(), q_begin = item.q_begin + consumer * SLAB;
-        const u32* const nonfinite = p.nonfinite_keys + i64(item.located.head.index) * p.key_tiles;
+        const Head& head = item.located.head;
+        const u32* const nonfinite = p.nonfinite_keys + key_tiles_at<BLOCK_K>(p, head);
         const QueryStats stats(p, item.located.head, tile, q_begin);
         clear_rows(dQ);
         if (count > 0) {
@@ -139,14 +140,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (count > 0 && speaks) barriers.Q_empty.arrive();
         wait_products<0>(dQ);
         release_keys(step.slot() ^ 1);
+        const i64 first_tile = query_tiles_at<STATS_Q>(p, head);
         if (p.dq_sum != nullptr)
-            store_sum_rows(
-                p.dq_sum +
-                    (i64(item.located.head.index) * p.query_tiles * STATS_Q + q_begin) * HEAD_WIDTH,
-                dQ, p.query_length - q_begin);
+            store_sum_rows(p.dq_sum + (first_tile * STATS_Q + q_begin) * HEAD_WIDTH, dQ,
+                           query_extent(p, head) - q_begin);
         else
-            store_gradient_rows<HEAD_DIM>(item.located.dq, p.dq_row_stride, p.query_length, dQ,
-                                          q_begin, p.scale);
+            store_gradient_rows<HEAD_DIM>(item.located.dq, p.dq_row_stride, query_extent(p, head),
+                                          dQ, q_begin, p.scale);
         __syncwarp();  // all lanes have read the item
         if (speaks) reader.release(item);
     }

@@ -72,13 +72,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     hopper_fa1_forward(const __grid_constant__ Params p, const __grid_constant__ Tables tables) {
     extern __shared__ __align__(1024) unsigned char bytes[];
     SharedMemory& smem = *reinterpret_cast<SharedMemory*>(bytes);
+    const HeadBlock block(p, blockIdx.x);
     Barriers& barriers = smem.barriers;
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
     if (threadIdx.x == 0) {
         barriers.init();
         smem.pairs.init(ITEM_READERS);
         publish_barriers();
-        smem.located.locate(p, blockIdx.x);
+        smem.located.locate(p, block.head, 0, block.region);
         prefetch(&tables.q), prefetch(&tables.k), prefetch(&tables.v);
     }
     __syncthreads();  // the barriers and the located head are there for all
@@ -100,8 +101,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const u64 V = Tile::Values::descriptor(shared_address(smem.V));
     const Accumulator multiplier = score_multiplier(p);
     const HeadOutput& output = smem.located.output;
-    const Head head = locate_head(p, blockIdx.x);
-    const State state(p, blockIdx.x);
+    const Head head = locate_head(p, block.head, block.region);
+    const Head& stored = VARLEN ? smem.located.head : head;  // how many rows it has: rarely needed
+    const State state(p, head);
     const Turns turns(consumer);
 
     Softmax softmax;
@@ -161,7 +163,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             State::load(O_regs, slab);
         }
         if (pair.is_last())
-            store_rows(O_regs, softmax, tile, p, head, q_begin, output);
+            store_rows(O_regs, softmax, tile, p, stored, q_begin, output);
         else
             State::store(O_regs, slab);
         nonfinite = false;
@@ -236,8 +238,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     turns.end();
 
     // Query tiles that see no key.
+    const int tiles = VARLEN ? divide_up(query_extent(p, head), BLOCK_Q) : p.query_tiles;
 #pragma unroll 1
-    for (int i = 0; i < p.query_tiles; ++i) {
+    for (int i = 0; i < tiles; ++i) {
         if (KeyTiles<STEP_K>(p, head, i, BLOCK_Q).count() > 0) continue;
         clear_rows(O_regs);
         store_rows(O_regs, Softmax(), tile, p, head, i * BLOCK_Q + consumer * SLAB, output);

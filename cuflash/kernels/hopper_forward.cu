@@ -238,6 +238,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (keys.count() + passed_by > 0) {
             barriers.Q_full[consumer].wait(parity);
             parity ^= 1;
+            if (VARLEN) clear_foreign_rows(smem, p, *item, consumer);
         }
         pass_by(part.before);
         if (keys.count() > 0) {

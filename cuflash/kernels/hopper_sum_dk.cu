@@ -4,6 +4,7 @@
 
 extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
     hopper_sum_dk(const __grid_constant__ Params p) {
-    sum_rows<BLOCK_K, HEAD_DIM, padded(HEAD_DIM)>(p.dk, p.dk_row_stride, p.dk_axis_stride, p.dk_sum,
-                                                  p.scale, p, p.key_tiles, p.key_length);
+    sum_rows<BLOCK_K, HEAD_DIM, padded(HEAD_DIM)>(
+        p.dk, p.dk_row_stride, p.dk_axis_stride, p.dk_sum, p.scale, p, p.key_tiles,
+        key_tile_at<BLOCK_K>(p, blockIdx.x % p.key_tiles, p.key_tiles));
 }

@@ -39,6 +39,8 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
     extern __shared__ __align__(16) unsigned char bytes[];
     TurnedTile& turned = *reinterpret_cast<TurnedTile*>(bytes);
     const int tile = blockIdx.x % p.query_tiles, consumer = threadIdx.x / WARPGROUP;
+    const RegionTile place = query_tile_at<BLOCK_Q>(p, tile, p.query_tiles);
+    if (!place.exists()) return;
     const SharedRows heads(p, p.dq_axis_stride, blockIdx.x / p.query_tiles);
     float sums[2][DQ_QUERIES / 4] = {};
     for (int i = 0; i < heads.count; ++i) {
@@ -53,11 +55,11 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
     with_part(consumer, [&](auto) { turn(turned, sums, consumer, p.scale); });
     __syncthreads();  // the whole tile is stored
     constexpr int UNITS = round_up(HEAD_DIM, CHUNK<Element>) / CHUNK<Element>;  // of a row
-    Element* const rows = p.dq + heads.offset;
+    Element* const rows = p.dq + heads.offset + place.origin * p.dq_row_stride;
 #pragma unroll
     for (int i = threadIdx.x; i < BLOCK_Q * UNITS; i += SIDE_THREADS) {
-        const int row = tile * BLOCK_Q + i / UNITS, column = i % UNITS * CHUNK<Element>;
-        if (row < p.query_length)
+        const int row = place.tile * BLOCK_Q + i / UNITS, column = i % UNITS * CHUNK<Element>;
+        if (row < place.extent)
             *reinterpret_cast<Vector<Element>*>(rows + row * p.dq_row_stride + column) =
                 *reinterpret_cast<const Vector<Element>*>(&turned.rows[i / UNITS][column]);
     }

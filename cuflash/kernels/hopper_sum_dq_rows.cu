@@ -4,6 +4,7 @@
 
 extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
     hopper_sum_dq_rows(const __grid_constant__ Params p) {
-    sum_rows<BLOCK_Q, HEAD_DIM, padded(HEAD_DIM)>(p.dq, p.dq_row_stride, p.dq_axis_stride, p.dq_sum,
-                                                  p.scale, p, p.query_tiles, p.query_length);
+    sum_rows<BLOCK_Q, HEAD_DIM, padded(HEAD_DIM)>(
+        p.dq, p.dq_row_stride, p.dq_axis_stride, p.dq_sum, p.scale, p, p.query_tiles,
+        query_tile_at<BLOCK_Q>(p, blockIdx.x % p.query_tiles, p.query_tiles));
 }

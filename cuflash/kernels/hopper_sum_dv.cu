@@ -4,6 +4,7 @@
 
 extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
     hopper_sum_dv(const __grid_constant__ Params p) {
-    sum_rows<BLOCK_K, HEAD_DIM_V, padded(HEAD_DIM_V)>(p.dv, p.dv_row_stride, p.dv_axis_stride,
-                                                      p.dv_sum, 1.0f, p, p.key_tiles, p.key_length);
+    sum_rows<BLOCK_K, HEAD_DIM_V, padded(HEAD_DIM_V)>(
+        p.dv, p.dv_row_stride, p.dv_axis_stride, p.dv_sum, 1.0f, p, p.key_tiles,
+        key_tile_at<BLOCK_K>(p, blockIdx.x % p.key_tiles, p.key_tiles));
 }

@@ -21,8 +21,9 @@ constexpr int AT_A_TIME = COLUMNS <= 4 ? 8 : COLUMNS <= 8 ? 4 : 2;
 
 // The parts that a row's tile of queries has left.
 __device__ __forceinline__ PartRange parts_of_row(const Params& p, const Head& head, int q) {
-    const int row = q * PACKED + head.index % GROUP % PACKED + p.query_lead;
-    const int begin = row / BLOCK_Q * BLOCK_Q - p.query_lead;
+    const int lead = query_lead(p, head);
+    const int row = q * PACKED + head.index % GROUP % PACKED + lead;
+    const int begin = row / BLOCK_Q * BLOCK_Q - lead;
     return PartRange(p, head, begin, begin + BLOCK_Q);
 }
 
@@ -31,13 +32,15 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
     bring_params<MERGE_WARPS>(p);
     const i64 rows = i64(p.head_count) * p.query_length;
     const u32 row = blockIdx.x * MERGE_WARPS + threadIdx.x / 32;
-    const int lane = threadIdx.x % 32, q = row % p.query_length;
-    const Head head = locate_head(p, row / p.query_length);
+    const int lane = threadIdx.x % 32, own_row = row % p.query_length;
+    const Head head = locate_head(p, row / p.query_length, query_region(p, own_row));
+    const int q = own_row - query_origin(head);
     const PartRange parts = parts_of_row(p, head, q);
-    Element* const out = p.out + locate(p, head.index, p.out_axis_stride) + q * p.out_row_stride;
-    Accumulator* const lse =
-        p.lse == nullptr ? nullptr
-                         : p.lse + locate(p, head.index, p.lse_axis_stride) + q * p.lse_row_stride;
+    Element* const out =
+        p.out + locate(p, head.index, p.out_axis_stride) + own_row * p.out_row_stride;
+    Accumulator* const lse = p.lse == nullptr ? nullptr
+                                              : p.lse + locate(p, head.index, p.lse_axis_stride) +
+                                                    own_row * p.lse_row_stride;
     await_kernel_before();
     if (row >= rows) return;
     const auto sums_of = [&](int part) {

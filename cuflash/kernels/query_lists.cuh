@@ -21,14 +21,22 @@ struct QueryEntry {
     }
 };
 
+// How many tiles of queries a mask has, with VARLEN: fewer than some sequences may have.
+template <typename P>
+__device__ __forceinline__ int query_lists_of(const P& p) {
+    if constexpr (MASKED) return divide_up(p.mask_columns, COLUMNS_OF_LIST);
+    return 0;
+}
+
 // The list of the `row`-th of so many tiles of queries. P is Params, a template's because it has
 // these lists only where MASKED.
 template <typename P>
 __device__ __forceinline__ TileList query_list(const P& p, const Head& head, int row, int rows) {
     TileList found;
     if constexpr (MASKED) {
-        const int2 range = p.mask_query_ranges[i64(head.list) * rows + row];
         found.entries = p.mask_query_entries;
+        if (VARLEN && row >= rows) return found;
+        const int2 range = p.mask_query_ranges[i64(head.list) * rows + row];
         found.begin = range.x, found.end = range.y;
     }
     return found;

@@ -6,12 +6,15 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS) sum_dk(const __grid_constant__ Params p) {
     const int tile_index = blockIdx.x % p.key_tiles;
+    const RegionTile place = key_tile_at<BLOCK_K>(p, tile_index, p.key_tiles);
+    if (!place.exists()) return;
     const SharedRows heads(p, p.dk_axis_stride, blockIdx.x / p.key_tiles);
     const KeyTile tile(threadIdx.x % 32, nullptr);
     Accumulator sum[ROWS][KeyTile::VALUE_COLUMNS] = {};
     for (int i = 0; i < heads.count; ++i)
         add_stored_units<THREADS>(sum,
                                   p.dk_sum + (i64(heads[i]) * p.key_tiles + tile_index) * KEY_SUMS);
-    store_gradients<HEAD_DIM>(p.dk + heads.offset, p.dk_row_stride, p.key_length, sum, tile,
-                              tile_index * BLOCK_K + first_row_of_warp(), p.scale);
+    store_gradients<HEAD_DIM>(p.dk + heads.offset + place.origin * p.dk_row_stride, p.dk_row_stride,
+                              place.extent, sum, tile, place.tile * BLOCK_K + first_row_of_warp(),
+                              p.scale);
 }

@@ -68,12 +68,18 @@ class ElementsOfHead:
 
 
 def head_masks(mask: BlockMask | Bools, layout: Layout, key_length: int) -> HeadMask:
-    """The function from the place of a head in the leading axes to what `mask` shows of it."""
+    """The function from the place of a head in the leading axes to what `mask` shows of it.
+
+    Ahead of these comes the number of the sequence, where several are packed.
+    """
     if isinstance(mask, BlockMask):
         blocks, steps = mask, layout.strides["mask"]
+        if layout.packing is not None:
+            steps = (layout.entry_strides["mask"], *steps)
         return lambda index: BlocksOfHead(blocks, sum(i * s for i, s in zip(index, steps)))
-    shape = (*layout.lse_shape, key_length)
-    views = np.broadcast_to(mask, shape).reshape(layout.leading + shape[-2:])
+    shape = (*layout.score_shape, key_length)
+    batch = () if layout.packing is None else shape[:1]
+    views = np.broadcast_to(mask, shape).reshape(batch + layout.leading + shape[-2:])
     return lambda index: ElementsOfHead(views[index])
 
 

@@ -64,6 +64,7 @@ def forward(
     mask: HeadMask | None = None,
     dropout: Dropout | None = None,
     page_table: Integers | None = None,
+    sequence: int | None = None,
 ) -> None:
     """Write attention of `q`, `k` and `v` into `out`, and its log-sum-exp into `lse`.
 
@@ -91,14 +92,18 @@ def forward(
         Which weights are dropped.
     page_table : ndarray of int, shape (leading[0], pages), optional
         Then `k` and `v` have pages of keys: their first axis is that of the pool.
+    sequence : int, optional
+        The number of the one sequence that the arrays are of, where the plan's are packed: then
+        lengths and shifts have one number for all heads, and `mask` is asked for it, too.
     """
     problem = plan.problem
     walk = {"fa1": _walk_fa1, "fa2": _walk_fa2}[plan.algo]
     # NaN and infinity are data here, and exp(-inf) = 0 is how a mask hides a key.
     with np.errstate(all="ignore"):
         for number, index in enumerate(np.ndindex(problem.leading)):
-            rows = _clamped(q_lengths, index, problem.query_length)
-            keys = _clamped(kv_lengths, index, problem.key_length)
+            rows = _clamped(q_lengths, index, q.shape[-2])
+            length = k.shape[-2] if page_table is None else problem.key_length
+            keys = _clamped(kv_lengths, index, length)
             out[index][rows:] = 0
             if lse is not None:
                 lse[index][rows:] = -np.inf
@@ -109,14 +114,14 @@ def forward(
                     plan,
                     (
                         q[index][:rows],
-                        _rows(plan, k, index, keys, page_table),
-                        _rows(plan, v, index, keys, page_table),
+                        _rows(plan, k, index, keys, page_table, sequence),
+                        _rows(plan, v, index, keys, page_table, sequence),
                     ),
                     scale=scale,
                     score=score,
                     captured=captured,
-                    mask=mask and mask(index),
-                    place=divmod(number, problem.heads),
+                    mask=mask and mask(_with(sequence, index)),
+                    place=_place(sequence, number, problem.heads),
                     dropout=dropout,
                     shift=_shift(q_offset, index),
                 ),
@@ -146,6 +151,7 @@ def backward(
     captured: Mapping[str, NDArray[Any]] = {},
     mask: HeadMask | None = None,
     dropout: Dropout | None = None,
+    sequence: int | None = None,
 ) -> None:
     """Add the gradients of `q`, `k` and `v` to `dq`, `dk` and `dv`.
 
@@ -162,15 +168,15 @@ def backward(
     dq, dk, dv : ndarray, shapes of `q`, `k` and `v`
         In the type of the sums, and zero. Heads may share memory (a stride of 0), where their
         gradients are summed in the order of the heads.
-    q_lengths, kv_lengths, q_offset, scale, score, captured, mask, dropout
+    q_lengths, kv_lengths, q_offset, scale, score, captured, mask, dropout, sequence
         As :func:`forward` had them.
     """
     problem = plan.problem
     walk = {"fa1": _walk_back_fa1, "fa2": _walk_back_fa2}[plan.algo]
     with np.errstate(all="ignore"):
         for number, index in enumerate(np.ndindex(problem.leading)):
-            rows = _clamped(q_lengths, index, problem.query_length)
-            keys = _clamped(kv_lengths, index, problem.key_length)
+            rows = _clamped(q_lengths, index, q.shape[-2])
+            keys = _clamped(kv_lengths, index, k.shape[-2])
             if rows == 0 or keys == 0:
                 continue
             head = Head.load(
@@ -179,8 +185,8 @@ def backward(
                 scale=scale,
                 score=score,
                 captured=captured,
-                mask=mask and mask(index),
-                place=divmod(number, problem.heads),
+                mask=mask and mask(_with(sequence, index)),
+                place=_place(sequence, number, problem.heads),
                 dropout=dropout,
                 shift=_shift(q_offset, index),
             )
@@ -198,15 +204,28 @@ def _clamped(lengths: Integers | None, index: tuple[int, ...], length: int) -> i
     return length if lengths is None else min(max(int(lengths[index]), 0), length)
 
 
+def _with(sequence: int | None, index: tuple[int, ...]) -> tuple[int, ...]:
+    """The place of a head, behind the number of its sequence where several are packed."""
+    return index if sequence is None else (sequence, *index)
+
+
+def _place(sequence: int | None, number: int, heads: int) -> tuple[int, int]:
+    """Batch entry and head of the head with that number."""
+    entry, head = divmod(number, heads)
+    return entry if sequence is None else sequence, head
+
+
 def _rows(
-    plan: Plan, x: NDArray[Any], index: tuple[int, ...], length: int, page_table: Integers | None
-) -> NDArray[Any] | PagedRows:
+    plan: Plan, x: NDArray[Any], index: tuple[int, ...], length: int, page_table: Integers | None,
+    sequence: int | None,
+) -> NDArray[Any] | PagedRows:  # fmt: skip
     """The valid keys or values of one head."""
     if page_table is None:
         rows: NDArray[Any] = x[index][:length]
         return rows
-    pool = np.moveaxis(x, 0, -3)[index[1:]]
-    return PagedRows(pool, page_table[index[0]], length, np.dtype(plan.problem.accumulator))
+    entry, *heads = _with(sequence, index)
+    pool = np.moveaxis(x, 0, -3)[tuple(heads)]
+    return PagedRows(pool, page_table[entry], length, np.dtype(plan.problem.accumulator))
 
 
 def _shift(q_offset: Integers | None, index: tuple[int, ...]) -> int | None:

@@ -70,18 +70,23 @@ def check_pages(table: Spec, batch: int, name: str, pool: Spec) -> None:
         )
 
 
-def check_pools(q: Spec, k: Spec, v: Spec, table: Spec, has_lengths: bool) -> None:
-    """Raise a ValueError where k and v are no pools for the queries, or keys have no lengths."""
+def check_pools(
+    q: Spec, k: Spec, v: Spec, table: Spec, has_lengths: bool, sequences: int | None = None
+) -> None:
+    """Raise a ValueError where k and v are no pools for the queries, or keys have no lengths.
+
+    `sequences` says how many are packed in q.
+    """
     for name, spec, axes in (
         ("q", q, "batch, heads, length"),
         ("k", k, "pages, heads, page_size"),
         ("v", v, "pages, heads, page_size"),
     ):
-        if len(spec.shape) != 4:
+        if len(spec.shape) != 4 and not (name == "q" and sequences is not None):
             raise ValueError(
                 f"{name} has shape {spec.shape}: with a page_table it needs axes ({axes}, head dim)"
             )
-    check_pages(table, q.shape[0], "k", k)
+    check_pages(table, q.shape[0] if sequences is None else sequences, "k", k)
     if (k.shape[0], k.shape[2]) != (v.shape[0], v.shape[2]):
         raise ValueError(
             f"k and v have shapes {k.shape} and {v.shape}: pages and page_size must be equal"

@@ -42,13 +42,29 @@ class PageLayout(NamedTuple):
     table_strides: tuple[int, ...]  # of batch entries and of pages
 
 
+class Packing(NamedTuple):
+    """Sequences that lie one behind another in the rows of q, k and v."""
+
+    sequences: int
+    longest: tuple[int, int]  # the most queries and keys that one may have
+
+    @classmethod
+    def of(
+        cls, sequences: int, tokens: tuple[int, int], longest: tuple[int | None, int | None]
+    ) -> Packing:
+        """As many as there are tokens where nothing says how long a sequence may be."""
+        queries, keys = (n if most is None else most for n, most in zip(tokens, longest))
+        return cls(sequences, (queries, keys))
+
+
 class Layout(NamedTuple):
     """Where the rows of every operand lie.
 
     `leading` are the broadcast leading axes, grouped heads split in two; `strides` maps an
     operand's name to its element strides along them. `axes` are the same folded into few.
     `summed` says how many heads share one row of q, k and v; 1 where axes have no heads. Strides
-    of a mask count its lists.
+    of a mask count its lists. Packed sequences are the batch, for which no operand has an axis;
+    `entry_strides` are those of lengths and of the mask from one sequence to the next.
     """
 
     out_shape: tuple[int, ...]
@@ -61,6 +77,15 @@ class Layout(NamedTuple):
     summed: tuple[int, int, int]
     mask: MaskLayout | None = None
     pages: PageLayout | None = None
+    packing: Packing | None = None
+    entry_strides: Mapping[str, int] = {}
+
+    @property
+    def score_shape(self) -> tuple[int, ...]:
+        """The shape (..., H, N, M) of scores, without M."""
+        if self.packing is None:
+            return self.lse_shape
+        return (self.packing.sequences, *self.lse_shape[:-1], self.packing.longest[0])
 
 
 def check_shapes(q: Spec, k: Spec, v: Spec) -> None:
@@ -86,14 +111,18 @@ def check_shapes(q: Spec, k: Spec, v: Spec) -> None:
         raise ValueError(f"lengths up to {MAX_LENGTH} are supported: {q.shape}, {k.shape}")
 
 
-def unpaged(pool: Spec, page_table: Spec) -> Spec:
+def unpaged(pool: Spec, page_table: Spec, is_packed: bool = False) -> Spec:
     """The keys of all batch entries as if an entry's pages lay one behind another.
 
-    Strides are those within a page, and 0 from one batch entry to the next.
+    Strides are those within a page, and 0 from one batch entry to the next; packed sequences have
+    no axis.
     """
     batch, pages = page_table.shape
     _, heads, page_size, columns = pool.shape
-    return Spec((batch, heads, pages * page_size, columns), (0, *pool.strides[1:]), pool.dtype)
+    shape, strides = (heads, pages * page_size, columns), pool.strides[1:]
+    if is_packed:
+        return Spec(shape, strides, pool.dtype)
+    return Spec((batch, *shape), (0, *strides), pool.dtype)
 
 
 def _heads_fit(q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...]) -> bool:
@@ -251,7 +280,7 @@ def make_layout(
     q: Spec, k: Spec, v: Spec, out: Spec | None = None, lse: Spec | None = None, *,
     gradients: Mapping[str, Spec] | None = None, q_lengths: Spec | None = None,
     kv_lengths: Spec | None = None, q_offset: Spec | None = None, mask: Spec | None = None,
-    page_table: Spec | None = None, enable_gqa: bool = False,
+    page_table: Spec | None = None, enable_gqa: bool = False, packing: Packing | None = None,
 ) -> Layout:  # fmt: skip
     """Broadcast the operands' leading axes.
 
@@ -271,6 +300,8 @@ def make_layout(
     page_table : Spec, optional
         Then k and v are pools of pages.
     enable_gqa : bool
+    packing : Packing, optional
+        Then the operands' axes are (H, tokens, head dim), and the sequences are the batch.
 
     Returns
     -------
@@ -285,10 +316,14 @@ def make_layout(
     if page_table is not None:
         k_stride, v_stride = (x.element_strides()[0] for x in (k, v))
         pages = PageLayout(k.shape[0], k_stride, v_stride, page_table.element_strides())
-        k, v = unpaged(k, page_table), unpaged(v, page_table)
+        k, v = (unpaged(x, page_table, packing is not None) for x in (k, v))
     check_shapes(q, k, v)
     whole, group = _leading_axes(q, k, v, enable_gqa)
     batch, heads = whole[:-1], whole[-1:]
+    longest = q.shape[-2], k.shape[-2]
+    entry_strides: dict[str, int] = {}
+    if packing is not None:
+        batch, longest = (packing.sequences,), packing.longest
     out_shape = (*whole, q.shape[-2], v.shape[-1])
     lse_shape = out_shape[:-1]
     matrix = Spec.contiguous(out_shape, result_dtype(q.dtype, k.dtype, v.dtype))
@@ -309,18 +344,23 @@ def make_layout(
         steps = (0,) * len(batch)
         if integers is not None:
             steps = batch_steps(name, integers, batch, given)
+        if packing is not None:
+            entry_strides[name], steps = steps[0], steps[1:]
         strides[name] = steps + (0,) * (len(heads) + (group > 1))
     mask_layout = None
     if mask is not None:
-        mask_layout, steps = _mask_layout(mask, (*lse_shape, k.shape[-2]))
+        mask_layout, steps = _mask_layout(mask, (*batch, *heads, *longest))
+        if packing is not None:
+            entry_strides["mask"], steps = steps[0], steps[1:]
         strides["mask"] = _grouped("mask", steps, group)
     if group > 1:
         heads = (heads[0] // group, group)
-    leading = (*batch, *heads)
+    leading = (*whole[:-1], *heads)
     axes, axis_strides = fold_axes(leading, strides)
     count = math.prod(leading)
     q_sum, k_sum, v_sum = (count // math.prod(x.shape[:-2]) if count else 1 for x in (q, k, v))
     summed = q_sum, k_sum, v_sum
     return Layout(
-        out_shape, lse_shape, leading, strides, rows, axes, axis_strides, summed, mask_layout, pages
+        *(out_shape, lse_shape, leading, strides, rows, axes, axis_strides, summed, mask_layout),
+        *(pages, packing, entry_strides),
     )

@@ -23,12 +23,15 @@ def best_variants(row: Tile, problem: Problem, device: Device) -> list[tuple[flo
     A given span says how results are summed: so the row is that for much work of this kind,
     whatever there is, and a sequence's result has the same bits in any batch and cache.
     """
-    timed_for, timed_on = problem, device
+    timed_for, timed_on = problem.typical, device
     if problem.split_keys:
         leading = MUCH_WORK[0], problem.group
-        timed_for = replace(problem, leading=leading, heads=problem.group, key_length=MUCH_WORK[1])
+        timed_for = replace(
+            timed_for, leading=leading, heads=problem.group, key_length=MUCH_WORK[1]
+        )
         timed_on = replace(device, multiprocessors=MULTIPROCESSORS)
-    tiles = (tile for tile in _variants(row, problem, device) if not tile.reject(problem, device))
+    variants = _variants(row, problem.typical, device)
+    tiles = (tile for tile in variants if not tile.reject(problem, device))
     timed = ((estimate(tile, timed_for, timed_on), tile) for tile in tiles)
     return sorted(timed, key=lambda pair: pair[0])[:1]
 

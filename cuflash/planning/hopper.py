@@ -46,6 +46,11 @@ class HopperTile(KernelTile):
         """Threads of one block."""
         return 32 * self.warps + WARPGROUP
 
+    @property
+    def finds_regions(self) -> bool:
+        """Whether its kernels find out which packed sequence a tile is of."""
+        return True
+
     def reject(self, problem: Problem, device: Device) -> str:
         """Why this row cannot or should not serve, or an empty string."""
         if problem.score.stages and not self.modified:

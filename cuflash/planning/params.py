@@ -30,6 +30,9 @@ _MASK = {"": {}, "blocks": _LISTS, "elements": {"mask": "const unsigned char*"}}
 # Backward: the lists of a mask for tiles of queries, made of those for tiles of keys.
 _QUERY_LISTS = {"mask_query_ranges": "int2*", "mask_query_entries": "int4*"}
 _PAGES = {"page_table": "const PageNumber*"}
+# Where packed sequences begin: as given, and as sequence_starts has checked it.
+_OFFSETS = {"cu_seqlens_q": "const Offset*", "cu_seqlens_k": "const Offset*"}
+_STARTS = {"query_starts": "int*", "key_starts": "int*", "next_item": "unsigned int*"}
 _MASK_WORKSPACE = {"": {}, "blocks": {}, "elements": {**_LISTS, "mask_states": "unsigned char*"}}
 _WORKSPACE = {
     False: {"state": "Accumulator*", "part_out": "Accumulator*", "part_sums": "Accumulator*"},
@@ -56,6 +59,10 @@ _SEEDS = {"seed": "const unsigned long long*", "seed_number": "unsigned long lon
 _DROPOUT_SCALARS = (
     (("dropout_threshold",), "u4", "unsigned int"),
     (("kept_share", "kept_share_log2"), "Accumulator", "Accumulator"),
+)
+_PACKED_SCALARS = (
+    (("sequences", "longest_query", "longest_key", "mask_entry_stride"), "i4", "int"),
+    (tuple(f"{x}_entry_stride" for x in LENGTHS), "i8", "long long"),
 )
 _PAGE_SCALARS = (
     (("pages", "k_page_stride", "v_page_stride"), "i8", "long long"),
@@ -87,7 +94,11 @@ def _pointer_types(problem: Problem) -> tuple[dict[str, str], dict[str, str], di
     workspace = {**_MASK_WORKSPACE[problem.mask], **_WORKSPACE[problem.backward]}
     if problem.backward and problem.mask:
         workspace |= _QUERY_LISTS
-    others = _PAGES if problem.page_size else {}
+    if problem.is_packed:
+        workspace |= _STARTS
+    others = dict(_PAGES) if problem.page_size else {}
+    if problem.is_packed:
+        others |= {x: kind for x, kind in _OFFSETS.items() if x in problem.starts}
     others |= {field_of(x): f"const {ELEMENTS[x.element]}*" for x in problem.score.arrays}
     others |= _SEEDS if problem.dropout else {}
     return OPERANDS[problem.backward], others | _MASK[problem.mask], workspace
@@ -109,6 +120,8 @@ def _fields(problem: Problem) -> Iterator[tuple[tuple[str, ...], str, str]]:
         yield from _PAGE_SCALARS
     if problem.dropout:
         yield from _DROPOUT_SCALARS
+    if problem.is_packed:
+        yield from _PACKED_SCALARS
     if problem.mask == "elements":
         yield from _ELEMENT_SCALARS
     if problem.score.unit:

@@ -107,7 +107,8 @@ class Plan:
     def is_longest_first(self) -> bool:
         """Whether rows of tiles that visit most start first; else a band tells which do."""
         p = self.problem
-        return p.mask == "blocks" and p.band.is_open and not (p.q_lengths or p.kv_lengths)
+        same = not (p.q_lengths or p.kv_lengths or p.is_packed)
+        return p.mask == "blocks" and p.band.is_open and same
 
     @property
     def block_q(self) -> int:
@@ -155,7 +156,8 @@ class Plan:
         and which tiles of keys hold infinities or NaN (nonfinite_keys). The tiles of a mask of
         elements: lists (mask_ranges, mask_entries), what each tile shows (mask_bits, mask_states).
         Where two kernels of backward walk a mask, also lists for tiles of queries
-        (mask_query_ranges, mask_query_entries).
+        (mask_query_ranges, mask_query_entries). Where packed sequences begin (query_starts,
+        key_starts), and which item is next (next_item).
         """
         parts = self.tile.workspace(self.problem)
         return tuple((part.name, part.bytes) for part in parts if part.tiles)
@@ -188,9 +190,12 @@ class Plan:
     @property
     def traffic(self) -> int:
         """Bytes between chip and device memory as the papers count them: see traffic.py."""
-        p = self.problem
+        p = self.problem.typical
         sizes = ITEM_BYTES[p.dtype], ITEM_BYTES[p.accumulator]
-        query_tiles = map(self.query_range, range(self.query_tiles))
+        side_by_side = self.tile.group_tiles(p)
+        query_tiles = (
+            self.tile.query_range(p, i // side_by_side) for i in range(self.tile.query_tiles(p))
+        )
         heads = self.tile.group(p) if not p.backward else 1
         parts = self.tile.parts(p) if self.tile.span else 0
         outside = self.tile.keys_outside
@@ -199,7 +204,7 @@ class Plan:
     @property
     def unfused_traffic(self) -> int:
         """The same of array operations that hold all scores in memory."""
-        return moved_unfused(self.problem, ITEM_BYTES[self.problem.dtype])
+        return moved_unfused(self.problem.typical, ITEM_BYTES[self.problem.dtype])
 
     @property
     def section(self) -> int:
@@ -246,7 +251,7 @@ class Plan:
             f"{self.unfused_traffic / 1e9:.3f} GB",
         ]
         if self.tile.rate:
-            lines.append(f"estimate   {estimate(self.tile, p, self.device):.1f} us")
+            lines.append(f"estimate   {estimate(self.tile, p.typical, self.device):.1f} us")
         lines += [f"other      {time:.1f} us: {tile}" for tile, time in self.others[:MOST_OTHERS]]
         lines += [f"rejected   {line}" for line in _reasons(self.rejected)]
         return "\n".join(lines)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..masks.band import Band
@@ -142,6 +142,13 @@ class Problem:
         Integer type of that table, empty where there is none.
     dropout : bool
         Whether weights are dropped.
+    sequences : int, optional
+        How many sequences lie one behind another in the rows of a head: N and M count the tokens of
+        all. None where a head has one.
+    longest : tuple of int
+        Then, the most queries and keys of a sequence.
+    offsets : str
+        And the integer type of what says where sequences begin.
     """
 
     dtype: str
@@ -168,6 +175,46 @@ class Problem:
     page_size: int = 0
     page_table: str = ""
     dropout: bool = False
+    sequences: int | None = None
+    longest: tuple[int, int] = (0, 0)
+    offsets: str = ""
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether the rows of a head are those of several sequences."""
+        return self.sequences is not None
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """The operands that say where packed sequences begin; keys in pages are not packed."""
+        if self.sequences is None:
+            return ()
+        return ("cu_seqlens_q",) if self.page_size else ("cu_seqlens_q", "cu_seqlens_k")
+
+    @property
+    def regions(self) -> int:
+        """How many spans the rows of a head are cut into: one for each sequence, and one for what
+        is before the first. What is behind the last one belongs to its.
+        """
+        return 1 if self.sequences is None else self.sequences + 1
+
+    @property
+    def typical(self) -> Problem:
+        """What is planned for: of packed sequences a batch of as many, which share the tokens."""
+        if self.sequences is None:
+            return self
+        count = max(1, self.sequences)
+        longest = self.query_length, self.key_length
+        queries, keys = (min(-(-n // count), most) for n, most in zip(longest, self.longest))
+        if self.page_size:
+            keys = self.key_length
+        return replace(
+            self,
+            leading=(count, *self.leading),
+            query_length=queries,
+            key_length=keys,
+            sequences=None,
+        )
 
     @property
     def head_count(self) -> int:
@@ -187,10 +234,12 @@ class Problem:
     @property
     def flops(self) -> int:
         """Of the products, per pair of query and key that the band shows; no more is hidden here.
+        Packed sequences count as if they were equally long.
 
         Forward q.k and P v; backward q.k, dS k and dS q over D, and P dout and dout.v over Dv.
         """
-        pairs = self.band.count(self.query_length, self.key_length) * self.head_count
+        batch = self.typical
+        pairs = self.band.count(batch.query_length, batch.key_length) * batch.head_count
         if self.backward:
             return 2 * (3 * self.head_dim + 2 * self.value_dim) * pairs
         return 2 * (self.head_dim + self.value_dim) * pairs
@@ -214,6 +263,8 @@ class Problem:
                 text += f", {name}"
         if self.page_size:
             text += f", pages of {self.page_size}"
+        if self.is_packed:
+            text += f", {self.sequences} packed sequences"
         if self.backward:
             text += ", backward" if self.deterministic else ", backward in any order"
         return text if self.aligned else text + ", rows not aligned to 16 bytes"
@@ -266,7 +317,7 @@ def make_problem(
     layout: Layout, q: Spec, k: Spec, v: Spec, *, band: Band, score: ScoreForm,
     lengths: dict[str, str], mask: str = "", page_size: int = 0, page_table: str = "",
     aligned: bool, backward: bool = False, deterministic: bool = True,
-    split_keys: int | None = None, dropout: bool = False,
+    split_keys: int | None = None, dropout: bool = False, offsets: str = "",
 ) -> Problem:  # fmt: skip
     """The problem that a layout and the options pose."""
     heads = layout.out_shape[-3] if len(layout.out_shape) > 2 else 1
@@ -295,4 +346,7 @@ def make_problem(
         page_size=page_size,
         page_table=page_table,
         dropout=dropout,
+        sequences=layout.packing.sequences if layout.packing else None,
+        longest=layout.packing.longest if layout.packing else (0, 0),
+        offsets=offsets,
     )

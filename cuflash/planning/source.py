@@ -130,6 +130,7 @@ def prelude(problem: Problem, tile: Tile) -> str:
             f"using Accumulator = {C_TYPES[problem.accumulator]};",
             f"using Length = {C_INTEGERS[integers]};",
             f"using PageNumber = {C_INTEGERS[problem.page_table]};",
+            f"using Offset = {C_INTEGERS[problem.offsets]};",
             *constants,
             *_geometry(problem, tile),
             params_struct(tuple(fields(problem))),

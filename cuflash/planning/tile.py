@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
+from ..dropout import BLOCK as DROPOUT_BLOCK
 from ..dropout import ROUNDS
 from ..masks.band import MAX_SHIFT
 from ..operands.dtypes import EVERY, ITEM_BYTES
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 
 MASK_LIST_THREADS = 32  # of a block of mask_lists
 MERGE_THREADS = 128  # of a block of merge_parts
+START_THREADS = 256  # of a block of sequence_starts
 MULTIPROCESSORS = 132  # of the device that rates are of
 
 
@@ -31,6 +33,13 @@ def ceil_div(value: int, size: int) -> int:
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple that is not below `value`."""
     return ceil_div(value, multiple) * multiple
+
+
+def _tiles(problem: Problem, rows: int, size: int) -> int:
+    """Tiles of a head's rows. Of packed sequences each has its own: r regions are cut into at most
+    as many as r is more than the whole tiles of all rows (seams/regions.cuh).
+    """
+    return rows // size + problem.regions if problem.is_packed else ceil_div(rows, size)
 
 
 class Buffer(NamedTuple):
@@ -170,6 +179,8 @@ class Tile:
         """How many such tiles there are down and across."""
         height, width = self.scored
         rows, columns = problem.query_length, problem.key_length
+        if problem.is_packed:
+            rows, columns = problem.longest
         if self.backward:
             rows, columns = columns, rows
         return ceil_div(rows, height), ceil_div(columns, width)
@@ -181,15 +192,16 @@ class Tile:
     def query_tiles(self, problem: Problem) -> int:
         """Tiles of queries in one head, or in a group of packed heads."""
         rows = problem.query_length * self.packed
-        return ceil_div(rows, self.block_q) * self.group_tiles(problem)
+        return _tiles(problem, rows, self.block_q) * self.group_tiles(problem)
 
     def parts(self, problem: Problem) -> int:
         """Parts that the keys of a tile of queries are split into."""
-        return ceil_div(problem.key_length, self.span) if self.span else 1
+        keys = problem.longest[1] if problem.is_packed else problem.key_length
+        return ceil_div(keys, self.span) if self.span else 1
 
     def key_tiles(self, problem: Problem) -> int:
         """Tiles of keys in one head."""
-        return ceil_div(problem.key_length, self.block_k)
+        return _tiles(problem, problem.key_length, self.block_k)
 
     @property
     def blocks_per_multiprocessor(self) -> int:
@@ -228,7 +240,7 @@ class Tile:
         Of fa3 the most: its blocks persist, and there are no more than multiprocessors.
         """
         if self.keys_outside:
-            return problem.head_count
+            return problem.head_count * problem.regions
         if self.backward:
             return problem.head_count * self.key_tiles(problem)
         groups = problem.head_count // self.group(problem)
@@ -269,6 +281,10 @@ class Tile:
         A part that this problem does without has no tiles.
         """
         return ()
+
+    def leads(self, problem: Problem) -> bool:
+        """Whether a first tile of queries may have rows before the first query."""
+        return False
 
     def launches(self, problem: Problem, device: Device) -> tuple[Launch, ...]:
         """The kernels, in the order in which they are launched."""
@@ -363,6 +379,11 @@ class KernelTile(Tile):
         return ""
 
     @property
+    def finds_regions(self) -> bool:
+        """Whether its kernels find out which packed sequence a tile is of."""
+        return False
+
+    @property
     def reads_pages(self) -> bool:
         """Whether keys may lie in pages."""
         return False
@@ -375,6 +396,8 @@ class KernelTile(Tile):
             return f"serves {', '.join(self.dtypes)}, not {problem.dtype}"
         if reason := self.missing(problem, device):
             return reason
+        if problem.is_packed and not self.finds_regions:
+            return "packed sequences: not served"
         if problem.page_size and not self.reads_pages:
             return "pages: not served"
         if max(problem.head_dim, problem.value_dim) > self.max_dim:
@@ -392,16 +415,18 @@ class KernelTile(Tile):
             return "does not split keys"
         if self.span and problem.head_count * problem.query_length * 32 >= 1 << 31:
             return "too many rows to merge"
-        if self.blocks(problem) < self.fill * device.multiprocessors:
+        blocks = self.blocks(problem.typical)
+        if blocks < self.fill * device.multiprocessors:
             return (
-                f"its {self.blocks(problem)} blocks leave too much of "
+                f"its {blocks} blocks leave too much of "
                 f"{device.multiprocessors} multiprocessors idle"
             )
         return ""
 
     def workspace(self, problem: Problem) -> tuple[Buffer, ...]:
         """Of a mask of elements: lists of tiles, and what each tile shows. Of parts of the keys: O,
-        and of each row the softmax's origin and total.
+        and of each row the softmax's origin and total. Of packed sequences: where they begin, and
+        which item is next.
         """
         if self.span:
             rows = problem.head_count * problem.query_length * self.parts(problem)
@@ -410,8 +435,19 @@ class KernelTile(Tile):
                 Buffer("part_out", problem.value_dim * item, rows),
                 Buffer("part_sums", 2 * item, rows),
             )
-            return (*self._mask_workspace(problem), *parts)
-        return self._mask_workspace(problem)
+            return (*self._own_workspace(problem), *parts)
+        return self._own_workspace(problem)
+
+    def _own_workspace(self, problem: Problem) -> tuple[Buffer, ...]:
+        if not problem.is_packed:
+            return self._mask_workspace(problem)
+        starts = problem.regions + 1
+        return (
+            Buffer("query_starts", 4, starts),
+            Buffer("key_starts", 4, 0 if problem.page_size else starts),
+            Buffer("next_item", 4, 0 if problem.backward else 1),
+            *self._mask_workspace(problem),
+        )
 
     def _mask_workspace(self, problem: Problem) -> tuple[Buffer, ...]:
         if problem.mask != "elements":
@@ -426,8 +462,12 @@ class KernelTile(Tile):
         )
 
     def launches(self, problem: Problem, device: Device) -> tuple[Launch, ...]:
-        """Lists of a mask of elements are made first; what sums parts comes last."""
+        """Starts of sequences and lists of a mask are made first; what sums parts comes last."""
         lists: tuple[Launch, ...] = ()
+        starts: tuple[Launch, ...] = ()
+        if problem.is_packed:
+            of_warps = 4 * (START_THREADS // 32)
+            starts = (Launch("sequence_starts", len(problem.starts), START_THREADS, of_warps),)
         if problem.mask == "elements":
             rows, columns = self.scored_tiles(problem)
             rows *= problem.mask_lists
@@ -443,7 +483,7 @@ class KernelTile(Tile):
                     "merge_parts", ceil_div(rows * 32, MERGE_THREADS), MERGE_THREADS, follows=True
                 ),
             )
-        return (*lists, *self.around(problem, self.main_launch(problem, device)), *merge)
+        return (*starts, *lists, *self.around(problem, self.main_launch(problem, device)), *merge)
 
     def main_launch(self, problem: Problem, device: Device) -> Launch:
         """The kernel that does the work."""
@@ -475,6 +515,7 @@ class KernelTile(Tile):
             "SCORE_HAS_SLOPE": problem.score.has_slope,
             "HAS_SINKS": bool(problem.score.sink),
             "DROPS": problem.dropout,
+            "DROPOUT_BLOCK": DROPOUT_BLOCK,
             "DROPOUT_ROUNDS": ROUNDS,
             "MASKED": bool(problem.mask),
             "MASK_ROWS": self.scored[0],
@@ -484,4 +525,7 @@ class KernelTile(Tile):
             "SPLIT": self.span > 0,
             "MERGE_THREADS": MERGE_THREADS,
             "PAGE_SIZE": problem.page_size,
+            "START_THREADS": START_THREADS,
+            "VARLEN": problem.is_packed,
+            "LEADS": self.leads(problem),
         }

@@ -67,6 +67,11 @@ class WarpTile(KernelTile):
         return super().scored
 
     @property
+    def finds_regions(self) -> bool:
+        """Whether its kernels find out which packed sequence a tile is of."""
+        return True
+
+    @property
     def reads_pages(self) -> bool:
         """Whether keys may lie in pages."""
         return not self.keys_outside

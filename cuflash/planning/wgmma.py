@@ -32,7 +32,7 @@ class WgmmaTile(HopperTile):
         """Why this row cannot or should not serve, or an empty string."""
         if reason := super().reject(problem, device):
             return reason
-        rows = problem.query_length * (1 if problem.mask else problem.group)
+        rows = problem.typical.query_length * (1 if problem.mask else problem.group)
         if self.reads_once and rows > self.block_q:
             return "is for keys that one tile of queries reads"
         return ""
@@ -69,13 +69,18 @@ class WgmmaTile(HopperTile):
         """Rows and columns of a tile of a mask's lists."""
         return self.block_q, self.step_k
 
+    def leads(self, problem: Problem) -> bool:
+        """Whether a first tile of queries may have rows before the first query."""
+        return not (self.keys_outside or problem.mask)
+
     def query_lead(self, problem: Problem) -> int:
         """Rows of a head's first tile of queries that lie before its first query.
 
         So the last tile, which under a causal mask sees the most keys, is a full one. Not with a
-        mask: its tiles begin at the first query. With dropout tiles begin where its blocks do.
+        mask: its tiles begin at the first query. With dropout tiles begin where its blocks do. Of
+        packed sequences the kernel works it out.
         """
-        if self.keys_outside or problem.mask:
+        if problem.is_packed or not self.leads(problem):
             return 0
         tiles = self.query_tiles(problem) // self.group_tiles(problem)
         lead = tiles * self.block_q - problem.query_length * self.packed

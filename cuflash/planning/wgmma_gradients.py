@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 # under a causal mask on twice as many.
 ORDERED_COLUMNS = 1024
 HEAD_BYTES = 128  # of where a head lies
+REGION_BYTES = 16  # of what it knows of its region, where sequences are packed
 TURNS = 2  # of a tile of dQ: each warpgroup adds a part
 SIDE_THREADS = 256  # of the kernels before and after the one that does the work
 
@@ -158,7 +159,11 @@ class WgmmaGradientTile(HopperGradientTile):
             Buffer("dv_sum", values, k_tiles if problem.summed[2] > self.group(problem) else 0),
             Buffer("turns", 4 * TURNS, q_tiles if self.adds_in_order(problem) else 0),
             Buffer("tickets", 4),
-            Buffer("located", HEAD_BYTES, problem.head_count),
+            Buffer(
+                "located",
+                HEAD_BYTES + REGION_BYTES * problem.is_packed,
+                problem.head_count * problem.regions,
+            ),
         )
 
     def around(self, problem: Problem, main: Launch) -> tuple[Launch, ...]:

@@ -9,6 +9,7 @@
 #include "hopper/roles.cuh"
 #include "hopper/tables.cuh"
 #include "hopper/work_list.cuh"
+#include "ptx/named_barrier.cuh"
 #include "tiles/warpgroup.cuh"
 
 using Tile = WarpgroupTile<Element, BLOCK_K, HEAD_DIM, HEAD_DIM_V>;
@@ -63,10 +64,29 @@ __device__ __forceinline__ void load_queries(unsigned char* buffer, Barrier& ful
                                              const TensorMap* map, int row, const Item& item) {
     MapPosition position = item.q_position;
     if constexpr (PACKED > 1) {
-        position = {query_of(row), position.at[0], position.at[1]};
+        position = {query_of(row) + query_origin(item.head), position.at[0], position.at[1]};
         row = item.first_head + head_of(row);
+    } else {
+        row += query_origin(item.head);
     }
     load_panels<Tile::Queries>(buffer, full, map, row, position);
+}
+
+constexpr int ROWS_CLEARED = 8;  // named barrier: this consumer has cleared rows, one for each
+
+// With VARLEN the rows around a sequence are other sequences' queries. They become zeros, as rows
+// outside an array are: so they have no part in what a warp decides for all its rows. For a consumer.
+__device__ __forceinline__ void clear_foreign_rows(SharedMemory& smem, const Params& p,
+                                                   const Item& item, int consumer) {
+    constexpr int UNITS = Tile::Queries::ROW_BYTES / CHUNK_BYTES;  // of a row of a panel
+    const int row_begin = item.row_begin + consumer * SLAB;
+    if (row_begin >= 0 && row_begin + SLAB <= query_extent(p, item.head) * PACKED) return;
+#pragma unroll 1
+    for (int i = threadIdx.x % WARPGROUP; i < Tile::Queries::BYTES / CHUNK_BYTES; i += WARPGROUP)
+        if (!row_exists(p, item.head, row_begin + i / UNITS % SLAB))
+            *reinterpret_cast<Vector<u32, 4>*>(smem.Q[consumer] + i * CHUNK_BYTES) = {};
+    publish_to_async_units();
+    meet(ROWS_CLEARED + consumer, WARPGROUP);  // all have cleared theirs
 }
 
 // The copying thread fills the buffers as they become empty. With pages its warp copies keys and
@@ -86,7 +106,7 @@ __device__ __forceinline__ void copy_tiles(const Params& p, const Tables& tables
         for (int i = 0; i < item.keys.count(); ++i) {
             const Visit visit = item.keys[i];
             tiles.turn_to(p, item, i, reader);
-            const int row = visit.tile * BLOCK_K, slot = ring.slot;
+            const int row = visit.tile * BLOCK_K + key_origin(item.head), slot = ring.slot;
             barriers.K_empty[slot].wait(ring.parity ^ 1);
             const u32 missing = tiles.missing(i);
             if (PAGED && speaks) smem.missing[slot] = missing;

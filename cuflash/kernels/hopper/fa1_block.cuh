@@ -100,14 +100,14 @@ __device__ __forceinline__ void plan_pairs(const Params& p, const Tables& tables
             pair.opens = opens, pair.closes = next >= tiles.end;
             opens = false;
             if (State::PREFETCHED && !pair.is_first())
-                prefetch_bytes(State(p, blockIdx.x).slab(tile, 0), CONSUMERS * State::SLAB_BYTES);
+                prefetch_bytes(State(p, head).slab(tile, 0), CONSUMERS * State::SLAB_BYTES);
             writer.hand_over();
 #pragma unroll 1
             for (int i = 0; i < CONSUMERS; ++i) {
                 barriers.Q_empty[queries.slot][i].wait(queries.parity ^ 1);
-                load_panels<Tile::Queries>(smem.Q[queries.slot][i],
-                                           barriers.Q_full[queries.slot][i], &tables.q,
-                                           tile * BLOCK_Q + i * SLAB, smem.located.q_position);
+                load_panels<Tile::Queries>(
+                    smem.Q[queries.slot][i], barriers.Q_full[queries.slot][i], &tables.q,
+                    query_origin(head) + tile * BLOCK_Q + i * SLAB, smem.located.q_position);
             }
             queries.advance();
         }
@@ -128,7 +128,8 @@ __device__ __forceinline__ void produce(const Tables& tables, SharedMemory& smem
         const Pair& pair = reader.next();
         if (!pair.exists) return;
         if (pair.opens) {
-            const int steps = pair.steps, k_begin = pair.first_step * STEP_K;
+            const int steps = pair.steps;
+            const int k_begin = key_origin(located.head) + pair.first_step * STEP_K;
             if (copies) {
                 // A step that no query has seen is full, too, before it is filled again.
                 barriers.K_empty.wait(parity ^ 1);

@@ -22,9 +22,9 @@ struct State {
     static constexpr bool PREFETCHED = HEAD_DIM_V <= 128;
     Group* const slabs;
 
-    __device__ __forceinline__ State(const Params& p, int head)
+    __device__ __forceinline__ State(const Params& p, const Head& head)
         : slabs(reinterpret_cast<Group*>(p.state) +
-                i64(head) * p.query_tiles * CONSUMERS * SLAB_GROUPS) {}
+                query_tiles_at<BLOCK_Q>(p, head) * CONSUMERS * SLAB_GROUPS) {}
     __device__ __forceinline__ Group* slab(int query_tile, int consumer) const {
         return slabs + i64(query_tile * CONSUMERS + consumer) * SLAB_GROUPS;
     }

@@ -116,11 +116,11 @@ __device__ __forceinline__ void copy_tiles(const Params& p, const GradientTables
         const auto load_keys = [&] {
             barriers.K_empty.wait(K_parity ^ 1);
             K_parity ^= 1;
-            load_expected_panels<KeyRows>(smem.K, barriers.K_full, &tables.k,
-                                          item.key_tile * BLOCK_K, item.located.k_position);
+            load_expected_panels<KeyRows>(smem.K, barriers.K_full, &tables.k, item.first_key(),
+                                          item.located.k_position);
         };
         if (item.opens) {  // the last item's last dQ still needs K, while V is free
-            const int row = item.key_tile * BLOCK_K;
+            const int row = item.first_key();
             prefetch_panels<KeyRows>(&tables.k, row, item.located.k_position);
             prefetch_panels<ValueRows>(&tables.v, row, item.located.v_position);
 #pragma unroll
@@ -137,12 +137,13 @@ __device__ __forceinline__ void copy_tiles(const Params& p, const GradientTables
             const u32 parity = phases.parity(slot);
             phases.advance(slot);
             barriers.Q_empty[slot].wait(parity ^ 1);
-            const int row = note_step(smem.facts[slot], item, i) * BLOCK_Q;
+            const int q_begin = note_step(smem.facts[slot], item, i) * BLOCK_Q;
+            const int row = query_origin(item.located.head) + q_begin;
             Barrier& Q_full = barriers.Q_full[slot];
             Q_full.arrive_and_expect(QueryRows::BYTES + ROW_STATS * sizeof(float));
             load_expected_panels<QueryRows>(smem.Q[slot], Q_full, &tables.q, row,
                                             item.located.q_position);
-            const i64 tile = i64(item.located.head.index) * p.query_tiles + row / BLOCK_Q;
+            const i64 tile = query_tiles_at<BLOCK_Q>(p, item.located.head) + q_begin / BLOCK_Q;
             load_bytes(smem.row_stats[slot], p.row_stats + tile * ROW_STATS,
                        ROW_STATS * sizeof(float), Q_full);
             if (item.opens && i == 0) load_keys();
@@ -170,7 +171,7 @@ __device__ __forceinline__ void watch(const Params& p, SharedMemory& smem) {
         for (int i = 0; i < count; ++i) {
             const Visit visit = item.queries[i];
             const u32 wanted = turn_of(p, item.located.head, item.key_tile, visit);
-            const i64 tile = i64(item.located.head.index) * p.query_tiles + visit.tile;
+            const i64 tile = query_tiles_at<BLOCK_Q>(p, item.located.head) + visit.tile;
 #pragma unroll 1
             for (int part = 1; part >= 0; --part) {  // the follower's comes first
                 const int consumer = part ^ leader;
@@ -197,7 +198,7 @@ __device__ __forceinline__ void add_sums(const Params& p, SharedMemory& smem, in
         const KeyItem& item = reader.next();
         if (!item.exists) break;
         const int count = item.queries.count;
-        const i64 first_tile = i64(item.located.head.index) * p.query_tiles;
+        const i64 first_tile = query_tiles_at<BLOCK_Q>(p, item.located.head);
 #pragma unroll 1
         for (int i = 0; i < count; ++i) {
             const i64 tile = first_tile + item.queries[i].tile;

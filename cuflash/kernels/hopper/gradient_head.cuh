@@ -12,8 +12,9 @@ struct alignas(16) GradientHead {
 
     // Each of the PARTS is long in divisions, so several threads work them out.
     static constexpr int PARTS = 8;
-    __device__ __forceinline__ void find(const Params& p, int index, int part) {
-        if (part == 0) head = locate_head(p, index);
+    template <typename P>
+    __device__ __forceinline__ void find(const P& p, int index, int part, int region) {
+        if (part == 0) head = locate_head(p, index, region);
         if (part == 1) q_position = find_position(p, index, p.q_axis_stride);
         if (part == 2) k_position = find_position(p, index, p.k_axis_stride);
         if (part == 3) v_position = find_position(p, index, p.v_axis_stride);
@@ -21,6 +22,11 @@ struct alignas(16) GradientHead {
         if (part == 5) dq = p.dq + locate(p, index, p.dq_axis_stride);
         if (part == 6) dk = p.dk + locate(p, index, p.dk_axis_stride);
         if (part == 7) dv = p.dv + locate(p, index, p.dv_axis_stride);
+        if constexpr (VARLEN) {
+            if (part == 5) dq += p.query_starts[region] * p.dq_row_stride;
+            if (part == 6) dk += p.key_starts[region] * p.dk_row_stride;
+            if (part == 7) dv += p.key_starts[region] * p.dv_row_stride;
+        }
     }
 
     static __device__ __forceinline__ MapPosition find_position(const Params& p, int index,

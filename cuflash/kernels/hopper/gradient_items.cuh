@@ -15,6 +15,13 @@ struct alignas(16) KeyItem {
     int tile;  // the number by which row_at knows the tile of keys
     int key_tile;
 
+    // The tile's first row in the tensor maps.
+    __device__ __forceinline__ int first_key() const {
+        return key_origin(located.head) + key_tile * BLOCK_K;
+    }
+    static __device__ __forceinline__ RegionTile place_of(const Params& p, int tile, int tiles) {
+        return key_tile_at<BLOCK_K>(p, tile, tiles);
+    }
     // The rest of what `located`, `tile` and the number in the group say.
     __device__ __forceinline__ void work_out(const Params& p, int number_in_group) {
         const Head& head = located.head;

@@ -15,7 +15,9 @@ static_assert(is_laid_out<float>(tile_bytes::dk_sum, BLOCK_K* padded(HEAD_DIM)) 
 // Where a tile of keys is summed over heads: its first row of dK and of dV.
 __device__ __forceinline__ float* sum_rows_of(float* sums, const Params& p, const KeyItem& item,
                                               int width) {
-    return sums + (i64(item.located.head.index) * p.key_tiles + item.key_tile) * (BLOCK_K * width);
+    const Head& head = item.located.head;
+    const i64 first_tile = key_tiles_at<BLOCK_K>(p, head);
+    return sums + (first_tile + item.key_tile) * (BLOCK_K * width);
 }
 
 // dV of a consumer's keys, from k_begin on; dK; and both.
@@ -27,7 +29,8 @@ __device__ __forceinline__ void store_value_gradients(const float (&dV)[2][padde
     if (p.dv_sum != nullptr)
         store_sum_rows(sum_rows_of(p.dv_sum, p, item, WIDTH) + first * WIDTH, dV);
     else
-        store_gradient_rows<HEAD_DIM_V>(item.located.dv, p.dv_row_stride, p.key_length, dV, k_begin,
+        store_gradient_rows<HEAD_DIM_V>(item.located.dv, p.dv_row_stride,
+                                        key_extent(p, item.located.head), dV, k_begin,
                                         1.0f);
 }
 __device__ __forceinline__ void store_score_gradients(const float (&dK)[2][padded(HEAD_DIM) / 4],
@@ -38,8 +41,8 @@ __device__ __forceinline__ void store_score_gradients(const float (&dK)[2][padde
     if (p.dk_sum != nullptr)
         store_sum_rows(sum_rows_of(p.dk_sum, p, item, WIDTH) + first * WIDTH, dK);
     else
-        store_gradient_rows<HEAD_DIM>(item.located.dk, p.dk_row_stride, p.key_length, dK, k_begin,
-                                      p.scale);
+        store_gradient_rows<HEAD_DIM>(item.located.dk, p.dk_row_stride,
+                                      key_extent(p, item.located.head), dK, k_begin, p.scale);
 }
 __device__ __forceinline__ void store_key_gradients(const float (&dK)[2][padded(HEAD_DIM) / 4],
                                                     const float (&dV)[2][padded(HEAD_DIM_V) / 4],
@@ -62,15 +65,16 @@ __device__ __forceinline__ void add_nonfinite_gradients(const Params& p, const K
 #pragma unroll 1
     for (int index = item.located.head.index - GROUP + 1; index <= item.located.head.index;
          ++index) {
-        const Head head = locate_head(p, index);
-        const Element* const dout = p.dout + locate(p, index, p.dout_axis_stride);
+        const Head head = locate_head(p, index, region_of(item.located.head));
+        const Element* const dout =
+            p.dout + locate_queries(p, head, p.dout_axis_stride, p.dout_row_stride);
         const QueryTiles<BLOCK_Q> queries(p, head, item.key_tile, BLOCK_K, 0);
 #pragma unroll 1
         for (int i = 0; i < queries.count * BLOCK_Q; ++i) {
             const Visit visit = queries[i / BLOCK_Q];
             const int q = visit.tile * BLOCK_Q + i % BLOCK_Q;
             if (q >= head.query_length) continue;
-            const i64 tile = i64(index) * p.query_tiles + visit.tile;
+            const i64 tile = query_tiles_at<BLOCK_Q>(p, head) + visit.tile;
             const float log2_sum = p.row_stats[tile * ROW_STATS + i % BLOCK_Q];
             if (log2_sum == infinity<float>()) continue;
             const Element* const dO = dout + q * p.dout_row_stride;

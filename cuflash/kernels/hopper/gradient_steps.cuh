@@ -37,11 +37,12 @@ __device__ __forceinline__ void copy_steps(const Params& p, const GradientTables
         const KeyItem& item = items.next(p, p.key_tiles);
         if (!item.exists) return;
         const int count = item.queries.count;
+        const Head& head = item.located.head;
         const auto load_keys = [&] {
             barriers.K_empty.wait(K_parity ^ 1);
             K_parity ^= 1;
             barriers.K_full.arrive_and_expect(KeyRows::BYTES + ValueRows::BYTES);
-            const int row = item.key_tile * BLOCK_K;
+            const int row = key_origin(head) + item.key_tile * BLOCK_K;
             load_expected_panels<KeyRows>(smem.K, barriers.K_full, &tables.k, row,
                                           item.located.k_position);
             load_expected_panels<ValueRows>(smem.V, barriers.K_full, &tables.v, row,
@@ -51,14 +52,14 @@ __device__ __forceinline__ void copy_steps(const Params& p, const GradientTables
 #pragma unroll 1
         for (int i = 0; i < count; ++i, step.advance()) {
             const Visit visit = item.queries[i];
-            const int row = visit.tile * BLOCK_Q, slot = step.slot();
+            const int row = query_origin(head) + visit.tile * BLOCK_Q, slot = step.slot();
             barriers.Q_empty[slot].wait(step.parity() ^ 1);
             smem.facts[slot] = {visit, item.queries.is_cut(visit)};
             Barrier& Q_full = barriers.Q_full[slot];
             Q_full.arrive_and_expect(QueryRows::BYTES + ROW_STATS * sizeof(float));
             load_expected_panels<QueryRows>(smem.Q[slot], Q_full, &tables.q, row,
                                             item.located.q_position);
-            const i64 tile = i64(item.located.head.index) * p.query_tiles + visit.tile;
+            const i64 tile = query_tiles_at<BLOCK_Q>(p, head) + visit.tile;
             load_bytes(smem.row_stats[slot], p.row_stats + tile * ROW_STATS,
                        ROW_STATS * sizeof(float), Q_full);
             if (item.opens && i == 0)
@@ -89,7 +90,9 @@ __device__ __forceinline__ void check_keys(const Params& p, SharedMemory& smem) 
         }
         __syncwarp();  // all lanes have read the keys and the item
         if (lane == 0) {
-            p.nonfinite_keys[i64(item.located.head.index) * p.key_tiles + item.key_tile] = found;
+            const Head& head = item.located.head;
+            const i64 first_tile = key_tiles_at<BLOCK_K>(p, head);
+            p.nonfinite_keys[first_tile + item.key_tile] = found;
             if (item.opens) {
                 smem.nonfinite_keys = found;
                 barriers.K_checked.arrive();

@@ -1,5 +1,6 @@
 // Where one head's operands and results lie, in memory and in the tensor maps.
 #pragma once
+#include "few_registers.cuh"
 #include "hopper/map_position.cuh"
 #include "seams/output.cuh"
 #include "seams/pages.cuh"
@@ -20,7 +21,8 @@ struct LocatedHead {
         return {position.at[0] + position.at[1] + position.at[2], 0, 0};
     }
 
-    __device__ __forceinline__ void locate(const Params& p, int index, int part = 0) {
+    __device__ __forceinline__ void locate(const Params& p, int index, int part = 0,
+                                           int region = 0) {
         // All loops are unrolled: an array takes longer when its indices are no constants.
         int position[MAP_AXES];
         int rest = index;
@@ -60,9 +62,13 @@ struct LocatedHead {
                        offset(p.v_axis_stride), offset(p.q_lengths_stride),
                        offset(p.kv_lengths_stride), offset(p.q_offset_stride),
                        offset(p.mask_axis_stride));
+        if constexpr (VARLEN) {
+            forget();  // the head is in memory: who plans has few registers
+            enter_region(p, head, region);
+        }
         take_part(p, head, part);
-        output = locate_output(p, index, part, offset);
-        if (!SCORE_IS_MODIFIED && !DROPS && !PAGED)
+        output = locate_output(p, head, part, offset);
+        if (!SCORE_IS_MODIFIED && !DROPS && !PAGED && !VARLEN)
             head.batch = head.head = 0;  // nobody asks: no division
     }
 };

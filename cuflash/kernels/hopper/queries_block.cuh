@@ -79,13 +79,15 @@ __device__ __forceinline__ void copy_tiles(const Params& p, const GradientTables
     TicketWriter<QueryItem, 1> items(smem.items, barriers.head_full);
     for (;;) {
         items.take_ticket(p.tickets);
-        const QueryItem& item = items.next(p, divide_up(p.query_length, BLOCK_Q));
+        const QueryItem& item = items.next(p, QueryItem::tiles_of_head(p));
         if (!item.exists) return;
+        const int first_key = key_origin(item.located.head);
+        const int first_query = query_origin(item.located.head) + item.q_begin;
 #pragma unroll 1
         for (int i = 0; i < item.count(); ++i, step.advance()) {
             const int slot = step.slot(), V_slot = step.V_slot();
             const QueryEntry entry = item.entry(i);
-            const int row = entry.tile * BLOCK_K;
+            const int row = first_key + entry.tile * BLOCK_K;
             barriers.K_empty[slot].wait(step.parity() ^ 1);
             smem.facts[slot].tile = entry.tile;
             item.look(i, entry, smem.facts[slot].sights);
@@ -95,10 +97,10 @@ __device__ __forceinline__ void copy_tiles(const Params& p, const GradientTables
                 barriers.Q_empty.wait(Q_parity ^ 1);
                 Q_parity ^= 1;
                 barriers.Q_full.arrive_and_expect(QueryRows::BYTES + GradientRows::BYTES);
-                load_expected_panels<QueryRows>(smem.Q, barriers.Q_full, &tables.q, item.q_begin,
+                load_expected_panels<QueryRows>(smem.Q, barriers.Q_full, &tables.q, first_query,
                                                 item.located.q_position);
                 load_expected_panels<GradientRows>(smem.dO, barriers.Q_full, &tables.dout,
-                                                   item.q_begin, item.located.dout_position);
+                                                   first_query, item.located.dout_position);
             }
             barriers.V_empty[V_slot].wait(step.V_parity() ^ 1);
             load_panels<ValueRows>(smem.V[V_slot], barriers.V_full[V_slot], &tables.v, row,

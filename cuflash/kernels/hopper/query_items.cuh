@@ -25,13 +25,21 @@ struct alignas(16) QueryItem {
 
     __device__ __forceinline__ int count() const { return end - begin; }
 
+    static __device__ __forceinline__ RegionTile place_of(const Params& p, int tile, int tiles) {
+        return query_tile_at<BLOCK_Q>(p, tile, tiles);
+    }
+    // How many tiles a head has, those of all its regions.
+    static __device__ __forceinline__ int tiles_of_head(const Params& p) {
+        return VARLEN ? p.query_length / BLOCK_Q + region_count(p)
+                      : divide_up(p.query_length, BLOCK_Q);
+    }
     // The rest of what `located` and `tile` say.
     __device__ __forceinline__ void work_out(const Params& p, int) {
         const Head& head = located.head;
-        const int tiles = divide_up(afresh(p.query_length), BLOCK_Q);
-        const int query_tile = tiles - 1 - tile;
+        const int tiles = divide_up(afresh(query_extent(p, head)), BLOCK_Q);
+        const int query_tile = VARLEN && tile >= tiles ? tile : tiles - 1 - tile;
         q_begin = query_tile * BLOCK_Q;
-        list = query_list(p, head, query_tile, tiles);
+        list = query_list(p, head, query_tile, VARLEN ? query_lists_of(p) : tiles);
         begin = end = 0;
 #pragma unroll 1
         for (int i = 0; i < CONSUMERS; ++i) {

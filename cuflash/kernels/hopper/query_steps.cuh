@@ -20,12 +20,13 @@ struct QueryStats {
     __device__ __forceinline__ QueryStats(const Params& p, const Head& head,
                                           const QueryScores& tile, int q_begin) {
         nonfinite = false;
-        const Accumulator* const stats = p.row_stats + i64(head.index) * p.query_tiles * ROW_STATS;
+        const i64 first_tile = query_tiles_at<STATS_Q>(p, head);
+        const Accumulator* const stats = p.row_stats + first_tile * ROW_STATS;
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             const int q = q_begin + tile.row(i);
             const Accumulator* const of_tile = stats + q / STATS_Q * ROW_STATS;
-            const bool exists = q < p.query_length;
+            const bool exists = q < query_extent(p, head);
             log2_sums[i] = exists ? of_tile[q % STATS_Q] : infinity<Accumulator>();
             deltas[i] = exists ? of_tile[STATS_Q + q % STATS_Q] : Accumulator(0);
             nonfinite |= exists && of_tile[NONFINITE] != Accumulator(0);

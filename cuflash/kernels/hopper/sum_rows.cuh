@@ -4,19 +4,21 @@
 #include "tiles/copies.cuh"
 #include "tiles/warpgroup.cuh"
 
-// One tile of ROWS rows, of `tiles` that a head with `row_count` rows has. A thread sums a chunk of a
-// row at a time.
+// One tile of ROWS rows, of `tiles` that a head has; `place` says which rows these are. A thread sums
+// a chunk of a row at a time.
 template <int ROWS, int D, int WIDTH>
 __device__ __forceinline__ void sum_rows(Element* gradient, i64 row_stride,
                                          const long long* axis_strides, const float* sums,
-                                         float factor, const Params& p, int tiles, int row_count) {
+                                         float factor, const Params& p, int tiles,
+                                         const RegionTile& place) {
     constexpr int CHUNKS = WIDTH / CHUNK<Element>;
     const int tile = blockIdx.x % tiles;
+    if (!place.exists()) return;
     const SharedRows heads(p, axis_strides, blockIdx.x / tiles);
-    Element* const rows = gradient + heads.offset;
+    Element* const rows = gradient + heads.offset + place.origin * row_stride;
     for (int i = threadIdx.x; i < ROWS * CHUNKS; i += SIDE_THREADS) {
-        const int row = tile * ROWS + i / CHUNKS, column = i % CHUNKS * CHUNK<Element>;
-        if (row >= row_count || column >= D) continue;
+        const int row = place.tile * ROWS + i / CHUNKS, column = i % CHUNKS * CHUNK<Element>;
+        if (row >= place.extent || column >= D) continue;
         float sum[CHUNK<Element>] = {};
         for (int head = 0; head < heads.count; ++head) {
             const i64 first = (i64(heads[head]) * tiles + tile) * (ROWS * WIDTH);

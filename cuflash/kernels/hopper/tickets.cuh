@@ -18,7 +18,8 @@ struct TicketSlots : ItemSlots<Item> {
 // free. HEADS may share a tile: their items come one after the other. A ticket comes from memory: who
 // takes it a while before the item need not wait for it.
 //
-// An item has fields located, exists and tile; work_out() makes the rest of them.
+// An item has fields located, exists and tile; work_out() makes the rest of them, and place_of() says
+// which tile of a head is which. With VARLEN a few tiles are none: they have no rows.
 template <typename Item, int HEADS>
 struct TicketWriter {
     TicketSlots<Item>& slots;
@@ -44,8 +45,10 @@ struct TicketWriter {
         if (item.exists) {
             const GradientHead* const heads = reinterpret_cast<const GradientHead*>(p.located);
             head_full.arrive_and_expect(sizeof(GradientHead));
-            load_bytes(&item.located, heads + work.head * HEADS + number_in_group,
-                       sizeof(GradientHead), head_full);
+            const RegionTile place = Item::place_of(p, work.tile, head_tiles);
+            const int head = region_head(p, place.region, work.head * HEADS + number_in_group);
+            load_bytes(&item.located, heads + head, sizeof(GradientHead), head_full);
+            if (VARLEN) item.tile = place.tile;
             head_full.wait(count % 2);
             item.work_out(p, number_in_group);
         }

@@ -16,7 +16,7 @@ constexpr bool STORES_DSCORE = false;
 // -infinity for none. Called where a row ends. Backward finds it in lse.
 template <typename P>
 __device__ __forceinline__ Accumulator sink_score(const P& p, const Head& head) {
-    if constexpr (HAS_SINKS) return read_sink(p, head.index / p.heads, head.index % p.heads);
+    if constexpr (HAS_SINKS) return read_sink(p, batch_of(p, head), head.index % p.heads);
     return -infinity<Accumulator>();
 }
 

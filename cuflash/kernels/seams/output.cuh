@@ -28,19 +28,22 @@ struct HeadOutput {
 // Where the results of a head go, of one part of the keys: there all queries of all heads lie one
 // behind the other. `offset` says how far from the first head a head is in memory with those strides.
 template <typename P, typename Offset>
-__device__ __forceinline__ HeadOutput locate_output(const P& p, int index, int part,
+__device__ __forceinline__ HeadOutput locate_output(const P& p, const Head& head, int part,
                                                     const Offset& offset) {
+    const int origin = query_origin(head);
     if constexpr (SPLIT) {
-        const i64 row = (i64(part) * p.head_count + index) * p.query_length;
+        const i64 row = (i64(part) * p.head_count + head.index) * p.query_length + origin;
         return {p.part_out + row * HEAD_DIM_V, p.part_sums + 2 * row};
     } else {
-        return {p.out + offset(p.out_axis_stride),
-                p.lse == nullptr ? nullptr : p.lse + offset(p.lse_axis_stride)};
+        const i64 row = offset(p.lse_axis_stride) + origin * p.lse_row_stride;
+        return {p.out + offset(p.out_axis_stride) + origin * p.out_row_stride,
+                p.lse == nullptr ? nullptr : p.lse + row};
     }
 }
-__device__ __forceinline__ HeadOutput locate_output(const Params& p, int index, int part = 0) {
-    return locate_output(p, index, part,
-                         [&](const auto* strides) { return locate(p, index, strides); });
+__device__ __forceinline__ HeadOutput locate_output(const Params& p, const Head& head,
+                                                    int part = 0) {
+    return locate_output(p, head, part,
+                         [&](const auto* strides) { return locate(p, head.index, strides); });
 }
 
 // Writes the columns that a lane holds of a row, divided by the row's total; zeros if it is `empty`,

@@ -24,8 +24,9 @@ struct TileList {
     template <typename P>
     __device__ __forceinline__ TileList(const P& p, const Head& head, int row) {
         if constexpr (MASKED) {
-            const int2 range = p.mask_ranges[i64(head.list) * p.mask_rows + row];
             entries = p.mask_entries;
+            if (VARLEN && row >= p.mask_rows) return;  // rows behind a sequence
+            const int2 range = p.mask_ranges[i64(head.list) * p.mask_rows + row];
             begin = range.x, end = range.y;
         }
     }
