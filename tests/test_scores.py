@@ -639,6 +639,33 @@ def test_a_bias_of_minus_infinity_is_the_score_whatever_it_was(engine):
     assert not got[:, :, 11].any()
 
 
+@pytest.mark.parametrize("dim", [32, 192])
+@pytest.mark.parametrize("kind", ["bias", "score_mod"])
+@pytest.mark.parametrize(("algo", "engine", "dtype"), [("fa1", "numpy", "float64"),
+                                                       ("fa2", "numpy", "float16"), *KERNELS,
+                                                       ("fa1", "mma", "bfloat16"),
+                                                       ("fa1", "wgmma", "float16")])  # fmt: skip
+def test_what_minus_infinity_hides_may_hold_anything(algo, engine, dtype, kind, dim):
+    """Forward and backward give what a mask gives, NaN in keys, values, dout and all."""
+    if engine != "numpy" and (available() is not None or (dim > 32 and engine != "wgmma")):
+        pytest.skip(str(available() or "one width is enough"))
+    q, k, v, dout = operands(dtype, dim=dim)
+    seen = np.random.default_rng(2).random((2, 1, 70, 90)) < 0.6
+    seen[..., 7] = seen[..., 50] = seen[:, :, 11] = False
+    k[:, :, 7], v[:, :, 7], v[:, 1, 50, 3], dout[:, :, 11] = np.nan, np.nan, np.inf, np.nan
+    v[0, 1, 40, 5] = dout[1, 0, 30, 2] = np.nan  # which some rows and keys see
+    bias = np.where(seen, np.float32(0.25), -np.inf)
+    mod = ScoreMod("where(shown[batch, q, k], score + 0.25, -inf)", shown=seen[:, 0])
+    results = run(algo, engine, (q, k, v, dout), **{kind: bias if kind == "bias" else mod})
+    finite = [np.isfinite(x).all(axis=-1) for x in (results[0], *results[2:])]
+    for got, wanted in zip(finite, (seen[..., 40], None, None, seen[:, :, 30])):
+        if wanted is not None:
+            rows = np.flatnonzero(~got.all(axis=(0, 1)))
+            assert set(rows) <= set(np.flatnonzero(wanted.any(axis=(0, 1)))) and rows.size
+    assert not results[0][:, :, 11].any() and (results[1][:, :, 11] == -np.inf).all()
+    assert not results[3][:, :, [7, 50]].any() and not results[4][:, :, [7, 50]].any()
+
+
 def test_alibi_is_what_its_formula_says():
     q, k, v, _ = operands("float64", 5, 9)
     slopes = np.array([0.5, 0.25])

@@ -148,7 +148,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             load_values(V_smem + ahead * V_TILE, p, head, key_tile);
         }
         commit_copies();
-        if (cut && STAGES > 1)
+        if ((cut || SCORE_MAY_HIDE) && STAGES > 1)
             nonfinite |=
                 clear_nonfinite<BLOCK_K, Tile::PADDED_DV, THREADS>(V_smem + stage * V_TILE);
 
@@ -170,7 +170,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 __syncthreads();  // V_i has arrived for all; nobody reads K_i any more
                 if (i + 1 < tiles.count()) load_keys(K_smem, p, head, tiles[i + 1].tile);
                 commit_copies();
-                if (cut) nonfinite |= clear_nonfinite<BLOCK_K, Tile::PADDED_DV, THREADS>(V_smem);
+                if (cut || SCORE_MAY_HIDE)
+                    nonfinite |= clear_nonfinite<BLOCK_K, Tile::PADDED_DV, THREADS>(V_smem);
             }
             tile.accumulate(O_regs, S_regs, V_smem + stage * V_TILE + step * Tile::VALUE_PITCH);
         }

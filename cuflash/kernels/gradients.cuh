@@ -100,7 +100,9 @@ __device__ __forceinline__ void to_probabilities(Accumulator (&S)[ROWS][COLUMNS]
                     score_of(S[i][j], of_head, head, column_place(tile, q_begin, j), k, p);
                 S[i][j] = score.value, slope[i][j] = score.slope;
             }
+            const bool hidden = SCORE_MAY_HIDE && S[i][j] == -infinity<Accumulator>();
             S[i][j] = exp2_of(multiply_add(S[i][j], multiplier, -log2_sums[column]));
+            if (SCORE_MAY_HIDE && hidden) S[i][j] = Accumulator(-0.0);
             if (CUT && (column < first || column > last)) S[i][j] = Accumulator(-0.0);
         }
     }
@@ -219,7 +221,7 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
         const Accumulator* const deltas = log2_sums + BLOCK_Q;
         const bool weightless = log2_sums[WEIGHTLESS] != Accumulator(0);
         // Infinite keys: their scores with the zeros that stand for queries beyond the length are NaN.
-        const bool cut = tiles.is_cut(visit) || nonfinite_keys || weightless;
+        const bool cut = SCORE_MAY_HIDE || tiles.is_cut(visit) || nonfinite_keys || weightless;
         if (STAGES > 1 && more) load_queries((i + 1) % STAGES, tiles[i + 1].tile);
         commit_copies();
         if (nonfinite_keys) {

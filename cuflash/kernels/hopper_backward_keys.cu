@@ -198,7 +198,7 @@ __device__ __forceinline__ void sum_keys(const Params& p, SharedMemory& smem) {
 
             if (item.opens && i == 0) await_check();
             const bool nonfinite = smem.row_stats[slot][NONFINITE] != 0;
-            const bool cut = facts.is_cut || nonfinite || nonfinite_keys;
+            const bool cut = SCORE_MAY_HIDE || facts.is_cut || nonfinite || nonfinite_keys;
             if (nonfinite) clear_step(smem, slot);
             if (speaks) barriers.dO_empty[slot].arrive();
             barriers.P_full[slot].wait(step.parity());

@@ -127,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             wait_products<0>(dP);
             __syncwarp();  // all lanes have read what came with K
             if (speaks) barriers.V_empty[step.V_slot()].arrive();
-            if (cut)
+            if (cut || SCORE_MAY_HIDE)
                 now.to_score_gradients<true>(dP, S);
             else
                 now.to_score_gradients<false>(dP, S);

@@ -61,7 +61,9 @@ __device__ __forceinline__ void add_nonfinite_values(const Params& p, const Head
                     if (q >= head.query_length || !VisibleKeys(p, head, q).has(k)) continue;
                     if (!bits.has(row, k - k_begin)) continue;
                     const Accumulator origin = c < 2 ? softmax.origin[0] : softmax.origin[1];
-                    group.at[c] += weight_alone(p, head, q, k, origin) * value;
+                    const Accumulator weight = weight_alone(p, head, q, k, origin);
+                    if (SCORE_MAY_HIDE && is_negative_zero(weight)) continue;
+                    group.at[c] += weight * value;
                 }
             }
         }

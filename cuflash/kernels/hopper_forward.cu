@@ -74,6 +74,7 @@ __device__ __forceinline__ void add_nonfinite_values(const Params& p, const Item
             if (total == Accumulator(0)) continue;
             if (!VisibleKeys(p, head, q).has(k) || !bits.has(row, i % BLOCK_K)) continue;
             const Accumulator weight = weight_alone(p, head, index, k, origin);
+            if (SCORE_MAY_HIDE && is_negative_zero(weight)) continue;
 #pragma unroll 1
             for (int column = lane; column < HEAD_DIM_V; column += 32) {
                 const Accumulator value = widen(values[column]);

@@ -105,10 +105,11 @@ __device__ __forceinline__ Accumulator score_alone(const Params& p, const Head& 
 }
 
 // The weight of one key in a row whose exponents have that origin: 0 if it is dropped, and 0 for a
-// score of -infinity, even in a row of nothing else.
+// score of -infinity, even in a row of nothing else. Where such a score hides the key it is -0.
 __device__ __forceinline__ Accumulator weight_alone(const Params& p, const Head& head, int row,
                                                     int k, Accumulator origin) {
     const Accumulator score = score_alone(p, head, row, k);
+    if (SCORE_MAY_HIDE && score == -infinity<Accumulator>()) return Accumulator(-0.0);
     const bool dropped = DROPS && !keep(p, row_head(head, row), query_of(row), k);
     return score == -infinity<Accumulator>() || dropped
                ? Accumulator(0)
@@ -139,6 +140,7 @@ __device__ __forceinline__ void add_nonfinite_values(Accumulator (&O)[ROWS][COLU
             if (!row_exists(p, head, row) || q >= head.query_length) continue;
             if (!VisibleKeys(p, head, q).has(k) || !bits.has(tile.row(i), k - k_begin)) continue;
             const Accumulator P = weight_alone(p, head, row, k, softmax.origin[i]);
+            if (SCORE_MAY_HIDE && is_negative_zero(P)) continue;
 #pragma unroll
             for (int j = 0; j < COLUMNS; ++j) {
                 const int column = tile.value_column(j);
@@ -176,8 +178,11 @@ __device__ __forceinline__ void add_nonfinite_gradients(Accumulator (&dV)[ROWS][
         for (int i = 0; i < ROWS; ++i) {
             const int k = k_begin + tile.row(i);
             seen[i] = VisibleQueries(p, head, k).has(q) && bits.has(tile.row(i), q - q_begin);
-            if (seen[i])
-                weights[i] = exp2_of(score_alone(p, head, q, k) * score_multiplier(p) - log2_sum);
+            if (seen[i]) {
+                const Accumulator score = score_alone(p, head, q, k);
+                weights[i] = exp2_of(score * score_multiplier(p) - log2_sum);
+                if (SCORE_MAY_HIDE) seen[i] = score != -infinity<Accumulator>();
+            }
             if (DROPS && !keep(p, head, q, k)) weights[i] = Accumulator(0);
         }
 #pragma unroll

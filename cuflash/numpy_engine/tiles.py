@@ -237,13 +237,22 @@ class Head:
         hidden = _hidden(self.band, offset, (len(queries), len(keys)))
         return hidden if shown is None else hidden | ~shown
 
+    def hidden_with(self, scores: Floats, queries: range, keys: range) -> Bools | None:
+        """And those pairs whose changed score is -inf, which hides them as well."""
+        hidden = self.hidden(queries, keys)
+        if self.score.form.hides:
+            low = np.isneginf(scores)
+            if low.any():
+                return low if hidden is None else hidden | low
+        return hidden
+
     def scores(self, queries: range, keys: range) -> tuple[Floats, Bools | None]:
         """S of one tile, -inf where a key is hidden, and which ones are (None: none)."""
         scores = self.products(queries, keys)
         if self.score:
             positions = self.positions(queries, keys)
             scores[...] = self.score.evaluate(scores, *positions, self.captured)
-        hidden = self.hidden(queries, keys)
+        hidden = self.hidden_with(scores, queries, keys)
         if hidden is not None:
             np.copyto(scores, -np.inf, where=hidden)
         return scores, hidden
@@ -321,7 +330,7 @@ class HeadBackward:
         if head.score:
             positions = head.positions(queries, keys)
             weights[...], slope = head.score.linearize(weights, *positions, head.captured)
-        hidden = head.hidden(queries, keys)
+        hidden = head.hidden_with(weights, queries, keys)
         weightless = self.weightless[rows_of(queries), None]
         if weightless.any():
             hidden = weightless if hidden is None else hidden | weightless

@@ -513,6 +513,7 @@ class KernelTile(Tile):
             "MAX_SHIFT": MAX_SHIFT,
             "SCORE_IS_MODIFIED": bool(problem.score.stages),
             "SCORE_HAS_SLOPE": problem.score.has_slope,
+            "SCORE_MAY_HIDE": problem.score.hides,
             "HAS_SINKS": bool(problem.score.sink),
             "DROPS": problem.dropout,
             "DROPOUT_BLOCK": DROPOUT_BLOCK,

@@ -241,6 +241,8 @@ class Dense(NamedTuple):
             factor = 1 / np.sqrt(dtype(q.shape[-1])) if scale is None else dtype(scale)
             scores: Floats = factor * (q @ k.mT)
             scores, slope = changes.score.linearize(scores, **changes.names, arrays=changes.arrays)
+            if changes.score.form.hides:
+                visible = visible & ~np.isneginf(scores)
             scores = np.where(visible, scores, -np.inf)
             sink = changes.sinks(dtype)
             top = np.maximum(scores.max(axis=-1, keepdims=True, initial=-np.inf), sink)

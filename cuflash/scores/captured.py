@@ -121,7 +121,8 @@ def make_score(
         stages.insert(0, "softcap * tanh(score * softcap_inverse)")
         numbers += [Capture("softcap", "real"), Capture("softcap_inverse", "real")]
         values += [*capped.values, 1 / capped.values[0]]
-    form = ScoreForm(tuple(stages), (*numbers, *captures), sink=sink)
+    hides = text is not None or "bias" in given
+    form = ScoreForm(tuple(stages), (*numbers, *captures), sink=sink, hides=hides)
     for stage in stages:
         parse(stage, form.captures)
     return Score(form, tuple(values)), tuple(arrays)

@@ -41,12 +41,15 @@ class ScoreForm(NamedTuple):
         ``unit * stage(score / unit)``, whose slope is the stage's. Empty for 1.
     sink : str
         The expression of a row's sink, over `batch` and `head`; empty for none.
+    hides : bool
+        Whether a changed score may be -infinity, which hides its key.
     """
 
     stages: tuple[str, ...] = ()
     captures: tuple[Capture, ...] = ()
     unit: str = ""
     sink: str = ""
+    hides: bool = False
 
     @property
     def nodes(self) -> tuple[Node, ...]:

@@ -123,7 +123,7 @@ __device__ __forceinline__ void copy_tiles(const Params& p, const Tables& tables
                 Q_parity ^= 1;
             }
             barriers.V_empty[slot].wait(ring.parity ^ 1);
-            const bool cut = item.keys.is_cut(visit);
+            const bool cut = SCORE_MAY_HIDE || item.keys.is_cut(visit);
             if (!cut && speaks) barriers.V_full[slot].arrive();  // for the second warp that clears
             tiles.load<Tile::Values>(i, smem.V[slot],
                                      cut ? barriers.V_landed[slot] : barriers.V_full[slot],
@@ -148,7 +148,7 @@ __device__ __forceinline__ void clear_tiles(SharedMemory& smem) {
         for (int i = 0; i < item.keys.count(); ++i) {
             const int slot = ring.slot;
             ring.advance();
-            if (!item.keys.is_cut(item.keys[i])) continue;
+            if (!SCORE_MAY_HIDE && !item.keys.is_cut(item.keys[i])) continue;
             barriers.V_landed[slot].wait(parities >> slot & 1);
             parities ^= 1 << slot;
             clear_values<Tile::Values::BYTES>(

@@ -88,10 +88,10 @@ __device__ __forceinline__ void add_nonfinite_gradients(const Params& p, const K
             for (int row = 0; row < 16; ++row) {
                 const int k = k_begin + row;
                 if (!VisibleQueries(p, head, k).has(q) || !bits.has(row, i % BLOCK_Q)) continue;
+                const float score = score_alone(p, head, q, k);
+                if (SCORE_MAY_HIDE && score == -infinity<float>()) continue;
                 const float weight =
-                    DROPS && !keep(p, head, q, k)
-                        ? 0.0f
-                        : exp2_of(score_alone(p, head, q, k) * multiplier - log2_sum);
+                    DROPS && !keep(p, head, q, k) ? 0.0f : exp2_of(score * multiplier - log2_sum);
 #pragma unroll 1
                 for (int column = lane; column < HEAD_DIM_V; column += 32) {
                     const float value = widen(dO[column]);

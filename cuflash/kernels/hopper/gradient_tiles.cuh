@@ -71,6 +71,8 @@ struct GradientStep {
                         slope[i][j] = score.slope;
                     else  // never -0, which is for hidden pairs
                         S[i][j] = multiply_add(S[i][j], score.slope, Accumulator(0));
+                    if (SCORE_MAY_HIDE && score.value == -infinity<Accumulator>())
+                        S[i][j] = left[e] = Accumulator(-0.0);
                 }
             }
             if constexpr (SCORE_IS_MODIFIED)

@@ -98,6 +98,8 @@ struct PackedStep {
                     P[e] = exp2_of(
                         multiply_add(score.value, multiplier, WEIGHT_EXPONENT - log2_sums.at[e]));
                     sloped[e] = P[e] * score.slope;
+                    if (SCORE_MAY_HIDE && score.value == -infinity<Accumulator>())
+                        P[e] = sloped[e] = Accumulator(-0.0);
                     left[e] = kept.has(i, j) ? P[e] : Accumulator(0);
                 }
                 if (DROPS) pair_of(weights.all(), i, m) = pack(P[0], P[1], Element());

@@ -64,6 +64,8 @@ struct QueryStep {
                                      column_place(tile, k_begin, j), p, rows.at(i, j));
                 S[i][j] = exp2_of(multiply_add(score.value, multiplier, -stats.log2_sums[i])) *
                           score.slope;
+                if (SCORE_MAY_HIDE && score.value == -infinity<Accumulator>())
+                    S[i][j] = Accumulator(-0.0);
             }
     }
 
