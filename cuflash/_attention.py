@@ -20,8 +20,10 @@ from .calls.call import BackwardCall, ForwardCall
 from .calls.packed import heads_first_in, pack_arrays
 from .calls.run import find_call, launch_module, run_call
 from .keywords import explains_keywords
+from .operands.spec import Spec
 from .planning.plan import Plan, choice_for_gradients
 from .planning.problem import Device
+from .scores.wanted import as_names, gradient_of, operand_given
 
 if TYPE_CHECKING:
     import numpy as np
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
         Integer,
         Integers,
         MaskOptions,
+        Names,
         Real,
         ScoreFunction,
         Vjp,
@@ -373,7 +376,7 @@ def attention(
         arrays |= seeds
     asked = (
         algo, engine, causal, window, offset, softcap, scale, enable_gqa, True, split_keys, text,
-        share, longest,
+        share, longest, (),
     )  # fmt: skip
     arguments = Arguments(ForwardCall.operands, arrays, mask, workspace, number)
     results = run_call(ForwardCall, arguments, as_options(asked), 1 + bool(return_lse))
@@ -407,6 +410,13 @@ def attention_backward(
     lse: AnyArray, *, dlse: AnyArray | None = None, grads_out: AnyTriple,
     workspace: CupyArray | None = None, **options: Unpack[BackwardOptions],
 ) -> tuple[AnyArray, AnyArray, AnyArray]: ...  # fmt: skip
+@overload
+def attention_backward(
+    dout: AnyArray, q: AnyArray, k: AnyArray, v: AnyArray, out: AnyArray,
+    lse: AnyArray, *, dlse: AnyArray | None = None, wrt: Names,
+    grads_out: tuple[AnyArray | None, ...] | None = None, workspace: CupyArray | None = None,
+    **options: Unpack[BackwardOptions],
+) -> tuple[Array, ...]: ...  # fmt: skip
 @explains_keywords
 def attention_backward(
     dout: AnyArray,
@@ -435,7 +445,8 @@ def attention_backward(
     seed: Integer | AnyArray | None = None,
     dlse: AnyArray | None = None,
     deterministic: bool = True,
-    grads_out: AnyTriple | None = None,
+    wrt: Names = (),
+    grads_out: tuple[AnyArray | None, ...] | None = None,
     workspace: CupyArray | None = None,
 ) -> tuple[AnyArray, ...]:
     r"""Gradients of :func:`attention` with respect to q, k and v, given that of its result.
@@ -468,10 +479,15 @@ def attention_backward(
         loss. By default the loss does not depend on `lse`.
     deterministic : bool
         The same bits each time. False allows sums over blocks in any order where that is faster.
-    grads_out : (array, array, array), optional
-        Where to write dq, dk and dv; None for one that is to be new. Exactly the gradients'
-        shapes and types, sharing no element with an input or each other: they may be views of one
-        buffer.
+    wrt : tuple of str
+        Whose gradients are wanted beside those of q, k and v: "bias", "sinks", "alibi_slopes" and
+        names of arrays of float that `score_mod` captures. On GPUs an expression reads such an
+        array in one place, at indices that are `batch`, `head`, `q` or `k` themselves, each as long
+        as there are of these; on NumPy arrays anywhere.
+    grads_out : tuple of array, optional
+        Where to write dq, dk, dv and those of `wrt`; None for one that is to be new. Exactly the
+        gradients' shapes and types, sharing no element with an input or each other: they may be
+        views of one buffer.
     workspace : array, optional
         Device memory for the kernels' use, at least `plan(..., backward=True).workspace_bytes`;
         taken from CuPy's pool by default. Not with NumPy arrays.
@@ -482,6 +498,8 @@ def attention_backward(
         Each of the shape and type of its operand. Where an operand is broadcast, or heads are
         grouped, its gradient is the sum over all that it served. Queries that see no key have
         gradient 0, and so have keys and values that no query sees.
+    *others : array
+        Those of `wrt`, in its order and likewise.
 
     Raises
     ------
@@ -501,10 +519,14 @@ def attention_backward(
 
         P &= \exp(s - lse), & \delta &= \operatorname{rowsum}(dout * out) - dlse, \\
         dV &= (P * D)^T dout, & dP &= D * (dout\, V^T), \\
-        dX &= P * (dP - \delta) * softcap'(x), & & \\
+        dS &= P * (dP - \delta), & dX &= dS * softcap'(x), \\
         dQ &= scale\, dX\, K, & dK &= scale\, dX^T Q.
 
     D is what dropout multiplies P by: 0, or `1 / (1 - dropout_p)` where a weight is kept.
+    dS is the gradient of a bias and, times the derivative of s, what other arrays get of it: sums over
+    what they are broadcast over. A sink is a key without value: its gradient is the sum of
+    :math:`-\exp(sink - lse)\, \delta` over its rows.
+
     P is 0 where a key is hidden, and in rows whose lse is -inf. What hidden keys and values hold,
     and rows of q, dout and out that see nothing, NaN and infinity included, do not reach a
     gradient. `out` and `lse` are used as given. Halves and float32 accumulate in float32, float64
@@ -541,6 +563,16 @@ def attention_backward(
     >>> dq, dk, dv = cuflash.attention_backward(dout, q, k, v, out, lse, enable_gqa=True)
     >>> dq.shape, dk.shape
     ((2, 8, 100, 64), (2, 2, 100, 64))
+
+    A bias that the batch shares has the sum of its gradients:
+
+    >>> options = {"bias": rng.standard_normal((8, 100, 100)), "enable_gqa": True}
+    >>> out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+    >>> *_, dbias = cuflash.attention_backward(dout, q, k, v, out, lse, wrt=("bias",), **options)
+    >>> dbias.shape
+    (8, 100, 100)
+    >>> np.allclose(dbias.sum(axis=-1), 0)  # what all keys gain changes no weight
+    True
     """
     inputs: dict[str, AnyArray | None]
     q, starts, longest = unpacked(q)
@@ -548,17 +580,20 @@ def attention_backward(
     for name in ("dout", "out", "lse"):
         inputs[name] = as_array(name, inputs[name])
     offset, offsets = split_offset(q_offset)
-    arrays = backward_arrays(inputs, grads_out, q_lengths, kv_lengths, offsets)
+    names = as_names(wrt)
+    arrays = backward_arrays(inputs, grads_out, q_lengths, kv_lengths, offsets, names)
     text, scored = split_scores(q, score_mod, bias, sinks, alibi_slopes)
     share, number, seeds = split_dropout(q, dropout_p, seed)
     arrays |= starts | scored | seeds
     options = Options(
         algo, engine, causal, as_window(window), offset, softcap, scale, enable_gqa, deterministic,
-        score_mod=text, dropout_p=share, longest=longest,
+        score_mod=text, dropout_p=share, longest=longest, wrt=names,
     )  # fmt: skip
-    arguments = Arguments(BackwardCall.operands, arrays, as_mask(mask), workspace, number)
-    results = run_call(BackwardCall, arguments, options, 3)
-    return tuple(x if mine is None else mine for x, mine in zip(results, grads_out or (None,) * 3))
+    operands = (*BackwardCall.operands, *map(gradient_of, names))
+    arguments = Arguments(operands, arrays, as_mask(mask), workspace, number)
+    results = run_call(BackwardCall, arguments, options, 3 + len(names))
+    given = grads_out or (None,) * len(results)
+    return tuple(x if mine is None else mine for x, mine in zip(results, given))
 
 
 @overload
@@ -602,6 +637,16 @@ def attention_vjp(
     q: AnyArray, k: AnyArray, v: AnyArray, *,
     return_lse: bool, **options: Unpack[VjpOptions],
 ) -> tuple[Array | tuple[Array, Array], Vjp[tuple[Array, Array, Array]]]: ...  # fmt: skip
+@overload
+def attention_vjp(
+    q: AnyArray, k: AnyArray, v: AnyArray, *,
+    return_lse: Literal[False] = False, wrt: Names, **options: Unpack[VjpOptions],
+) -> tuple[Array, Vjp[tuple[Array, ...]]]: ...  # fmt: skip
+@overload
+def attention_vjp(
+    q: AnyArray, k: AnyArray, v: AnyArray, *,
+    return_lse: Literal[True], wrt: Names, **options: Unpack[VjpOptions],
+) -> tuple[tuple[Array, Array], Vjp[tuple[Array, ...]]]: ...  # fmt: skip
 @explains_keywords
 def attention_vjp(
     q: AnyArray,
@@ -627,8 +672,9 @@ def attention_vjp(
     seed: Integer | AnyArray | None = None,
     split_keys: int | None = None,
     deterministic: bool = True,
+    wrt: Names = (),
     return_lse: bool = False,
-) -> tuple[Array | tuple[Array, Array], Vjp[tuple[Array, Array, Array]]]:
+) -> tuple[Array | tuple[Array, Array], Vjp[tuple[Array, ...]]]:
     """:func:`attention`, and the function from its result's gradient to those of q, k and v.
 
     Parameters
@@ -642,7 +688,7 @@ def attention_vjp(
         As in :func:`attention`.
     q_lengths, kv_lengths, q_offset, scale, enable_gqa, dropout_p, seed
         As in :func:`attention`.
-    deterministic : bool
+    deterministic, wrt
         As in :func:`attention_backward`.
     return_lse : bool
         Also return the natural logarithm of each row's sum of exponentials.
@@ -652,7 +698,8 @@ def attention_vjp(
     out : array, shape (..., H, N, Dv)
         As of :func:`attention`; with `return_lse` the pair (out, lse).
     vjp : function
-        `vjp(dout, dlse=None)` returns (dq, dk, dv), as :func:`attention_backward` does. It holds
+        `vjp(dout, dlse=None)` returns (dq, dk, dv) and the gradients of `wrt`, as
+        :func:`attention_backward` does. It holds
         the operands, mask, out and lse themselves: do not change them before it is called. It may
         be called any number of times.
 
@@ -692,6 +739,7 @@ def attention_vjp(
         "kv_lengths": kv_lengths, "q_offset": q_offset, "scale": scale, "enable_gqa": enable_gqa,
         "dropout_p": dropout_p, "seed": seed,
     }  # fmt: skip
+    names = as_names(wrt)
     backward_algo, backward_engine = choice_for_gradients(algo, engine)
 
     def begin() -> None:
@@ -699,7 +747,7 @@ def attention_vjp(
         with contextlib.suppress(ValueError, NotImplementedError):
             gradients = plan(
                 q, k, v, backward=True, deterministic=deterministic, algo=backward_algo,
-                engine=backward_engine, **options,
+                engine=backward_engine, wrt=names, **options,
             )  # fmt: skip
             launch_module().begin_to_compile(gradients, arguments.device_id)
 
@@ -712,13 +760,15 @@ def attention_vjp(
         algo, engine, causal, as_window(window), offset, softcap, scale, enable_gqa,
         split_keys=split_keys, score_mod=text, dropout_p=share,
     )  # fmt: skip
+    for name in names:
+        operand_given(name, text, {x: Spec(y.shape, y.strides, y.dtype) for x, y in scored.items()})
     arguments = Arguments(ForwardCall.operands, arrays, as_mask(mask), seed=number)
     out, lse = run_call(ForwardCall, arguments, asked, 2, before_first=begin)
 
-    def vjp(dout: AnyArray, dlse: AnyArray | None = None) -> tuple[Array, Array, Array]:
+    def vjp(dout: AnyArray, dlse: AnyArray | None = None) -> tuple[Array, ...]:
         return attention_backward(
             dout, q, k, v, out, lse, dlse=dlse, deterministic=deterministic,
-            algo=backward_algo, engine=backward_engine, **options,
+            algo=backward_algo, engine=backward_engine, wrt=names, **options,
         )  # fmt: skip
 
     return ((out, lse) if return_lse else out), vjp
@@ -757,6 +807,7 @@ def plan(
     device: Device | None = None,
     backward: bool = False,
     deterministic: bool = True,
+    wrt: Names = (),
 ) -> Plan:
     """What :func:`attention` or :func:`attention_backward` would run for these arguments.
 
@@ -774,7 +825,7 @@ def plan(
         Plan for this GPU instead of the arrays' own place. No GPU is needed for that.
     backward : bool
         Plan the gradients, with dout, out and lse contiguous and aligned to 16 bytes.
-    deterministic : bool
+    deterministic, wrt
         As in :func:`attention_backward`.
 
     Returns
@@ -823,7 +874,7 @@ def plan(
     scored |= starts | seeds
     options = Options(
         algo, engine, causal, as_window(window), offset, softcap, scale, enable_gqa, deterministic,
-        split_keys, text, share, longest,
+        split_keys, text, share, longest, as_names(wrt),
     )  # fmt: skip
     integers, visible = (q_lengths, kv_lengths, offsets), as_mask(mask)
     if backward:
@@ -832,9 +883,11 @@ def plan(
         inputs: dict[str, AnyArray | None]
         inputs = dict.fromkeys(("dout", "q", "k", "v", "out", "lse", "dlse"))
         inputs.update(q=q, k=k, v=v)
-        arrays = backward_arrays(inputs, out, *integers) | scored
+        arrays = backward_arrays(inputs, out, *integers, options.wrt) | scored
         arguments = Arguments(BackwardCall.operands, arrays, visible, seed=number)
         return find_call(BackwardCall, arguments, options, device).plan
+    if options.wrt:
+        raise ValueError("wrt goes with backward=True: a forward call has no gradients")
     arrays = forward_arrays(q, k, v, out, isinstance(out, tuple), *integers, page_table)
     arguments = Arguments(ForwardCall.operands, arrays | scored, visible, seed=number)
     return find_call(ForwardCall, arguments, options, device).plan

@@ -111,16 +111,19 @@ class CupyArray(Array, SupportsCudaArrayInterface, Protocol):
 AnyArray: TypeAlias = Array | SupportsDLPack | SupportsCudaArrayInterface
 # Of (score, batch, head, q, k) or (score, batch, head, q, k, shift), as it is traced.
 ScoreFunction: TypeAlias = Callable[..., Any]
+Names: TypeAlias = list[str] | tuple[str, ...]
 Integers: TypeAlias = Integer | list[int] | tuple[int, ...] | AnyArray
 
 _Gradients_co = TypeVar("_Gradients_co", covariant=True)
 
 
 class Vjp(Protocol[_Gradients_co]):
-    """The function that :func:`cuflash.attention_vjp` returns, by the type of (dq, dk, dv)."""
+    """The function that :func:`cuflash.attention_vjp` returns, by the type of the gradients."""
 
     def __call__(self, dout: AnyArray, dlse: AnyArray | None = None) -> _Gradients_co:
-        """Gradients of q, k and v, given that of `out` and, if it matters, that of `lse`."""
+        """Gradients of q, k and v, and those of `wrt`, given that of `out` and, if it matters,
+        that of `lse`.
+        """
 
 
 class MaskOptions(TypedDict, total=False):

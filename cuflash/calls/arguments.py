@@ -15,6 +15,7 @@ from ..operands.dtypes import CHUNK_BYTES
 from ..operands.spec import Spec
 from ..scores.captured import check_elements, named_arrays
 from ..scores.trace import as_score_mod
+from ..scores.wanted import gradient_of
 from .arrays import array_types, as_array, as_integers, beside, of_batch
 
 if TYPE_CHECKING:
@@ -47,6 +48,7 @@ class Options(NamedTuple):
     score_mod: ScoreText | None = None
     dropout_p: float = 0.0
     longest: tuple[int | None, int | None] | None = None
+    wrt: tuple[str, ...] = ()
 
 
 # What Options(...) does of a tuple of all its fields, in less time: it is part of every call.
@@ -170,12 +172,18 @@ def backward_arrays(
     q_lengths: Integers | None,
     kv_lengths: Integers | None,
     offsets: Integers | None,
+    wrt: tuple[str, ...] = (),
 ) -> dict[str, AnyArray | None]:
-    """The operands of a backward call that are given; `inputs` are those that are read."""
-    if not (grads_out is None or (isinstance(grads_out, tuple) and len(grads_out) == 3)):
-        raise TypeError(f"grads_out is {kind_of(grads_out)}: give a triple (dq, dk, dv)")
-    gradients = dict(zip(("dq", "dk", "dv"), grads_out or (None,) * 3))
-    every = inputs | gradients
+    """The operands of a backward call that are given; `inputs` are those that are read, `wrt` the
+    arrays whose gradients are asked for beside those of q, k and v.
+    """
+    count = 3 + len(wrt)
+    if not (grads_out is None or (isinstance(grads_out, tuple) and len(grads_out) == count)):
+        form = f"{'a triple' if count == 3 else f'a tuple of {count},'} (dq, dk, dv"
+        form += "".join(f", d{name}" for name in wrt)
+        raise TypeError(f"grads_out is {kind_of(grads_out)}: give {form})")
+    names = ("dq", "dk", "dv", *map(gradient_of, wrt))
+    every = inputs | dict(zip(names, grads_out or (None,) * count))
     arrays = {name: x for name, x in every.items() if x is not None or name in "qkv"}
     return arrays | of_batch(q_lengths, kv_lengths, offsets, as_array("q", inputs["q"]))
 

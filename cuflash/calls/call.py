@@ -26,6 +26,7 @@ from ..planning.plan import Plan, make_plan
 from ..planning.problem import Device, make_problem
 from ..scores.captured import captured_views, is_score_operand, make_score
 from ..scores.score import checked_scale
+from ..scores.wanted import Target, make_target, operand_given, titles_of
 from .arguments import Options
 from .arrays import OF_BATCH
 from .packed import sequences_of
@@ -101,6 +102,10 @@ class Call:
     score : Score
     captured : tuple of Captured
         The arrays that it reads.
+    targets : tuple of Target
+        Those whose gradients are asked for.
+    titles : dict of str to str
+        What errors call the results.
     results : tuple of Copy
         What is returned, and its spec where the caller gives no array for it.
     copied : tuple of Copy
@@ -117,7 +122,7 @@ class Call:
     __slots__ = (
         "anywhere", "apart", "captured", "copied", "dropout_p", "has_lists", "is_empty", "launch",
         "layout", "lse_dtype", "out_dtype", "page_size", "plan", "results", "scale", "score",
-        "staged", "workspace_bytes",
+        "staged", "targets", "titles", "workspace_bytes",
     )  # fmt: skip
     operands: ClassVar[tuple[str, ...]]  # in the order of the kernels' pointers
     matrices: ClassVar[tuple[str, ...]]  # those among them whose rows kernels load in chunks
@@ -158,12 +163,29 @@ class Call:
         broadcast = {
             **lengths, "mask": mask, "page_table": table, "enable_gqa": gqa, "packing": packing,
         }  # fmt: skip
-        specs = self._specs(given, inputs, broadcast, mask_kind, device)
+        self.titles = self.written | titles_of(options.wrt)
+        wanted = {
+            own: operand_given(name, options.score_mod, given)
+            for own, name in zip(titles_of(options.wrt), options.wrt)
+        }
+        if wanted and packing is not None:
+            raise ValueError(
+                f"wrt={options.wrt!r}: packed sequences have no gradients of these arrays; give "
+                "each sequence to attention_backward by itself"
+            )
+        specs = self._specs(given, inputs, broadcast, mask_kind, device, wanted)
         self.layout = self._layout(specs, broadcast)
         self.score, self.captured = make_score(
             options.score_mod, options.softcap, given, self.layout.score_shape, longest[1],
             self.scale, accumulator, band.right is not None and band.right <= 0,
         )  # fmt: skip
+        self.targets = tuple(
+            make_target(name, self.score.form, specs[own], self.layout.lse_shape, k.shape[-2])
+            for own, name in zip(wanted, options.wrt)
+        )
+        if self.targets:
+            placed = {x.operand: x.leading for x in self.targets if x.kind != "scattered"}
+            self.layout = self._layout(specs, broadcast | {"placed": placed})
         if mask and mask_kind == "blocks" and mask.shape[-2:] != longest:
             raise ValueError(
                 f"mask is a BlockMask of shape {mask.shape}: it must have {longest[0]} queries "
@@ -172,10 +194,9 @@ class Call:
         self.anywhere = tuple(
             name
             for name in given
-            if name != "mask"
-            and not (aligned and name not in _TRAILING and not is_score_operand(name))
+            if name != "mask" and not (aligned and name in self.matrices)
         )
-        rows = (spec for name, spec in specs.items() if name not in _TRAILING)
+        rows = (spec for name, spec in specs.items() if name in self.matrices)
         problem = make_problem(
             self.layout,
             *(q, k, v),
@@ -198,28 +219,35 @@ class Call:
         self.is_empty = 0 in self.layout.out_shape or k.shape[-2] == 0
         self.launch: Callable[..., None] | None = None
 
+    @property
+    def pointed(self) -> tuple[str, ...]:
+        """The operands that kernels are told of whether they are given or not, in their order."""
+        return (*self.operands, *(x.operand for x in self.targets))
+
     def _specs(
         self, given: dict[str, Spec], inputs: tuple[Spec, Spec, Spec], broadcast: dict[str, Any],
-        mask_kind: str, device: Device,
+        mask_kind: str, device: Device, wanted: dict[str, Spec],
     ) -> dict[str, Spec]:  # fmt: skip
         """The spec of each array that an engine is given, and what has to be done for that."""
         read = (conformed(spec, self.out_dtype) for spec in inputs)
         expected = self._expected(inputs, make_layout(*read, **broadcast))
+        expected |= {name: Spec.contiguous(x.shape, x.dtype) for name, x in wanted.items()}
         for name, spec in expected.items():
             if name in given:
                 self._check(name, given[name], spec)
         known = {name: given.get(name, spec) for name, spec in expected.items()}
         specs = {name: self._seen(name, spec, device) for name, spec in known.items()}
-        self.results = tuple(Copy(name, expected[name]) for name in self.written)
-        changed = [name for name in self.operands if name in specs and specs[name] != known[name]]
+        self.results = tuple(Copy(name, expected[name]) for name in self.titles)
+        named = (*self.operands, *wanted)
+        changed = [name for name in named if name in specs and specs[name] != known[name]]
         scored = {name: spec for name, spec in given.items() if is_score_operand(name)}
         whole = {name: conformed(x, x.dtype, rows=False) for name, x in scored.items()}
         self.copied = tuple(
             Copy(name, specs[name])
             for name in changed
-            if name in given and name not in self.written
+            if name in given and name not in self.titles
         ) + tuple(Copy(name, x) for name, x in whole.items() if x != scored[name])
-        self.staged = tuple(Copy(name, specs[name]) for name in self.written if name in changed)
+        self.staged = tuple(Copy(name, specs[name]) for name in self.titles if name in changed)
         others = [*expected, *OF_BATCH, "page_table", "seed", *scored]
         others += ["mask"] if mask_kind == "elements" else []
         self.apart = apart_of(self._pairs(others), given)
@@ -227,14 +255,14 @@ class Call:
 
     def _pairs(self, names: Iterable[str]) -> list[tuple[str, str]]:
         """Pairs of a result and what it must not overlap."""
-        written = list(self.written)
+        written = list(self.titles)
         read = [name for name in names if name not in written]
         pairs = [(result, other) for result in written for other in read]
         return pairs + [(a, b) for i, a in enumerate(written) for b in written[:i]]
 
     def _check(self, name: str, spec: Spec, expected: Spec) -> None:
-        if name in self.written:
-            check_out(self.written[name], spec, expected.shape, expected.dtype)
+        if name in self.titles:
+            check_out(self.titles[name], spec, expected.shape, expected.dtype)
         elif name not in "qkv":
             check_read(name, spec, expected.shape, expected.dtype, exact=name == "lse")
 
@@ -367,8 +395,10 @@ class BackwardCall(Call):
     def _seen(self, name: str, spec: Spec, device: Device) -> Spec:
         if name in ("lse", "dlse"):
             return conformed(spec, self.lse_dtype, rows=False)
-        if name in self.written and device.is_cpu:  # the sums themselves
+        if name in self.titles and device.is_cpu:  # the sums themselves
             return conformed(spec, self.lse_dtype, rows=False)
+        if name not in self.matrices:
+            return conformed(spec, spec.dtype, rows=False)
         return conformed(spec, self.out_dtype)
 
     def _layout(self, specs: dict[str, Spec], broadcast: dict[str, Any]) -> Layout:
@@ -380,4 +410,19 @@ class BackwardCall(Call):
         """Run on NumPy arrays that are ready to be read and written."""
         for name, _ in self.results:
             arrays[name][...] = 0
-        self._walk(walks.backward, arrays, **self._host_options(arrays, mask, seed))
+        gradients = {x.name: (x, self._gradient(x, arrays)) for x in self.targets}
+        options = self._host_options(arrays, mask, seed)
+        self._walk(walks.backward, arrays, **options, gradients=gradients)
+
+    def _gradient(self, target: Target, arrays: dict[str, Any]) -> Any:
+        """A gradient as heads add to it: with leading axes as operands have them, queries and keys,
+        or as it is.
+        """
+        x = arrays[target.operand]
+        if target.kind == "scattered":
+            return x
+        problem = self.plan.problem
+        steps = (*self.layout.strides[target.operand], *target.steps)
+        sizes = zip((problem.query_length, problem.key_length), target.steps)
+        shape = (*problem.leading, *(n if step else 1 for n, step in sizes))
+        return np.lib.stride_tricks.as_strided(x, shape, [s * x.itemsize for s in steps])

@@ -98,7 +98,7 @@ def _run_on_copies(
     with arrays["q"].device:
         copies = {name: memory.copy(arrays[name]) for name in wrong}
         again = Arguments(
-            call.operands, arrays | copies, arguments.mask, arguments.workspace, arguments.seed
+            call.pointed, arrays | copies, arguments.mask, arguments.workspace, arguments.seed
         )
         results = run_call(type(call), again, options, count)
         for number, (name, _) in enumerate(call.results[:count]):
@@ -115,7 +115,7 @@ def _run_host(call: Call, arguments: Arguments, count: int) -> list[Any]:
             f"workspace is a {type(arguments.workspace).__name__}: it goes with CuPy arrays, for "
             "NumPy arrays leave it out"
         )
-    results = host_results(dict(call.results[:count]), arguments.arrays, call.written)
+    results = host_results(dict(call.results[:count]), arguments.arrays, call.titles)
     arrays = arguments.arrays | results
     for name, spec in call.copied:
         arrays[name] = conform(arrays[name], spec)

@@ -225,7 +225,7 @@ def run(call: Call, arguments: Arguments, count: int) -> list[Any]:
             addresses[name] = x.data.ptr
         results.append(x)
     if call.is_empty:
-        for x, value in zip(results, call.empty_values):
+        for x, value in zip(results, (*call.empty_values, *(0 for _ in call.targets))):
             x.fill(value)
         if call.score.form.sink and len(results) > 1 and not call.backward:
             _fill_sinks(call, arrays, results[1])

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from ..dropout import Dropout
     from ..operands.layout import Layout
     from ..planning.plan import Plan
+    from ..scores.expression import Node
     from ..scores.score import Score
+    from .score_gradients import ScoreGradients
 
     Floats = NDArray[np.floating[Any]]
     Bools = NDArray[np.bool_]
@@ -295,6 +297,7 @@ class HeadBackward:
     lse: NDArray[np.floating[Any]]
     delta: NDArray[np.floating[Any]]  # rowsum(dO * O) - dlse
     weightless: NDArray[np.bool_]  # queries whose lse is -inf
+    score_gradients: ScoreGradients
     buffer: NDArray[np.floating[Any]]  # one tile of dS
 
     @classmethod
@@ -306,6 +309,7 @@ class HeadBackward:
         out: NDArray[Any],
         lse: NDArray[Any],
         dlse: NDArray[Any] | None,
+        score_gradients: ScoreGradients,
     ) -> HeadBackward:
         """The gradients' side of `head`, of the same valid queries; `dlse` may be None."""
         dtype = head.queries.dtype
@@ -320,15 +324,22 @@ class HeadBackward:
             lse=lse.astype(dtype)[:, None],
             delta=delta[:, None],
             weightless=np.isneginf(lse),
+            score_gradients=score_gradients,
             buffer=np.empty_like(head.buffer),
         )
 
-    def weights(self, queries: range, keys: range) -> tuple[Floats, Floats | None, Bools | None]:
-        """P of one tile, the score's derivative (None: 1), and which pairs have no part in it."""
+    def weights(
+        self, queries: range, keys: range
+    ) -> tuple[Floats, Floats | None, list[tuple[Node, Floats]], Bools | None]:
+        """P of one tile, the score's derivative (None: 1), those by what gradients are wanted of,
+        and which pairs have no part in it.
+        """
         head = self.head
         weights, slope = head.products(queries, keys), None
+        others: list[tuple[Node, Floats]] = []
         if head.score:
             positions = head.positions(queries, keys)
+            others = self.score_gradients.slopes(weights, positions)
             weights[...], slope = head.score.linearize(weights, *positions, head.captured)
         hidden = head.hidden_with(weights, queries, keys)
         weightless = self.weightless[rows_of(queries), None]
@@ -339,12 +350,12 @@ class HeadBackward:
         np.exp(weights, out=weights)
         if hidden is not None:
             np.copyto(weights, 0, where=hidden)
-        return weights, slope, hidden
+        return weights, slope, others, hidden
 
     def gradients(self, queries: range, keys: range) -> tuple[Floats, Floats, Floats]:
         """What one tile adds to dQ of its queries and to dK and dV of its keys."""
         head = self.head
-        weights, slope, hidden = self.weights(queries, keys)
+        weights, slope, others, hidden = self.weights(queries, keys)
         dout = self.dout[rows_of(queries)]
         # dS = P * (dO V^T - delta) * modify'
         dscores = self.buffer[: weights.size].reshape(weights.shape)
@@ -353,6 +364,9 @@ class HeadBackward:
         dscores *= head.kept_scale
         dscores -= self.delta[rows_of(queries)]
         dscores *= weights
+        if others:
+            places = rows_of(queries), rows_of(keys), head.positions(queries, keys)
+            self.score_gradients.add_pairs(dscores, others, hidden, *places)
         if slope is not None:
             dscores *= slope
         if hidden is not None:

@@ -33,6 +33,7 @@ import numpy as np
 
 from ..masks.band import MAX_SHIFT
 from ..scores.score import Score
+from .score_gradients import ScoreGradients
 from .tiles import Head, HeadBackward, PagedRows, rows_of, tiles_of
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 
     from ..dropout import Dropout
     from ..planning.plan import Plan
+    from .score_gradients import Wanted
     from .tiles import Floats, HeadMask
 
     Integers = NDArray[np.integer[Any]]
@@ -152,6 +154,7 @@ def backward(
     mask: HeadMask | None = None,
     dropout: Dropout | None = None,
     sequence: int | None = None,
+    gradients: Wanted = {},
 ) -> None:
     """Add the gradients of `q`, `k` and `v` to `dq`, `dk` and `dv`.
 
@@ -170,6 +173,8 @@ def backward(
         gradients are summed in the order of the heads.
     q_lengths, kv_lengths, q_offset, scale, score, captured, mask, dropout, sequence
         As :func:`forward` had them.
+    gradients : mapping of str to (Target, ndarray)
+        Of arrays that scores depend on, in the type of the sums, and zero.
     """
     problem = plan.problem
     walk = {"fa1": _walk_back_fa1, "fa2": _walk_back_fa2}[plan.algo]
@@ -177,7 +182,8 @@ def backward(
         for number, index in enumerate(np.ndindex(problem.leading)):
             rows = _clamped(q_lengths, index, q.shape[-2])
             keys = _clamped(kv_lengths, index, k.shape[-2])
-            if rows == 0 or keys == 0:
+            wanted = ScoreGradients.of(gradients, score, captured, index)
+            if rows == 0 or (keys == 0 and not wanted.sinks):
                 continue
             head = Head.load(
                 plan,
@@ -192,8 +198,10 @@ def backward(
             )
             own_dlse = None if dlse is None else dlse[index][:rows]
             given = dout[index][:rows], out[index][:rows], lse[index][:rows]
+            tiles = HeadBackward.load(head, scale, *given, own_dlse, wanted)
+            wanted.add_sinks(head.sink, tiles.lse, tiles.delta)
             walk(
-                HeadBackward.load(head, scale, *given, own_dlse),
+                tiles,
                 dq[index][:rows],
                 dk[index][:keys],
                 dv[index][:keys],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 import numpy as np
@@ -187,6 +188,11 @@ def _spread(spec: Spec, leading: tuple[int, ...], trailing: int) -> tuple[int, .
     return (0,) * (len(leading) - len(own)) + own
 
 
+def padded_axes(spec: Spec, axes: int) -> tuple[int, ...]:
+    """Element strides along so many axes, to the last of which an array broadcasts."""
+    return (0,) * (axes - len(spec.shape)) + spec.element_strides()
+
+
 def broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
     """Whether an array of `shape` broadcasts to the shape `to`."""
     try:
@@ -281,6 +287,7 @@ def make_layout(
     gradients: Mapping[str, Spec] | None = None, q_lengths: Spec | None = None,
     kv_lengths: Spec | None = None, q_offset: Spec | None = None, mask: Spec | None = None,
     page_table: Spec | None = None, enable_gqa: bool = False, packing: Packing | None = None,
+    placed: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> Layout:  # fmt: skip
     """Broadcast the operands' leading axes.
 
@@ -302,6 +309,8 @@ def make_layout(
     enable_gqa : bool
     packing : Packing, optional
         Then the operands' axes are (H, tokens, head dim), and the sequences are the batch.
+    placed : mapping of str to tuple of int
+        Element strides along the leading axes of what else lies there, by its name.
 
     Returns
     -------
@@ -347,6 +356,8 @@ def make_layout(
         if packing is not None:
             entry_strides[name], steps = steps[0], steps[1:]
         strides[name] = steps + (0,) * (len(heads) + (group > 1))
+    for name, steps in placed.items():
+        strides[name] = _grouped(name, steps, group)
     mask_layout = None
     if mask is not None:
         mask_layout, steps = _mask_layout(mask, (*batch, *heads, *longest))

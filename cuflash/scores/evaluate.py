@@ -19,8 +19,10 @@ _PLAIN: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-def evaluate(node: Node, names: Mapping[str, Any], dtype: np.dtype[Any]) -> Point:
-    """An expression's value, and its derivative by the score.
+def evaluate(
+    node: Node, names: Mapping[str, Any], dtype: np.dtype[Any], variable: Node | None = None
+) -> Point:
+    """An expression's value, and its derivative by the score or another variable.
 
     Parameters
     ----------
@@ -30,14 +32,16 @@ def evaluate(node: Node, names: Mapping[str, Any], dtype: np.dtype[Any]) -> Poin
         captured arrays.
     dtype : dtype
         Of real numbers.
+    variable : Node, optional
+        A read of a captured array, to differentiate by that element. By default the score.
 
     Returns
     -------
     value, slope : ndarray
-        The slope is None where the expression does not depend on the score.
+        The slope is None where the expression does not depend on the variable.
     """
     if node.operation == "score":
-        return names["score"], dtype.type(1)
+        return names["score"], (dtype.type(1) if variable is None else None)
     if node.operation == "position":
         return names[node.value], None
     if node.operation == "number":
@@ -45,11 +49,14 @@ def evaluate(node: Node, names: Mapping[str, Any], dtype: np.dtype[Any]) -> Poin
     if node.operation == "capture":
         value = names[node.value.name]
         return (dtype.type(value) if node.kind == "real" else value), None
-    inputs = [evaluate(x, names, dtype) for x in node.inputs]
+    inputs = [evaluate(x, names, dtype, variable) for x in node.inputs]
     if node.operation == "read":
         found = read(names[node.value.name], [x for x, _ in inputs])
         wanted = {"real": dtype, "integer": np.dtype(np.int64), "bool": np.dtype(np.bool_)}
-        return found.astype(wanted[node.kind], copy=False), None
+        is_variable = variable is not None and node.key == variable.key
+        return found.astype(wanted[node.kind], copy=False), (
+            dtype.type(1) if is_variable else None
+        )
     if node.operation in ("real", "integer"):
         as_type = dtype if node.operation == "real" else np.dtype(np.int64)
         return np.asarray(inputs[0][0]).astype(as_type), None

@@ -108,6 +108,23 @@ class Node:
         own = self.operation in ("position", "read")
         return own or any(x.reads_pair for x in self.inputs)
 
+    @functools.cached_property
+    def key(self) -> tuple[Any, ...]:
+        """What is equal for nodes that mean the same."""
+        return self.operation, self.kind, self.value, *(x.key for x in self.inputs)
+
+    def reads(self, name: str) -> tuple[Node, ...]:
+        """The reads of the captured array of that name, one for each place that is read."""
+        found = {x.key: x for part in self.inputs for x in part.reads(name)}
+        if self.operation == "read" and self.value.name == name:
+            found[self.key] = self
+        return tuple(found.values())
+
+    def depends_on(self, variable: Node | None) -> bool:
+        """Whether it depends on that read or, by default, on the score."""
+        own = self.operation == "score" if variable is None else self.key == variable.key
+        return own or any(x.depends_on(variable) for x in self.inputs)
+
 
 @functools.lru_cache(maxsize=1024)
 def parse(text: str, captures: tuple[Capture, ...]) -> Node:

@@ -159,8 +159,10 @@ class Score:
     def linearize(
         self, score: ArrayLike, batch: Positions = 0, head: Positions = 0, q: Positions = 0,
         k: Positions = 0, shift: Positions = 0, arrays: Mapping[str, NDArray[Any]] | None = None,
+        variable: Node | None = None,
     ) -> tuple[NDArray[Any], NDArray[Any]]:  # fmt: skip
-        """The changed scores, and their exact derivatives with respect to `score`.
+        """The changed scores, and their exact derivatives with respect to `score` or, if
+        `variable` is a read of a captured array, to that element.
 
         Examples
         --------
@@ -175,8 +177,11 @@ class Score:
         value: Any = given if unit is None else given / unit
         slope: Any = dtype.type(1)
         for node in self.form.nodes:
-            value, own = evaluate(node, names | {"score": value}, dtype)
-            slope = dtype.type(0) if own is None else slope * own
+            by = variable if variable is not None and node.depends_on(variable) else None
+            value, own = evaluate(node, names | {"score": value}, dtype, by)
+            # A stage with the variable has its derivative by that alone.
+            before = dtype.type(1) if by is not None else slope
+            slope = dtype.type(0) if own is None else before * own
         shape = np.broadcast_shapes(given.shape, np.shape(value), np.shape(slope))
         value = np.broadcast_to(value if unit is None else unit * value, shape)
         return value, np.broadcast_to(slope, shape)
