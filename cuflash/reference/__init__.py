@@ -1,6 +1,7 @@
 """The definition of attention that every engine is tested against: dense, in float64."""
 
 from .append import append_kv
+from .array_gradients import array_bounds
 from .bounds import UNIT_ROUNDOFF, BackwardBound, Bound, backward_bound, forward_bound
 from .definition import attention, attention_backward
 from .dense import visible_keys
@@ -12,6 +13,7 @@ __all__ = [
     "BackwardBound",
     "Bound",
     "append_kv",
+    "array_bounds",
     "attention",
     "attention_backward",
     "backward_bound",

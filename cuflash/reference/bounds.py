@@ -274,11 +274,26 @@ def _pair_errors(
 ) -> tuple[Floats, Floats, Floats]:
     """dS, and the errors of dS and P, as :func:`backward_bound` derives them."""
     u, u_acc, _ = precision(dtype)
+    under = TINY[dtype]
+    delta, dP, dP_error, delta_error, rho = factor_errors(dense, dout, dlse, dtype)
+    dS = score_gradient(dense, dout, delta)
+    slope_error = score_errors(dense, u_acc).slope
+    dS_error = dense.weights * np.abs(dense.slope) * (dP_error + delta_error)
+    dS_error = dS_error + dense.weights * np.abs(dP - delta) * slope_error
+    dS_error = dS_error + np.abs(dS) * (rho + 4 * u_acc + u) + under
+    P_error = dense.kept * (dense.weights * (rho + u + _scaling(dense, u_acc)) + under)
+    return dS, np.where(dense.visible, dS_error, 0), np.where(dense.visible, P_error, 0)
+
+
+def factor_errors(
+    dense: Dense, dout: Floats, dlse: ArrayLike | None, dtype: str
+) -> tuple[Floats, Floats, Floats, Floats, Floats]:
+    """delta, dP, the errors of dP and of delta, and rho, as :func:`backward_bound` derives them."""
+    u, u_acc, _ = precision(dtype)
     under = tiny = TINY[dtype]
     dot = (math.sqrt(dout.shape[-1]) + 2) * u_acc
-    scaling = 2 * u_acc * float((dense.kept != 1).any())  # what dropout's factor adds
+    scaling = _scaling(dense, u_acc)
     delta = row_sums(dense, dout, dlse)
-    dS = score_gradient(dense, dout, delta)
     dP = np.where(dense.visible, value_gradient(dense, dout), 0)
     errors = score_errors(dense, u_acc)
     sigma, sums = errors.behind, sum_errors(dense, u_acc)
@@ -294,12 +309,12 @@ def _pair_errors(
     delta_error = delta_error + scaling * np.abs(delta)
     if dlse is not None:
         delta_error = delta_error + u_acc * np.abs(np.asarray(dlse).astype(dout.dtype))[..., None]
+    return delta, dP, dP_error, delta_error, rho
 
-    dS_error = dense.weights * np.abs(dense.slope) * (dP_error + delta_error)
-    dS_error = dS_error + dense.weights * np.abs(dP - delta) * errors.slope
-    dS_error = dS_error + np.abs(dS) * (rho + 4 * u_acc + u) + under
-    P_error = dense.kept * (dense.weights * (rho + u + scaling) + under)
-    return dS, np.where(dense.visible, dS_error, 0), np.where(dense.visible, P_error, 0)
+
+def _scaling(dense: Dense, u_acc: float) -> float:
+    """What dropout's factor adds to relative errors."""
+    return 2 * u_acc * float((dense.kept != 1).any())
 
 
 def precision(dtype: str) -> tuple[float, float, Float]:

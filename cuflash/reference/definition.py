@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING, Literal, overload
 
 import numpy as np
 
+from ..scores.wanted import as_names
+from .array_gradients import array_gradients
 from .dense import Dense, own_sum, row_sums, score_gradient, visible_sum
 
 if TYPE_CHECKING:
@@ -14,7 +16,7 @@ if TYPE_CHECKING:
 
     from ..masks.block_mask import BlockMask
     from ..scores.score_mod import ScoreMod
-    from ..typing import Causal, Real, ScoreFunction, Window
+    from ..typing import Causal, Names, Real, ScoreFunction, Window
     from .dense import Float, Floats, Options
 
 
@@ -138,8 +140,9 @@ def attention_backward(
     enable_gqa: bool = False,
     dropout_p: Real = 0.0,
     seed: int | None = None,
+    wrt: Names = (),
     dtype: Float = np.float64,
-) -> tuple[Floats, Floats, Floats]:
+) -> tuple[Floats, ...]:
     """Gradients of :func:`attention`, as :func:`cuflash.attention_backward` defines them.
 
     Parameters
@@ -173,6 +176,9 @@ def attention_backward(
         dS    = P * (dP - delta) * ds/dx
         dQ    = scale dS K
         dK    = scale dS^T Q
+
+    An array that scores read gets the sum of ``P * (dP - delta)`` times the derivative of s by that
+    element, a sink that of ``-exp(sink - lse) * delta``.
 
     P and dS are 0 where a query does not see a key, and in rows without any weight (lse is
     -inf). What such queries and keys hold has no influence, nor have their `dout` and `dlse`.
@@ -212,4 +218,5 @@ def attention_backward(
         dq = dense.scale * visible_sum(dS, dense.k, dS != 0)
         dk = dense.scale * visible_sum(dS.mT, dense.q, dense.visible.mT)
         q_shape, k_shape, v_shape = shapes
-        return own_sum(dq, q_shape), own_sum(dk, k_shape), own_sum(dv, v_shape)
+        others = array_gradients(dense, grad, dlse, as_names(wrt))
+    return own_sum(dq, q_shape), own_sum(dk, k_shape), own_sum(dv, v_shape), *others

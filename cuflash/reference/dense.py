@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
     from typing_extensions import Unpack
 
+    from ..scores.expression import Node
     from ..scores.score_mod import ScoreMod
     from ..typing import Causal, Real, ScoreFunction, Window
 
@@ -135,6 +136,7 @@ class Changes(NamedTuple):
     score: Score
     names: dict[str, Any]  # positions of all scores
     arrays: dict[str, NDArray[Any]]
+    given: dict[str, NDArray[Any]]  # the same by their names, in their own shapes
     softcap: Real | None  # if nothing else does
     rows: Bools  # which queries exist
 
@@ -163,6 +165,7 @@ class Changes(NamedTuple):
             score,
             {**names, "q": q, "k": k, "shift": shift},
             captured_views(captured, arrays),
+            {x.capture.name: arrays[x.operand] for x in captured},
             softcap if score.form.unit else None,
             np.broadcast_to(q < queries, (*shape[:-1], 1)),
         )
@@ -175,11 +178,19 @@ class Changes(NamedTuple):
         found = self.score.sinks(*place, self.arrays, np.dtype(dtype))
         return np.where(self.rows, found, -np.inf)
 
-    def errors(self, products: Floats, error: Floats, u: float) -> Estimate:
-        """The changed scores of `scale * q.k`, which is off by `error`."""
+    def errors(
+        self, products: Floats, error: Floats, u: float, variable: Node | None = None
+    ) -> Estimate:
+        """The changed scores of `scale * q.k`, which is off by `error`, with derivatives by it or by
+        what a read of an array finds.
+        """
         names = {**self.names, **self.score.numbers, **self.arrays}
         found = Estimate(products, error, np.ones_like(products), np.zeros_like(products))
         for node in self.score.form.nodes:
+            if variable is not None and node.depends_on(variable):
+                known = found._replace(slope=0.0, slope_error=0.0)
+                found = estimate(node, names, known, u, variable)
+                continue
             inner = estimate(node, names, found._replace(slope=1.0, slope_error=0.0), u)
             found = Estimate(
                 inner.value, inner.error, inner.slope * found.slope,

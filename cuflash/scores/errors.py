@@ -35,7 +35,9 @@ _PLAIN = {
 _TANH, _EXP, _LOG, _DIVISION = 8, 4, 4, 2
 
 
-def estimate(node: Node, names: Mapping[str, Any], score: Estimate, u: float) -> Estimate:
+def estimate(
+    node: Node, names: Mapping[str, Any], score: Estimate, u: float, variable: Node | None = None
+) -> Estimate:
     """An expression of a score that is known up to an error.
 
     Parameters
@@ -45,6 +47,8 @@ def estimate(node: Node, names: Mapping[str, Any], score: Estimate, u: float) ->
         Positions and captures by their names.
     score : Estimate
     u : float
+    variable : Node, optional
+        A read of a captured array, whose derivative is 1.
     """
     operation = node.operation
     if operation == "score":
@@ -54,7 +58,7 @@ def estimate(node: Node, names: Mapping[str, Any], score: Estimate, u: float) ->
     if operation == "number":
         is_rounded = node.kind == "real" and np.isfinite(node.value)
         return Estimate(node.value, u * abs(node.value) if is_rounded else 0)
-    inputs = [estimate(x, names, score, u) for x in node.inputs]
+    inputs = [estimate(x, names, score, u, variable) for x in node.inputs]
     if operation in ("capture", "read"):
         value = names[node.value.name]
         if operation == "read":
@@ -62,7 +66,8 @@ def estimate(node: Node, names: Mapping[str, Any], score: Estimate, u: float) ->
         if node.kind != "real":
             return Estimate(value.astype(np.int64) if node.kind == "integer" else value, 0)
         value = np.asarray(value).astype(np.result_type(score.value))
-        return Estimate(value, np.where(np.isfinite(value), u * np.abs(value), 0))
+        slope = float(variable is not None and node.key == variable.key)
+        return Estimate(value, np.where(np.isfinite(value), u * np.abs(value), 0), slope)
     if operation == "real":
         value = np.asarray(inputs[0].value).astype(np.result_type(score.value))
         return Estimate(value, u * np.abs(value))

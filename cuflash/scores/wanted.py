@@ -160,7 +160,8 @@ def scatter(gradient: NDArray[Any], indices: Sequence[Any], terms: NDArray[Any])
     """Add to the elements at these indices, which broadcast to the `terms`. Those that there are
     not, negative ones too, get nothing.
     """
-    if not terms.size:
+    if not gradient.shape:
+        gradient += terms.sum()
         return
     inside: Any = np.True_
     for index, size in zip(indices, gradient.shape):
