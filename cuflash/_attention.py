@@ -20,10 +20,9 @@ from .calls.call import BackwardCall, ForwardCall
 from .calls.packed import heads_first_in, pack_arrays
 from .calls.run import find_call, launch_module, run_call
 from .keywords import explains_keywords
-from .operands.spec import Spec
 from .planning.plan import Plan, choice_for_gradients
 from .planning.problem import Device
-from .scores.wanted import as_names, gradient_of, operand_given
+from .scores.wanted import as_names
 
 if TYPE_CHECKING:
     import numpy as np
@@ -192,7 +191,7 @@ def attention(
         :class:`BlockMask` knows them beforehand, those of an array are found in each call. What
         `causal`, `window` or lengths hide stays hidden.
     bias : array of float, broadcastable to (..., H, N, M), optional
-        Added to the scores. -inf leaves a key without weight, whatever its score.
+        Added to the scores. -inf hides a key as `mask` does.
     score_mod : ScoreMod or function, optional
         Any other change of the scores: an expression, see :class:`ScoreMod`, or a function of
         (score, batch, head, q, k), with shift as sixth argument if it takes six, which is traced
@@ -277,7 +276,8 @@ def attention(
 
     Halves and float32 accumulate in float32, float64 in float64. The result is deterministic.
     Values in hidden keys, NaN and infinity included, do not reach it. A score of -infinity has
-    weight 0, and a row of nothing else is 0, whatever values it sees. `docs/numerics.md` has the
+    weight 0, and a row of nothing else is 0, whatever values it sees; where a bias or `score_mod`
+    makes it so, the key is hidden. `docs/numerics.md` has the
     order of operations and what becomes of numbers that are too large or too small.
 
     A call can be captured in a CUDA graph once one of its kind has run, with `out` and, where the
@@ -481,9 +481,9 @@ def attention_backward(
         The same bits each time. False allows sums over blocks in any order where that is faster.
     wrt : tuple of str
         Whose gradients are wanted beside those of q, k and v: "bias", "sinks", "alibi_slopes" and
-        names of arrays of float that `score_mod` captures. On GPUs an expression reads such an
-        array in one place, at indices that are `batch`, `head`, `q` or `k` themselves, each as long
-        as there are of these; on NumPy arrays anywhere.
+        names of arrays of float that `score_mod` captures. On GPUs one of the latter that is read
+        in several places, or at indices other than `batch`, `head`, `q` and `k` themselves, with
+        as many elements as there are of these, needs `deterministic=False`.
     grads_out : tuple of array, optional
         Where to write dq, dk, dv and those of `wrt`; None for one that is to be new. Exactly the
         gradients' shapes and types, sharing no element with an input or each other: they may be
@@ -523,8 +523,8 @@ def attention_backward(
         dQ &= scale\, dX\, K, & dK &= scale\, dX^T Q.
 
     D is what dropout multiplies P by: 0, or `1 / (1 - dropout_p)` where a weight is kept.
-    dS is the gradient of a bias and, times the derivative of s, what other arrays get of it: sums over
-    what they are broadcast over. A sink is a key without value: its gradient is the sum of
+    dS is the gradient of a bias and, times the derivative of s, what other arrays get of it: sums
+    over what they are broadcast over. A sink is a key without value: its gradient is the sum of
     :math:`-\exp(sink - lse)\, \delta` over its rows.
 
     P is 0 where a key is hidden, and in rows whose lse is -inf. What hidden keys and values hold,
@@ -589,8 +589,7 @@ def attention_backward(
         algo, engine, causal, as_window(window), offset, softcap, scale, enable_gqa, deterministic,
         score_mod=text, dropout_p=share, longest=longest, wrt=names,
     )  # fmt: skip
-    operands = (*BackwardCall.operands, *map(gradient_of, names))
-    arguments = Arguments(operands, arrays, as_mask(mask), workspace, number)
+    arguments = Arguments(BackwardCall.operands, arrays, as_mask(mask), workspace, number, names)
     results = run_call(BackwardCall, arguments, options, 3 + len(names))
     given = grads_out or (None,) * len(results)
     return tuple(x if mine is None else mine for x, mine in zip(results, given))
@@ -640,13 +639,8 @@ def attention_vjp(
 @overload
 def attention_vjp(
     q: AnyArray, k: AnyArray, v: AnyArray, *,
-    return_lse: Literal[False] = False, wrt: Names, **options: Unpack[VjpOptions],
-) -> tuple[Array, Vjp[tuple[Array, ...]]]: ...  # fmt: skip
-@overload
-def attention_vjp(
-    q: AnyArray, k: AnyArray, v: AnyArray, *,
-    return_lse: Literal[True], wrt: Names, **options: Unpack[VjpOptions],
-) -> tuple[tuple[Array, Array], Vjp[tuple[Array, ...]]]: ...  # fmt: skip
+    return_lse: bool = False, wrt: Names, **options: Unpack[VjpOptions],
+) -> tuple[Array | tuple[Array, Array], Vjp[tuple[Array, ...]]]: ...  # fmt: skip
 @explains_keywords
 def attention_vjp(
     q: AnyArray,
@@ -753,15 +747,13 @@ def attention_vjp(
 
     offset, offsets = split_offset(q_offset)
     arrays = forward_arrays(q, k, v, None, True, q_lengths, kv_lengths, offsets)
-    text, scored = split_scores(q, score_mod, bias, sinks, alibi_slopes)
+    text, scored = split_scores(q, score_mod, bias, sinks, alibi_slopes, names)
     share, number, seeds = split_dropout(q, dropout_p, seed)
     arrays |= scored | seeds
     asked = Options(
         algo, engine, causal, as_window(window), offset, softcap, scale, enable_gqa,
         split_keys=split_keys, score_mod=text, dropout_p=share,
     )  # fmt: skip
-    for name in names:
-        operand_given(name, text, {x: Spec(y.shape, y.strides, y.dtype) for x, y in scored.items()})
     arguments = Arguments(ForwardCall.operands, arrays, as_mask(mask), seed=number)
     out, lse = run_call(ForwardCall, arguments, asked, 2, before_first=begin)
 

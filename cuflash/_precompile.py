@@ -22,6 +22,7 @@ from .operands.spec import Spec
 from .planning.plan import Plan, choice_for_gradients
 from .planning.tile import Launch
 from .progress import progress_bar
+from .scores.wanted import as_names
 
 if TYPE_CHECKING:
     from .masks.block_mask import BlockMask
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         Engine,
         Integer,
         Integers,
+        Names,
         Real,
         ScoreFunction,
         Shapes,
@@ -90,6 +92,7 @@ def precompile(
     split_keys: int | None = None,
     page_table: AnyArray | None = None,
     deterministic: bool = True,
+    wrt: Names = (),
 ) -> list[CompiledKernel]:
     """Compile what :func:`attention` needs for operands of these shapes and types.
 
@@ -125,7 +128,7 @@ def precompile(
     bias, score_mod, alibi_slopes, sinks, q_lengths, kv_lengths, q_offset, page_table
         As given to :func:`attention`. Of arrays only shape, strides and type count, so that those
         of `numpy.empty` do.
-    deterministic : bool
+    deterministic, wrt
         As given to :func:`attention_backward`.
 
     Returns
@@ -192,9 +195,12 @@ def precompile(
     if backward:
         chosen_algo, chosen_engine = choice_for_gradients(algo, engine)
         of_gradients = options._replace(
-            algo=chosen_algo, engine=chosen_engine, deterministic=deterministic, split_keys=None
-        )
+            algo=chosen_algo, engine=chosen_engine, deterministic=deterministic, split_keys=None,
+            wrt=as_names(wrt),
+        )  # fmt: skip
         kinds.append((BackwardCall, of_gradients))
+    elif as_names(wrt):
+        raise ValueError("wrt goes with backward=True: a forward call has no gradients")
     launch = _launch_module()
     number = launch.device_number(device)
     facts, others = launch.device_facts(number), arguments.specs()

@@ -155,11 +155,7 @@ def attention(inputs, attributes=None, *, opset=25, outputs=3):
     if mask is not None:
         reach = _check_mask(mask, (batch, heads, queries, k.shape[2]), opset)
         k, v = k[:, :, :reach], v[:, :, :reach]
-        mask = mask.reshape(mask.shape or 1)  # where a comparison is an array, too
-        if mask.dtype.name == "bool":
-            options["mask"] = mask
-        else:
-            options |= {"mask": mask != -np.inf, "bias": mask}
+        options["mask" if mask.dtype.name == "bool" else "bias"] = mask.reshape(mask.shape or 1)
 
     dtype = q.dtype
     if given["softmax_precision"] == 11:

@@ -155,17 +155,20 @@ class BackwardCase(Case):
     ----------
     deterministic, with_dlse : bool
         Whether gradients are the same bits each time, and whether lse has a gradient.
+    wrt : tuple of str
+        Whose gradients are wanted as well.
     """
 
     deterministic: bool = True
     with_dlse: bool = False
+    wrt: tuple[str, ...] = ()
 
     def __str__(self):
         return super().__str__().replace("-", "-backward-", 1)
 
     def call(self):
         """The keyword arguments of attention_backward()."""
-        return dict(super().call(), deterministic=self.deterministic)
+        return dict(super().call(), deterministic=self.deterministic, wrt=self.wrt)
 
     def inputs(self):
         """dout, q, k, v, out, lse and dlse, which may be None, laid out as the case says.
@@ -198,13 +201,21 @@ class BackwardCase(Case):
         )
         return dout, q, k, v, out, lse, dlse
 
+    def array(self, name):
+        """The array whose gradient goes by that name in `wrt`."""
+        mod = self.options.get("score_mod")
+        return self.options[name] if name in self.options else mod.arrays[name]
+
     def grads_out(self, blank=np.nan):
-        """Memory full of `blank` for dq, dk and dv in their layouts, or None."""
+        """Memory full of `blank` for dq, dk, dv and those of `wrt` in their layouts, or None."""
         if not self.layouts.keys() & {"dq", "dk", "dv"}:
             return None
-        grads = []
-        for name, shape in zip(("dq", "dk", "dv"), (self.q, self.k, self.v), strict=True):
-            x = place(np.zeros(shape, numpy_dtype(self.dtype)), self.layouts.get(name, "dense"))
+        grads, dtype = [], numpy_dtype(self.dtype)
+        own = {"dq": (self.q, dtype), "dk": (self.k, dtype), "dv": (self.v, dtype)}
+        own |= {f"d{x}": (self.array(x).shape, self.array(x).dtype) for x in self.wrt}
+        for name, (shape, kind) in own.items():
+            x = np.zeros(shape, kind)
+            x = place(x, self.layouts.get(name, "dense")) if x.ndim > 1 else x
             owner(x).view(x.dtype)[...] = blank
             grads.append(x)
         return tuple(grads)
@@ -814,6 +825,8 @@ class _Cases:
         if self.engine == "wgmma":
             self.add("dropout of wide heads", self.dtypes[0], (2, 2, n, 136), (2, 2, m, 136),
                      causal=True, dropout_p=0.5, seed=(1 << 64) - 1)  # fmt: skip
+    def wrt(self):
+        """The forward pass has no gradients."""
 
     def orders(self):
         """The forward pass has none to choose."""
@@ -831,11 +844,13 @@ class _BackwardCases(_Cases):
         return tile_of(self.algo, self.engine, dtype, *dims, backward=True)
 
     def add(
-        self, name, dtype, q, k, v=None, layouts=None, poison="", deterministic=True, **options
-    ):
+        self, name, dtype, q, k, v=None, layouts=None, poison="", deterministic=True, wrt=(),
+        **options,
+    ):  # fmt: skip
         case = BackwardCase(
             name, self.algo, self.engine, dtype, tuple(q), tuple(k), tuple(v or k), options,
-            layouts or {}, poison, deterministic, with_dlse=len(self.list) % 3 == 0,
+            layouts or {}, poison, deterministic, with_dlse=bool(wrt) or len(self.list) % 3 == 0,
+            wrt=wrt,
         )  # fmt: skip
         if self.engine != "wgmma" or not any(self.misfits(*x) for x in case.layouts.items()):
             self.list.append(case)
@@ -1013,6 +1028,42 @@ class _BackwardCases(_Cases):
             q, k = (n + 1, dim), (m + 2, dim)
             self.add(f"scale {scale}", self.turn(), q, k, scale=scale, causal=True)
 
+    def wrt(self):
+        """Gradients of what scores depend on: of each way in which an array is broadcast."""
+        if self.algo == "fa1":  # the same kernels
+            return
+        rng = np.random.default_rng(1)
+        dtype, dim = self.dtypes[-1], DIMS[self.engine]
+        n, m = 70, self.tile(dtype).block_k + 13
+        q, k = (2, 4, n, dim), (2, 2, m, dim)
+        half = numpy_dtype(self.dtypes[0])
+        bias = rng.standard_normal((4, n, m)).astype(half)
+        bias[0, 3], bias[..., 5], bias[:, n - 7 :, 1] = -np.inf, -np.inf, np.nan
+        lengths = {"q_lengths": np.int32([n - 7, 9]), "kv_lengths": np.int32([m, m - 30])}
+        self.add("wrt bias, slopes and sinks", dtype, q, k, wrt=("sinks", "bias", "alibi_slopes"),
+                 bias=bias, alibi_slopes=np.float64([0.5, 0.1, 0, 0.02]), enable_gqa=True,
+                 sinks=np.float32([[0.5, -np.inf, 3, -2], [9, 0, 1, 2]]), causal=True,
+                 **lengths)  # fmt: skip
+        arrays = {
+            "of_queries": rng.standard_normal((2 * n, 4)).astype(np.float32)[::2].T,
+            "of_keys": rng.standard_normal(m).astype(half),
+            "of_entries": rng.standard_normal(2),
+            "whole": np.array(0.3, np.float32),
+        }
+        mod = ScoreMod(
+            "where(k < 40, score * of_queries[head, q], tanh(score) * whole) "
+            "+ of_keys[k] * of_entries[batch]", **arrays,
+        )  # fmt: skip
+        layouts = {"dq": "dense", "dof_queries": "columns"}
+        shown = {"mask": random_mask((2, 1, n, m), 16, shown=0.7), "softcap": 3.0}
+        self.add("wrt of an expression", dtype, q, k, wrt=tuple(arrays), score_mod=mod,
+                 enable_gqa=True, layouts=layouts, **shown)  # fmt: skip
+        arrays = {"table": rng.standard_normal((9, 4)).astype(half).T}
+        mod = ScoreMod("score * table[head, (q - k) // 20] + table[k % 3, 1]", **arrays)
+        self.add("wrt indices that are worked out", dtype, q, k, wrt=("table",), score_mod=mod,
+                 enable_gqa=True, deterministic=False, causal=True,
+                 layouts={"dq": "dense", "dtable": "padded"})  # fmt: skip
+
     def orders(self):
         """Blocks that add to dQ in any order."""
         for dtype in self.dtypes:
@@ -1037,7 +1088,7 @@ def _all_cases(kind, kernels):
 
 FAMILIES = (
     "edges windows softcaps lengths heads axes strides dims wide masked extremes blocks elements "
-    "scales orders offsets splits scores dropout"
+    "scales orders offsets splits scores dropout wrt"
 ).split()
 CASES = _all_cases(_Cases, KERNELS)
 BACKWARD_CASES = _all_cases(_BackwardCases, BACKWARD_KERNELS)

@@ -93,14 +93,15 @@ class Gradients(NamedTuple):
     dv: np.ndarray
     plan: Plan
     stats: dict
+    others: tuple[np.ndarray, ...] = ()
 
 
 def attention_backward(
     dout, q, k, v, out, lse, *, dlse=None, grads_out=None, algo=None, engine=None, causal=False,
     window=None, mask=None, softcap=None, q_lengths=None, kv_lengths=None, q_offset=None,
     scale=None, enable_gqa=False, deterministic=True, bias=None, score_mod=None,
-    alibi_slopes=None, sinks=None, dropout_p=0.0, seed=None, mode="check", schedule=0, row=None,
-    device=H200,
+    alibi_slopes=None, sinks=None, dropout_p=0.0, seed=None, wrt=(), mode="check", schedule=0,
+    row=None, device=H200,
 ):  # fmt: skip
     """attention_backward() as `device` would run it; `row`, `mode`, `schedule` as in attention().
 
@@ -114,11 +115,12 @@ def attention_backward(
     scored |= starts | seeds
     options = Options(
         algo, engine, causal, window, offset, softcap, scale, enable_gqa, deterministic,
-        score_mod=text, dropout_p=share, longest=longest,
+        score_mod=text, dropout_p=share, longest=longest, wrt=tuple(wrt),
     )  # fmt: skip
-    arrays = backward_arrays(inputs, grads_out, q_lengths, kv_lengths, offsets) | scored
-    asked = arrays, options, 3, mask, number
-    return Gradients(*_run(BackwardCall, *asked, mode, schedule, row, device))
+    arrays = backward_arrays(inputs, grads_out, q_lengths, kv_lengths, offsets, wrt) | scored
+    asked = arrays, options, 3 + len(wrt), mask, number
+    results = _run(BackwardCall, *asked, mode, schedule, row, device)
+    return Gradients(*results[:3], *results[-2:], results[3:-2])
 
 
 def attention_varlen_backward(
@@ -220,8 +222,10 @@ def _run(kind, arrays, options, count, mask, number, mode, schedule, row, device
         fresh.add(name)
 
     memory = Memory()
-    params = pack(plan, call.layout, call.scale, call.score, call.captured, call.dropout_p)
+    held = call.captured, call.dropout_p, call.targets
+    params = pack(plan, call.layout, call.scale, call.score, *held)
     fields = {x.operand: field_of(x.capture) for x in call.captured}
+    fields |= {x.operand: y.field for x, y in zip(call.targets, plan.problem.wrt)}
     for name, x in arrays.items():
         params[fields.get(name, name)] = memory.place(x, initialised=name not in fresh)
     if number is not None:

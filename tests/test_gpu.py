@@ -27,7 +27,7 @@ from cases import (
     owner,
     place,
 )
-from tolerance import assert_backward_close, assert_forward_close
+from tolerance import assert_arrays_close, assert_backward_close, assert_forward_close
 
 import cuflash
 from cuflash.calls import run as calls
@@ -162,7 +162,8 @@ def check_backward(cupy, case):
     options = dict(options_on_device(cupy, case.call()), dlse=dlse)
     grads = cuflash.attention_backward(dout, q, k, v, out, lse, **options)
     named = dict(case.meaning, dlse=host[-1])
-    assert_backward_close(grads, *host[:4], plan=case, **named)
+    assert_backward_close(grads[:3], *host[:4], plan=case, **named)
+    assert_arrays_close(grads[3:], case.wrt, *host[:4], plan=case, **named)
 
     # Again into memory that holds NaN, and, where the case says so, in its layout.
     likes = case.grads_out() or [place(np.zeros(x.shape, x.dtype), "dense") for x in grads]
@@ -175,7 +176,8 @@ def check_backward(cupy, case):
     for array, like in zip(given, likes, strict=True):
         owner(like).view(np.uint8)[...] = memory_of(cupy, array, like)
     results = [np.ascontiguousarray(like) for like in likes]
-    assert_backward_close(results, *host[:4], plan=case, **named)
+    assert_backward_close(results[:3], *host[:4], plan=case, **named)
+    assert_arrays_close(results[3:], case.wrt, *host[:4], plan=case, **named)
     for like, pattern in zip(likes, before, strict=True):
         like[...] = np.nan
         assert (owner(like).view(np.uint8) == pattern).all(), "wrote beside a gradient's rows"
@@ -608,6 +610,80 @@ def test_gradients_of_no_keys_and_no_queries(cupy, algo, engine):
     assert dq.shape == (2, 3, 0, dim)
     assert not dk.get().astype(np.float32).any()
     assert not dv.get().astype(np.float32).any()
+
+
+def array_options(cupy, dim):
+    """Options with arrays, and the names of all of these."""
+    bias = random(cupy, "float32", 4, 100, 100, seed=5)
+    slopes, sinks = abs(bias[:, 0, 0]), bias[:, 1, 0]
+    mod = cuflash.ScoreMod("score * of_key[k]", of_key=bias[0, 0])
+    arrays = {"bias": bias, "alibi_slopes": slopes, "sinks": sinks, "score_mod": mod}
+    return arrays, ("bias", "alibi_slopes", "sinks", "of_key")
+
+
+@EACH_BACKWARD_KERNEL
+def test_array_gradients_leave_the_same_bits(cupy, algo, engine):
+    kernel, dtype, dim = wants(algo, engine)
+    options, wrt = array_options(cupy, dim)
+    inputs = gradients_of(cupy, dtype, (2, 4, 100, dim), **options, **kernel)
+    first = cuflash.attention_backward(*inputs, wrt=wrt, **options, **kernel)
+    for _ in range(20):
+        again = cuflash.attention_backward(*inputs, wrt=wrt, **options, **kernel)
+        assert all(same_bits(a, b) for a, b in zip(first, again, strict=True))
+
+
+@EACH_BACKWARD_KERNEL
+def test_array_gradients_are_captured(cupy, algo, engine):
+    kernel, dtype, dim = wants(algo, engine)
+    options, wrt = array_options(cupy, dim)
+    given = dict(options, wrt=wrt, **kernel)
+    inputs = gradients_of(cupy, dtype, (2, 4, 100, dim), **options, **kernel)
+    arrays = options | {"of_key": options["score_mod"].arrays["of_key"]}
+    grads = tuple(cupy.empty_like(x) for x in (*inputs[1:4], *(arrays[name] for name in wrt)))
+    size = cuflash.plan(*inputs[1:4], backward=True, **given).workspace_bytes
+    workspace = cupy.empty(size, np.uint8)
+    expected = cuflash.attention_backward(*inputs, **given)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        cuflash.attention_backward(*inputs, grads_out=grads, workspace=workspace, **given)
+        stream.synchronize()
+        stream.begin_capture()
+        cuflash.attention_backward(*inputs, grads_out=grads, workspace=workspace, **given)
+        graph = stream.end_capture()
+        for x in grads:
+            x.fill(7)
+        graph.launch()
+        stream.synchronize()
+    assert all(same_bits(a, b) for a, b in zip(grads, expected, strict=True))
+
+
+@EACH_BACKWARD_KERNEL
+def test_large_array_gradients(cupy, algo, engine):
+    kernel, dtype, dim = wants(algo, engine)
+    q_shape, k_shape = (2, 4, 500, dim), (2, 2, 700, dim)
+    bias = random(cupy, "float32", 4, 500, 700, seed=6)
+    bias[:, ::5, 30:60] = -np.inf
+    host = {"bias": bias.get(), "causal": True, "enable_gqa": True}
+    options = dict(host, bias=bias)
+    inputs = gradients_of(cupy, dtype, q_shape, k_shape, **options, **kernel)
+    grads = cuflash.attention_backward(*inputs, wrt=("bias",), **options, **kernel)
+    assert_backward_close(grads[:3], *inputs[:4], **host)
+    assert_arrays_close(grads[3:], ("bias",), *inputs[:4], **host)
+
+
+@EACH_BACKWARD_KERNEL
+def test_the_sinks_gradient_without_keys(cupy, algo, engine):
+    kernel, dtype, dim = wants(algo, engine)
+    options = {"sinks": cupy.asarray([0.5, 1.5, -np.inf]), **kernel}
+    lengths = cupy.asarray([5, 2])
+    inputs = gradients_of(cupy, dtype, (2, 3, 5, dim), (2, 3, 0, dim), q_lengths=lengths, **options)
+    dlse = random(cupy, "float32", 2, 3, 5).astype(inputs[-1].dtype)
+    *_, got = cuflash.attention_backward(
+        *inputs, dlse=dlse, wrt=("sinks",), q_lengths=lengths, **options
+    )
+    expected = dlse.get()[0].sum(-1) + dlse.get()[1, :, :2].sum(-1)
+    np.testing.assert_allclose(got.get(), expected * [1, 1, 0], rtol=1e-5)
 
 
 def test_gradients_of_mixed_types(cupy):

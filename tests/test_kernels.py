@@ -33,7 +33,7 @@ from emulated import attention, attention_backward
 from emulator import EAGER, Memory, Module, available
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from tolerance import assert_backward_close, assert_forward_close
+from tolerance import assert_arrays_close, assert_backward_close, assert_forward_close
 
 from cuflash import reference
 from cuflash.gpu.arguments import pack
@@ -148,8 +148,11 @@ def check_backward(case, **more):
     result = run_backward(case, **more)
     dout, q, k, v, _, _, dlse = case.inputs()
     assert_backward_close(result[:3], dout, q, k, v, dlse=dlse, plan=result.plan, **case.meaning)
+    options = dict(case.meaning, dlse=dlse, plan=result.plan)
+    assert_arrays_close(result.others, case.wrt, dout, q, k, v, **options)
     if case.grads_out() is not None:
-        for name, gradient in zip(("dq", "dk", "dv"), result[:3], strict=True):
+        names = ("dq", "dk", "dv", *(f"d{name}" for name in case.wrt))
+        for name, gradient in zip(names, (*result[:3], *result.others), strict=True):
             assert_written_inside(gradient, name)
     return result
 

@@ -266,6 +266,33 @@ def test_seeds_of_a_call(launch, backward, on_device):
     assert seen[0] is seen[1]
 
 
+def test_pointers_of_gradients_of_arrays(launch):
+    """Behind those of q, k and v and of lengths, whether they are given or new."""
+    given, wrt = backward_operands(), ("sinks", "bias")
+    arrays = {"bias": make(100, 90), "sinks": make(8, dtype=np.float32), "alibi_slopes": None}
+    text, scored = split_scores(given["q"], None, **arrays, wrt=wrt)
+    given = {name: given[name] for name in BackwardCall.operands if name in given}
+    place = make(90, 100)
+    place.strides = place.strides[::-1]
+    place.shape = place.shape[::-1]
+    for mine in (None, place):
+        own = {} if mine is None else {"gradient of bias": mine}
+        arguments = Arguments(BackwardCall.operands, given | own | scored, wrt=wrt)
+        call = find_call(BackwardCall, arguments, OPTIONS._replace(score_mod=text, wrt=wrt), H200)
+        launch.launched.clear()
+        *_, sinks, bias = run(launch, call, arguments, 5)
+        assert mine is None or bias is mine
+        names = [name for name, *_ in launch.launched]
+        assert names[-2:] == ["sink_gradients_of_sinks", "array_gradients_of_bias"]
+        for *_, params in launch.launched:
+            assert params["gradient_bias"] == bias.data.ptr
+            assert params["gradient_sinks"] == sinks.data.ptr
+            assert params["capture_bias"] == arrays["bias"].data.ptr
+            assert params["gradient_bias_step"].tolist() == ([90, 1] if mine is None else [1, 100])
+            assert params["gradient_sinks_axis_stride"].any()
+            assert not params["gradient_bias_axis_stride"].any()
+
+
 LISTS = ("mask_ranges", "mask_entries", "mask_order", "mask_bits")
 KINDS = {"forward": ForwardCall, "backward": BackwardCall}
 kinds = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)

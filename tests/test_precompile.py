@@ -139,6 +139,15 @@ def test_gradients_are_those_of_vjp(compiler):
     assert texts(backward) <= set(compiler.compiled)
 
 
+def test_gradients_of_arrays(compiler):
+    options = {"sinks": np.zeros(8, np.float32), "bias": np.zeros((8, 100, 100), np.float16)}
+    found = cuflash.precompile(Q, "float16", backward=True, wrt=["sinks", "bias"], **options)
+    names = [x.name for x in found]
+    assert {"sink_gradients_of_sinks", "array_gradients_of_bias"} <= set(names)
+    with pytest.raises(ValueError, match="wrt goes with backward=True"):
+        cuflash.precompile(Q, "float16", wrt=["sinks"], **options)
+
+
 @pytest.mark.parametrize("page_type", ["int32", "int64"])
 def test_pages(compiler, page_type):
     shapes = ((2, 8, 1, 64), (9, 4, 16, 64), (9, 4, 16, 64))

@@ -6,6 +6,7 @@ import numpy as np
 
 from cuflash import reference
 from cuflash.reference import UNIT_ROUNDOFF  # noqa: F401  (part of what tests compare with)
+from cuflash.reference.bounds import ratio_of
 
 
 def forward_bound(q, k, v, dtype, **options) -> reference.Bound:
@@ -53,6 +54,21 @@ def assert_backward_close(
     ratios = dict(zip(results, bound.ratios(**results), strict=True))
     # dv first: it depends on P alone, the others on P and more.
     return _worst(bound, results, ratios, ("dv", "dq", "dk"), plan)
+
+
+def assert_arrays_close(grads, wrt, dout, q, k, v, *, plan=None, dtype=None, **options) -> float:
+    """The same for the gradients of the arrays that `wrt` names."""
+    host = [on_host(x) for x in (dout, q, k, v)]
+    dtype = np.result_type(*host[1:]) if dtype is None else dtype
+    worst = 0.0
+    bounds = reference.array_bounds(*host, dtype, wrt=wrt, **options)
+    for name, got, (expected, limit) in zip(wrt, map(on_host, grads), bounds, strict=True):
+        assert got.shape == expected.shape, f"d{name} {got.shape}, not {expected.shape}\n{plan}"
+        ratio = ratio_of(got, expected, limit)
+        if not (ratio <= 1).all():
+            raise AssertionError(_report(f"d{name}", got, expected, limit, ratio, plan))
+        worst = max(worst, float(ratio.max(initial=0)))
+    return worst
 
 
 def on_host(array) -> np.ndarray:

@@ -96,6 +96,9 @@ def right_gradients(x: F32, h: F16, s: Stubbed, t: Tensor, flag: bool) -> None:
     assert_type(vjp(dout=out, dlse=None), tuple[F32, F32, F32])
     assert_type(cuflash.attention_vjp(s, s, s)[1](s), tuple[Stubbed, Stubbed, Stubbed])
     assert_type(cuflash.attention_vjp(t, t, t)[1](t), tuple[Array, Array, Array])
+    grads = cuflash.attention_backward(x, x, x, x, x, x, bias=x, sinks=1.0, wrt=["bias", "sinks"])
+    assert_type(grads, tuple[Array, ...])
+    assert_type(cuflash.attention_vjp(x, x, x, bias=x, wrt=("bias",))[1](x), tuple[Array, ...])
     either, _ = cuflash.attention_vjp(t, t, t, return_lse=flag)
     assert_type(either, Array | tuple[Array, Array])
 
@@ -151,6 +154,8 @@ def right_reference(x: F32, flag: bool) -> None:
     assert_type(reference.attention(x, x, x, return_lse=True), tuple[Row, Row])
     assert_type(reference.attention(x, x, x, return_lse=flag), Row | tuple[Row, Row])
     assert_type(reference.attention_backward(x, x, x, x, causal=True), tuple[Row, Row, Row])
+    grads = reference.attention_backward(x, x, x, x, bias=x, wrt=("bias",))
+    assert_type(grads, tuple[Row, ...])
     assert_type(reference.merge([x, x], x), tuple[Row, Row])
     assert_type(reference.forward_bound(x, x, x, "float16").lse_bound, Row)
     reference.attention(x, x, x, dtype=np.longdouble, window=(3, None), kv_lengths=[2, 1])
@@ -206,6 +211,7 @@ def wrong_options(x: F32) -> None:
     cuflash.attention(x, x, x, dropout=0.1, seed=1)  # wrong: reportCallIssue
     cuflash.attention_backward(x, x, x, x, x, x, algo="fa4")  # wrong: reportCallIssue
     cuflash.attention_backward(x, x, x, x, x, x, engine="cuda")  # wrong: reportCallIssue
+    cuflash.attention_backward(x, x, x, x, x, x, bias=x, wrt="bias")  # wrong: reportArgumentType
     cuflash.attention_vjp(x, x, x, engine="gpu")  # wrong: reportCallIssue
     cuflash.attention_vjp(x, x, x, out=x)  # wrong: reportCallIssue
     cuflash.attention_varlen(x, x, x)  # wrong: reportCallIssue

@@ -15,7 +15,7 @@ from ..operands.dtypes import CHUNK_BYTES
 from ..operands.spec import Spec
 from ..scores.captured import check_elements, named_arrays
 from ..scores.trace import as_score_mod
-from ..scores.wanted import gradient_of
+from ..scores.wanted import gradient_of, operand_given
 from .arrays import array_types, as_array, as_integers, beside, of_batch
 
 if TYPE_CHECKING:
@@ -88,6 +88,8 @@ class Arguments:
         Device memory for the kernels' use.
     seed : int, optional
         Of dropout, where it is no array: then it is the last one of `arrays`.
+    wrt : tuple of str
+        Arrays whose gradients are operands as well, behind the others.
     """
 
     __slots__ = (
@@ -97,10 +99,10 @@ class Arguments:
 
     def __init__(
         self, operands: tuple[str, ...], arrays: dict[str, Any], mask: Any = None,
-        workspace: Any = None, seed: int | None = None,
+        workspace: Any = None, seed: int | None = None, wrt: tuple[str, ...] = (),
     ):  # fmt: skip
         forms: list[Form] = []
-        addresses = dict.fromkeys(operands, 0)
+        addresses = dict.fromkeys((*operands, *map(gradient_of, wrt)) if wrt else operands, 0)
         device_id, bits = None, 0
         for name, x in arrays.items():
             on_host = array_types.get(type(x))
@@ -189,9 +191,13 @@ def backward_arrays(
 
 
 def split_scores(
-    q: AnyArray, score_mod: object, bias: Any, sinks: Any, alibi_slopes: Any
-) -> tuple[ScoreText | None, dict[str, Array]]:
-    """What `score_mod` says, and the arrays that scores depend on, by the names of operands."""
+    q: AnyArray, score_mod: object, bias: Any, sinks: Any, alibi_slopes: Any,
+    wrt: tuple[str, ...] = (),
+) -> tuple[ScoreText | None, dict[str, Array]]:  # fmt: skip
+    """What `score_mod` says, and the arrays that scores depend on, by the names of operands.
+
+    Those in `wrt` must be among them.
+    """
     mod = as_score_mod(score_mod)
     added = {"alibi_slopes": alibi_slopes, "bias": bias, "sinks": sinks}
     found: dict[str, Array] = {}
@@ -202,7 +208,10 @@ def split_scores(
         check_elements(name, array)
         # As lengths are: integers of the host, and numbers, come along.
         found[name] = beside(as_array("q", q), array) if _comes_along(array) else array
-    return (None if mod is None else mod.text), found
+    text = None if mod is None else mod.text
+    for name in wrt:
+        operand_given(name, text, {x: Spec(y.shape, y.strides, y.dtype) for x, y in found.items()})
+    return text, found
 
 
 def split_dropout(

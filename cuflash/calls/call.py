@@ -22,6 +22,7 @@ from ..operands.checks import (
 from ..operands.dtypes import result_dtype
 from ..operands.layout import Layout, Packing, check_shapes, make_layout, unpaged
 from ..operands.spec import Spec, check_apart, clearance, conformed
+from ..planning.array_gradients import wanted_of
 from ..planning.plan import Plan, make_plan
 from ..planning.problem import Device, make_problem
 from ..scores.captured import captured_views, is_score_operand, make_score
@@ -186,15 +187,14 @@ class Call:
         if self.targets:
             placed = {x.operand: x.leading for x in self.targets if x.kind != "scattered"}
             self.layout = self._layout(specs, broadcast | {"placed": placed})
+            self._stage_scattered(specs, device)
         if mask and mask_kind == "blocks" and mask.shape[-2:] != longest:
             raise ValueError(
                 f"mask is a BlockMask of shape {mask.shape}: it must have {longest[0]} queries "
                 f"and {longest[1]} keys"
             )
         self.anywhere = tuple(
-            name
-            for name in given
-            if name != "mask" and not (aligned and name in self.matrices)
+            name for name in given if name != "mask" and not (aligned and name in self.matrices)
         )
         rows = (spec for name, spec in specs.items() if name in self.matrices)
         problem = make_problem(
@@ -212,6 +212,7 @@ class Call:
             split_keys=checked_split(options.split_keys),
             dropout=self.dropout_p > 0,
             offsets=starts.dtype.name if starts else "",
+            wrt=tuple(wanted_of(x, specs[x.operand], self.layout) for x in self.targets),
         )
         self.plan: Plan = make_plan(problem, device, options.algo, options.engine)
         self.workspace_bytes = self.plan.workspace_bytes
@@ -220,9 +221,9 @@ class Call:
         self.launch: Callable[..., None] | None = None
 
     @property
-    def pointed(self) -> tuple[str, ...]:
-        """The operands that kernels are told of whether they are given or not, in their order."""
-        return (*self.operands, *(x.operand for x in self.targets))
+    def wrt(self) -> tuple[str, ...]:
+        """The arrays whose gradients are asked for."""
+        return tuple(x.name for x in self.targets)
 
     def _specs(
         self, given: dict[str, Spec], inputs: tuple[Spec, Spec, Spec], broadcast: dict[str, Any],
@@ -243,15 +244,21 @@ class Call:
         scored = {name: spec for name, spec in given.items() if is_score_operand(name)}
         whole = {name: conformed(x, x.dtype, rows=False) for name, x in scored.items()}
         self.copied = tuple(
-            Copy(name, specs[name])
-            for name in changed
-            if name in given and name not in self.titles
+            Copy(name, specs[name]) for name in changed if name in given and name not in self.titles
         ) + tuple(Copy(name, x) for name, x in whole.items() if x != scored[name])
         self.staged = tuple(Copy(name, specs[name]) for name in self.titles if name in changed)
         others = [*expected, *OF_BATCH, "page_table", "seed", *scored]
         others += ["mask"] if mask_kind == "elements" else []
         self.apart = apart_of(self._pairs(others), given)
         return specs
+
+    def _stage_scattered(self, specs: dict[str, Spec], device: Device) -> None:
+        """On GPUs, gradients at indices that are worked out go to arrays in C order first."""
+        for target in self.targets if not device.is_cpu else ():
+            own = specs[target.operand]
+            dense = Spec.contiguous(own.shape, own.dtype)
+            if target.kind == "scattered" and own.strides != dense.strides:
+                self.staged += (Copy(target.operand, dense),)
 
     def _pairs(self, names: Iterable[str]) -> list[tuple[str, str]]:
         """Pairs of a result and what it must not overlap."""

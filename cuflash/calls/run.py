@@ -97,9 +97,8 @@ def _run_on_copies(
     memory, arrays = memory_module(), arguments.arrays
     with arrays["q"].device:
         copies = {name: memory.copy(arrays[name]) for name in wrong}
-        again = Arguments(
-            call.pointed, arrays | copies, arguments.mask, arguments.workspace, arguments.seed
-        )
+        held = arguments.mask, arguments.workspace, arguments.seed, call.wrt
+        again = Arguments(call.operands, arrays | copies, *held)
         results = run_call(type(call), again, options, count)
         for number, (name, _) in enumerate(call.results[:count]):
             if name in wrong:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from ..scores.captured import Captured
+    from ..scores.wanted import Target
 
 # A band's open side: as far as a shift and a position can be from another position. The sum of all
 # three is still an int.
@@ -44,9 +45,14 @@ def reciprocal(divisor: int) -> int:
 
 
 def pack(
-    plan: Plan, layout: Layout, scale: float, score: Score, captured: Sequence[Captured] = (),
+    plan: Plan,
+    layout: Layout,
+    scale: float,
+    score: Score,
+    captured: Sequence[Captured] = (),
     dropout_p: float = 0.0,
-) -> NDArray[Any]:  # fmt: skip
+    targets: Sequence[Target] = (),
+) -> NDArray[Any]:
     """The argument with everything but its pointers, as an array of one structure."""
     problem, dtype = plan.problem, params_dtype(plan.problem)
     params = np.zeros(1, dtype)
@@ -98,6 +104,10 @@ def pack(
     if problem.dropout:
         params["dropout_threshold"] = Dropout(dropout_p, 0).threshold
         params["kept_share"], params["kept_share_log2"] = 1 - dropout_p, math.log2(1 - dropout_p)
+    for wanted, target in zip(problem.wrt, targets):
+        strides = layout.axis_strides.get(target.operand, 0)
+        params[f"{wanted.field}_axis_stride"][0, : len(layout.axes)] = strides
+        params[f"{wanted.field}_step"] = target.steps
     if score.form.unit:
         params["score_scale"] = scale / score.numbers[score.form.unit]
     return params

@@ -22,6 +22,7 @@ from ..planning.plan import Plan
 from ..planning.problem import Device
 from ..planning.source import without_comments
 from ..planning.tile import Launch
+from ..scores.wanted import gradient_of
 from .arguments import pack
 from .kernel_start import starter
 from .memory import FIRST_CALL, conform, device_lists, empty, refuse_capture, workspace
@@ -178,7 +179,9 @@ def prepare(call: Call, device_id: int) -> Launcher:
     """
     plan = call.plan
     names = pointers(plan.problem)
-    template = pack(plan, call.layout, call.scale, call.score, call.captured, call.dropout_p)
+    template = pack(
+        plan, call.layout, call.scale, call.score, call.captured, call.dropout_p, call.targets
+    )
     template = template.view(f"V{template.itemsize}")  # CuPy describes each field of a structure
     tables = {
         x.name: tables_of(plan, call.layout, device_id, x.name)
@@ -229,6 +232,8 @@ def run(call: Call, arguments: Arguments, count: int) -> list[Any]:
             x.fill(value)
         if call.score.form.sink and len(results) > 1 and not call.backward:
             _fill_sinks(call, arrays, results[1])
+        if any(x.kind == "sink" for x in call.targets):
+            _fill_sink_gradient(call, arrays, results)
         return results
     if call.has_lists:
         lists: Any = device_lists(arguments.mask, call.plan, device_id)
@@ -283,6 +288,19 @@ def inside_sequences(starts: Any, lengths: Any, tokens: int, module: Any) -> Any
         valid = module.broadcast_to(lengths, (len(starts) - 1,))[entries % (len(starts) - 1)]
         inside &= rows - starts[entries] < valid
     return module.where(inside, entries, -1)
+
+
+def _fill_sink_gradient(call: Call, arrays: dict[str, Any], results: list[Any]) -> None:
+    """Write the gradient of sinks, where there are no keys: that of lse, which the sink is."""
+    dlse = arrays.get("dlse")
+    if dlse is None:
+        return
+    gradient = results[[name for name, _ in call.results].index(gradient_of("sinks"))]
+    lse = arrays["lse"]
+    terms = cupy.where(cupy.isinf(lse), 0, dlse).astype(lse.dtype).sum(axis=-1)
+    own = (1,) * (terms.ndim - gradient.ndim) + gradient.shape
+    summed = tuple(axis for axis, size in enumerate(own) if size == 1)
+    gradient[...] = terms.sum(axis=summed, keepdims=True).reshape(gradient.shape)
 
 
 def _launch_with_copies(

@@ -24,31 +24,17 @@
 // docs/kernels.md says what bounds its speed, and what was tried.
 #pragma once
 #include "dq_turns.cuh"
+#include "key_scores.cuh"
 #include "nonfinite.cuh"
-#include "row_stats.cuh"
-#include "seams/hooks.cuh"
-#include "seams/key_tiles.cuh"
-#include "seams/score.cuh"
-#include "seams/sequence.cuh"
-#include "tiles/engine.cuh"
 #include "tiles/query_sums.cuh"
 #include "tiles/units.cuh"
 
-// Rows of queries and keys are both scored and summed: tiles as wide as the wider of the two.
-template <int D>
-using GradientTile = TileOf<STEP_Q, TileOf<STEP_Q, D, D>::PADDED_DV, D>;
-using KeyTile = GradientTile<HEAD_DIM>;
-using ValueTile = GradientTile<HEAD_DIM_V>;
-using Shared = KeyTile::Shared;
 using QuerySums =
     typename Select<ENGINE_IS_MMA,
                     MmaQuerySums<Element, WARPS, BLOCK_Q, BLOCK_K, KeyTile::PADDED_D>,
                     SimtQuerySums<Accumulator, WARPS, BLOCK_Q, BLOCK_K, KeyTile::PADDED_D>>::type;
 
-static_assert(STEP_Q * WARP_SPLIT <= BLOCK_Q, "every warp scores some queries");
 static_assert(STEP_Q == BLOCK_Q || ENGINE_IS_MMA, "simt leaves dS where accumulate() has put it");
-constexpr int ROWS = KeyTile::ROWS, COLUMNS = KeyTile::COLUMNS;
-constexpr int STEPS = STEP_Q * WARP_SPLIT;  // queries that all warps score at a time
 constexpr int QUERY_SUMS = THREADS * QuerySums::ROWS * QuerySums::COLUMNS;
 constexpr int KEY_SUMS = THREADS * ROWS * KeyTile::VALUE_COLUMNS;
 constexpr int VALUE_SUMS = THREADS * ROWS * ValueTile::VALUE_COLUMNS;
@@ -57,97 +43,10 @@ static_assert(is_laid_out<Accumulator>(tile_bytes::dq_sum, QUERY_SUMS) &&
                   is_laid_out<Accumulator>(tile_bytes::dv_sum, VALUE_SUMS),
               "the plan's tiles in the workspace are those of the kernels");
 
-// Warps that share keys stand side by side.
-__device__ __forceinline__ int first_row_of_warp() {
-    return threadIdx.x / 32 / WARP_SPLIT * KeyTile::WARP_ROWS;
-}
-
 struct Gradients {
     Accumulator dK_regs[ROWS][KeyTile::VALUE_COLUMNS];
     Accumulator dV_regs[ROWS][ValueTile::VALUE_COLUMNS];
 };
-
-template <int TILE_ROWS, typename Tile, int D>
-__device__ __forceinline__ void load_rows(Shared* tile, const Element* rows, i64 row_stride,
-                                          int first, int length) {
-    load_tile<TILE_ROWS, D, Tile::PADDED_D, THREADS, ALIGNED, LOAD_UNROLL>(
-        tile, rows + first * row_stride, row_stride, length - first, threadIdx.x);
-}
-
-// P^T from S^T, and `slope`, the derivative of the modified score by the score, where scores are
-// modified. In a cut tile a hidden pair gets -0, whatever its score and lse are, and so does every
-// pair of a query without weight if the tile is marked to have one. The sign tells -0 from a weight
-// that is too small for a number.
-template <bool CUT>
-__device__ __forceinline__ void to_probabilities(Accumulator (&S)[ROWS][COLUMNS],
-                                                 Accumulator (&slope)[ROWS][COLUMNS],
-                                                 const KeyTile& tile, const Params& p,
-                                                 const Head& head, const Accumulator* log2_sums,
-                                                 int q_begin, int k_begin, const TileBits& bits,
-                                                 int step, bool weightless) {
-    const Accumulator multiplier = score_multiplier(p);
-    const OfHead of_head = read_of_head(head, p);
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
-        const int k = k_begin + tile.row(i);
-        const VisibleQueries visible(p, head, k);
-        const int first = visible.first - q_begin, last = visible.last - q_begin;
-#pragma unroll
-        for (int j = 0; j < COLUMNS; ++j) {
-            const int column = tile.column(j);
-            if constexpr (SCORE_IS_MODIFIED) {
-                const auto score =
-                    score_of(S[i][j], of_head, head, column_place(tile, q_begin, j), k, p);
-                S[i][j] = score.value, slope[i][j] = score.slope;
-            }
-            const bool hidden = SCORE_MAY_HIDE && S[i][j] == -infinity<Accumulator>();
-            S[i][j] = exp2_of(multiply_add(S[i][j], multiplier, -log2_sums[column]));
-            if (SCORE_MAY_HIDE && hidden) S[i][j] = Accumulator(-0.0);
-            if (CUT && (column < first || column > last)) S[i][j] = Accumulator(-0.0);
-        }
-    }
-    if (CUT) bits.hide(S, Accumulator(-0.0), tile, step);
-    if (CUT && weightless) {
-#pragma unroll
-        for (int j = 0; j < COLUMNS; ++j) {
-            if (log2_sums[tile.column(j)] != infinity<Accumulator>()) continue;
-#pragma unroll
-            for (int i = 0; i < ROWS; ++i) S[i][j] = Accumulator(-0.0);
-        }
-    }
-}
-
-// dS^T from P^T and dP^T, into dP; P^T becomes what dropout leaves of it, for dV. Where P is hidden dS
-// is 0, whatever dP, delta and slope hold. Dropout is in delta already, by way of O.
-template <bool CUT>
-__device__ __forceinline__ void to_score_gradients(Accumulator (&dP)[ROWS][COLUMNS],
-                                                   Accumulator (&P)[ROWS][COLUMNS],
-                                                   const Accumulator (&slope)[ROWS][COLUMNS],
-                                                   const KeyTile& tile, const Params& p,
-                                                   const Head& head, const Accumulator* deltas,
-                                                   int q_begin, int k_begin) {
-    KeptPairs<ROWS, COLUMNS> kept;
-    kept.draw_turned(tile, p, head, q_begin, k_begin);
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i)
-#pragma unroll
-        for (int j = 0; j < COLUMNS; ++j) {
-            const int column = tile.column(j);
-            const Accumulator dP_kept = kept.has(i, j) ? dP[i][j] : Accumulator(0);
-            Accumulator dS = P[i][j] * (dP_kept - deltas[column]);
-            const auto shown = [&] {
-                return CUT && is_negative_zero(P[i][j]) ? Accumulator(0) : dS;
-            };
-            if constexpr (STORES_DSCORE) {  // by the modified score: ahead of the slope
-                const int q = q_begin + column, k = k_begin + tile.row(i);
-                if (q < head.query_length && k < head.key_length)
-                    store_dscore(p, head, q, k, shown());
-            }
-            if constexpr (SCORE_IS_MODIFIED) dS *= slope[i][j];
-            dP[i][j] = shown();
-            if (!kept.has(i, j)) P[i][j] = Accumulator(0);
-        }
-}
 
 // Adds to the gradients of the keys of `key_tile`, and to dQ, for all queries that see one of them.
 // The walk over the queries' tiles begins `rotation` tiles further on.
@@ -221,7 +120,7 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
         const Accumulator* const deltas = log2_sums + BLOCK_Q;
         const bool weightless = log2_sums[WEIGHTLESS] != Accumulator(0);
         // Infinite keys: their scores with the zeros that stand for queries beyond the length are NaN.
-        const bool cut = SCORE_MAY_HIDE || tiles.is_cut(visit) || nonfinite_keys || weightless;
+        const bool cut = tiles.is_cut(visit) || nonfinite_keys || weightless || SCORE_MAY_HIDE;
         if (STAGES > 1 && more) load_queries((i + 1) % STAGES, tiles[i + 1].tile);
         commit_copies();
         if (nonfinite_keys) {

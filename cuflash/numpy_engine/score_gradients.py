@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ..scores.wanted import Target
     from .tiles import Bools, Floats
 
+    Place = tuple[int, int, NDArray[Any], NDArray[Any], int]  # as tiles.Head.positions has it
     # By the names of arrays: what is wanted, and the gradient, with the problem's leading axes.
     Wanted = Mapping[str, tuple[Target, NDArray[Any]]]
 
@@ -58,17 +59,17 @@ class ScoreGradients:
         """That of the sink, if it is wanted."""
         return [gradient for x, gradient in self.gradients if x.kind == "sink"]
 
-    def slopes(self, products: Floats, positions: tuple[Any, ...]) -> list[tuple[Node, Floats]]:
+    def slopes(self, products: Floats, positions: Place) -> list[tuple[Node, Floats]]:
         """The derivatives of the changed scores of a tile by each element that is read."""
         return [
-            (read, self.score.linearize(products, *positions, self.captured, variable=read)[1])
+            (read, self.score.linearize(products, *positions, self.captured, read)[1])
             for target, _ in self.of_pairs
             for read in target.reads
         ]
 
     def add_pairs(
         self, dscores: Floats, slopes: list[tuple[Node, Floats]], hidden: Bools | None,
-        queries: slice, keys: slice, positions: tuple[Any, ...],
+        queries: slice, keys: slice, positions: Place,
     ) -> None:  # fmt: skip
         """Add a tile's share, of its derivatives by the changed scores."""
         rest = iter(slopes)
@@ -86,7 +87,7 @@ class ScoreGradients:
                 summed = tuple(axis for axis in (0, 1) if not target.steps[axis])
                 gradient[rows, columns] += terms.sum(axis=summed, keepdims=True)
 
-    def _indices(self, read: Node, positions: tuple[Any, ...], dtype: np.dtype[Any]) -> list[Any]:
+    def _indices(self, read: Node, positions: Place, dtype: np.dtype[Any]) -> list[Any]:
         names = dict(zip(("batch", "head", "q", "k", "shift"), positions))
         names |= {**self.score.numbers, **self.captured}
         return [evaluate(x, names, dtype)[0] for x in read.inputs]

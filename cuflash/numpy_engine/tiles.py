@@ -328,6 +328,10 @@ class HeadBackward:
             buffer=np.empty_like(head.buffer),
         )
 
+    def add_sinks(self) -> None:
+        """Add the share of all rows to the gradient of the sink."""
+        self.score_gradients.add_sinks(self.head.sink, self.lse, self.delta)
+
     def weights(
         self, queries: range, keys: range
     ) -> tuple[Floats, Floats | None, list[tuple[Node, Floats]], Bools | None]:

@@ -27,6 +27,7 @@ One head is worked on at a time. Half precision is widened to float32 head by he
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -154,7 +155,7 @@ def backward(
     mask: HeadMask | None = None,
     dropout: Dropout | None = None,
     sequence: int | None = None,
-    gradients: Wanted = {},
+    gradients: Wanted = MappingProxyType({}),
 ) -> None:
     """Add the gradients of `q`, `k` and `v` to `dq`, `dk` and `dv`.
 
@@ -198,10 +199,8 @@ def backward(
             )
             own_dlse = None if dlse is None else dlse[index][:rows]
             given = dout[index][:rows], out[index][:rows], lse[index][:rows]
-            tiles = HeadBackward.load(head, scale, *given, own_dlse, wanted)
-            wanted.add_sinks(head.sink, tiles.lse, tiles.delta)
             walk(
-                tiles,
+                HeadBackward.load(head, scale, *given, own_dlse, wanted),
                 dq[index][:rows],
                 dk[index][:keys],
                 dv[index][:keys],
@@ -286,6 +285,7 @@ def _walk_fa2(head: Head, out: Floats, lse: Floats | None) -> None:
 def _walk_back_fa1(tiles: HeadBackward, dq: Floats, dk: Floats, dv: Floats) -> None:
     """Key tiles outside: dK and dV of one key tile at a time, dQ lives in memory."""
     head = tiles.head
+    tiles.add_sinks()
     rows = len(head.queries)
     for key_tile in tiles_of(range(len(head.keys)), head.block_k):
         dk_tile, dv_tile = (np.zeros((len(key_tile), x.shape[1]), x.dtype) for x in (dk, dv))
@@ -306,6 +306,7 @@ def _walk_back_fa1(tiles: HeadBackward, dq: Floats, dk: Floats, dv: Floats) -> N
 def _walk_back_fa2(tiles: HeadBackward, dq: Floats, dk: Floats, dv: Floats) -> None:
     """Query tiles outside: dQ of one query tile at a time, dK and dV live in memory."""
     head = tiles.head
+    tiles.add_sinks()
     for query_tile in tiles_of(range(len(head.queries)), head.block_q):
         dq_tile = np.zeros((len(query_tile), dq.shape[1]), dq.dtype)
         visible = head.band.key_range(query_tile.start, query_tile.stop, head.shift, len(head.keys))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -50,6 +50,17 @@ class MmaTile(WarpTile):
         """Columns of dK and dV, whose groups of 16 the warps that share keys deal out."""
         head, value = self.widths(problem)
         return round_up(head, 16 * self.split), round_up(value, 16 * self.split)
+
+    def differentiating(self, name: str) -> WarpTile:
+        """The sizes of the kernels for the gradient of an array.
+
+        Threads hold the sums of a tile: where warps share no keys, twice as many do so.
+        """
+        if self.split > 1:
+            return super().differentiating(name)
+        step = 32 if self.block_q <= 64 else 16  # of more queries sums take more registers
+        shared = replace(self, warps=2 * self.warps, split=2, step_q=step, min_blocks=1)
+        return super(MmaTile, shared).differentiating(name)
 
     def constants(self, problem: Problem) -> dict[str, int | bool]:
         """Sizes that the kernels read."""

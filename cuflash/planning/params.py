@@ -41,6 +41,8 @@ _WORKSPACE = {
            "located": "void*", "nonfinite_keys": "unsigned int*"},
 }  # fmt: skip
 
+_ARRAY_SUMS = {"array_sums": "Accumulator*"}
+
 # Fields behind the pointers, as (names, NumPy type, C type). "Accumulator" as the NumPy type
 # stands for the problem's.
 _SCALARS = (
@@ -78,7 +80,7 @@ _ELEMENT_SCALARS = (
 
 def pointers(problem: Problem) -> tuple[str, ...]:
     """Names of the struct's leading fields, all pointers but a seed's number: operands, lengths,
-    pages, captured arrays, seed, mask and workspace.
+    gradients of arrays that scores depend on, pages, captured arrays, seed, mask and workspace.
     """
     operands, others, workspace = _pointer_types(problem)
     return (*operands, *LENGTHS, *others, *workspace)
@@ -96,7 +98,10 @@ def _pointer_types(problem: Problem) -> tuple[dict[str, str], dict[str, str], di
         workspace |= _QUERY_LISTS
     if problem.is_packed:
         workspace |= _STARTS
-    others = dict(_PAGES) if problem.page_size else {}
+    if problem.wrt:
+        workspace |= _ARRAY_SUMS
+    others = {x.field: f"{ELEMENTS[x.element]}*" for x in problem.wrt}
+    others |= _PAGES if problem.page_size else {}
     if problem.is_packed:
         others |= {x: kind for x, kind in _OFFSETS.items() if x in problem.starts}
     others |= {field_of(x): f"const {ELEMENTS[x.element]}*" for x in problem.score.arrays}
@@ -116,6 +121,9 @@ def _fields(problem: Problem) -> Iterator[tuple[tuple[str, ...], str, str]]:
     yield tuple(f"{x}_axis_stride" for x in operands), "i8 axes", "long long"
     yield tuple(f"{x}_stride" for x in LENGTHS), "i8 axes", "long long"
     yield from _SCALARS
+    for x in problem.wrt:
+        yield (f"{x.field}_axis_stride",), "i8 axes", "long long"
+        yield (f"{x.field}_step",), "i8 2", "long long"
     if problem.page_size:
         yield from _PAGE_SCALARS
     if problem.dropout:

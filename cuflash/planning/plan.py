@@ -157,7 +157,8 @@ class Plan:
         elements: lists (mask_ranges, mask_entries), what each tile shows (mask_bits, mask_states).
         Where two kernels of backward walk a mask, also lists for tiles of queries
         (mask_query_ranges, mask_query_entries). Where packed sequences begin (query_starts,
-        key_starts), and which item is next (next_item).
+        key_starts), and which item is next (next_item). Sums for gradients of arrays that scores
+        depend on (array_sums).
         """
         parts = self.tile.workspace(self.problem)
         return tuple((part.name, part.bytes) for part in parts if part.tiles)

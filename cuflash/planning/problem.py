@@ -12,6 +12,7 @@ from ..operands.dtypes import ACCUMULATORS, result_dtype
 from ..operands.layout import LENGTHS, Layout
 from ..operands.spec import Spec
 from ..scores.score import UNCHANGED, ScoreForm
+from .array_gradients import Wanted
 
 # Shared memory one block may use, by compute capability (CUDA C programming guide, table of
 # technical specifications).
@@ -149,6 +150,8 @@ class Problem:
         Then, the most queries and keys of a sequence.
     offsets : str
         And the integer type of what says where sequences begin.
+    wrt : tuple of Wanted
+        Gradients that are asked for beside those of q, k and v.
     """
 
     dtype: str
@@ -178,6 +181,7 @@ class Problem:
     sequences: int | None = None
     longest: tuple[int, int] = (0, 0)
     offsets: str = ""
+    wrt: tuple[Wanted, ...] = ()
 
     @property
     def is_packed(self) -> bool:
@@ -267,6 +271,8 @@ class Problem:
             text += f", {self.sequences} packed sequences"
         if self.backward:
             text += ", backward" if self.deterministic else ", backward in any order"
+        if self.wrt:
+            text += f", gradients of {', '.join(x.name for x in self.wrt)}"
         return text if self.aligned else text + ", rows not aligned to 16 bytes"
 
 
@@ -318,6 +324,7 @@ def make_problem(
     lengths: dict[str, str], mask: str = "", page_size: int = 0, page_table: str = "",
     aligned: bool, backward: bool = False, deterministic: bool = True,
     split_keys: int | None = None, dropout: bool = False, offsets: str = "",
+    wrt: tuple[Wanted, ...] = (),
 ) -> Problem:  # fmt: skip
     """The problem that a layout and the options pose."""
     heads = layout.out_shape[-3] if len(layout.out_shape) > 2 else 1
@@ -349,4 +356,5 @@ def make_problem(
         sequences=layout.packing.sequences if layout.packing else None,
         longest=layout.packing.longest if layout.packing else (0, 0),
         offsets=offsets,
+        wrt=wrt,
     )

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib.resources import files
 
 from ..scores.emit import Emitter
-from ..scores.expression import parse
+from ..scores.expression import Node, parse
 from .params import Field, fields, struct_dtype
 from .problem import Problem
 from .tile import Tile
@@ -53,20 +53,21 @@ def _namespace(name: str, values: dict[str, int]) -> str:
     return "\n".join([f"namespace {name} {{", *lines, "}"])
 
 
-def _score_function(problem: Problem) -> str:
+def _score_function(problem: Problem, variable: Node | None = None) -> str:
     """The changes of the score one after the other, what scores are measured in, and the sinks.
 
-    Head, defined further on, is a template's.
+    They are differentiated by the score or by what is read of an array. Head, defined further on,
+    is a template's.
     """
     form = problem.score
     unit = f"p.capture_{form.unit}" if form.unit else "Accumulator(1)"
     scale = "p.score_scale" if form.unit else "p.scale"
-    emitter = Emitter()
+    emitter = Emitter(variable=variable)
     *before, (reads, last) = [emitter.stage(node) for node in form.nodes] or [("", "score")]
     steps = "".join(f"    {{ {reads} score = {text}; }}\n" for reads, text in before)
     steps += f"    {reads}\n" if reads else ""
     # Backward asks for queries that do not exist, and multiplies zeros by what it gets.
-    if problem.backward and form.may_be_nan:
+    if problem.backward and (form.may_be_nan or variable is not None):
         last = f"unsigned(int(q)) < unsigned(located.query_length) ? T({last}) : T(0)"
     functions = expand("score_functions.cuh") if form.stages or form.sink else ""
     members = "".join(f" {c_type} {name};" for c_type, name, _ in emitter.of_head)
@@ -134,7 +135,7 @@ def prelude(problem: Problem, tile: Tile) -> str:
             *constants,
             *_geometry(problem, tile),
             params_struct(tuple(fields(problem))),
-            _score_function(problem),
+            _score_function(problem, tile.variable(problem)),
             *([products] if (products := tile.products(problem)) else []),
             "",
         ]

@@ -7,13 +7,24 @@ wgmma.py and numpy.py. `docs/adding-an-engine.md` shows how to add one.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 from ..dropout import BLOCK as DROPOUT_BLOCK
 from ..dropout import ROUNDS
 from ..masks.band import MAX_SHIFT
 from ..operands.dtypes import EVERY, ITEM_BYTES
+from ..scores.expression import Node
+from .array_gradients import (
+    Wanted,
+    array_of,
+    declarations,
+    file_of,
+    kernels_of,
+    read_of,
+    text_of,
+    variable_of,
+)
 from .problem import Device, Problem
 
 if TYPE_CHECKING:
@@ -302,6 +313,10 @@ class Tile:
         """CUDA C that only this row's sizes make, or an empty string."""
         return ""
 
+    def variable(self, problem: Problem) -> Node | None:
+        """What is read of an array, if scores are differentiated by that, not by the score."""
+        return None
+
     def map_boxes(self, problem: Problem) -> tuple[MapBox, ...]:
         """The operands that the kernel that does the work reads by tensor maps."""
         return ()
@@ -327,6 +342,10 @@ class KernelTile(Tile):
         Tiles under way at a time: of keys in fa2 and fa3, of queries in fa1 and backward.
     slabs : int
         Rows of a warp, in slabs of 16.
+    differentiated : str
+        The label of the array whose gradient a kernel with these sizes computes; empty: of none.
+    read : int
+        For which of the places in which scores read it.
     """
 
     warps: int
@@ -335,6 +354,8 @@ class KernelTile(Tile):
     step_q: int = 0
     stages: int = 1
     slabs: int = 1
+    differentiated: str = ""
+    read: int = 0
 
     def __post_init__(self) -> None:
         """Fill in what follows from other sizes."""
@@ -408,6 +429,12 @@ class KernelTile(Tile):
                 return f"its tiles of {height}x{width} lie across the blocks of masks"
             if problem.mask_lists * math.prod(self.scored_tiles(problem)) >= 1 << 31:
                 return "the mask has more than 2^31 of its tiles"
+        for wanted in problem.wrt:
+            if wanted.is_scattered and problem.deterministic:
+                return (
+                    f"the gradient of {wanted.name} adds up at indices that are worked out, in any "
+                    "order: it needs deterministic=False"
+                )
         shared = self.shared_bytes(problem)
         if shared > device.shared_bytes:
             return f"needs {shared} bytes of shared memory, the device has {device.shared_bytes}"
@@ -436,7 +463,7 @@ class KernelTile(Tile):
                 Buffer("part_sums", 2 * item, rows),
             )
             return (*self._own_workspace(problem), *parts)
-        return self._own_workspace(problem)
+        return (*self._own_workspace(problem), *self._array_workspace(problem))
 
     def _own_workspace(self, problem: Problem) -> tuple[Buffer, ...]:
         if not problem.is_packed:
@@ -448,6 +475,20 @@ class KernelTile(Tile):
             Buffer("next_item", 4, 0 if problem.backward else 1),
             *self._mask_workspace(problem),
         )
+
+    def _array_workspace(self, problem: Problem) -> tuple[Buffer, ...]:
+        """The largest of what gradients of arrays are summed from later."""
+        later = [x for x in problem.wrt if x.is_summed_later]
+        if not later:
+            return ()
+
+        def sums(x: Wanted) -> int:
+            if x.is_scattered:
+                return x.entries
+            places = problem.key_length if x.keeps_keys else self.key_tiles(problem)
+            return problem.head_count * (problem.query_length if x.keeps_queries else places)
+
+        return (Buffer("array_sums", ITEM_BYTES[problem.accumulator], max(map(sums, later))),)
 
     def _mask_workspace(self, problem: Problem) -> tuple[Buffer, ...]:
         if problem.mask != "elements":
@@ -483,7 +524,59 @@ class KernelTile(Tile):
                     "merge_parts", ceil_div(rows * 32, MERGE_THREADS), MERGE_THREADS, follows=True
                 ),
             )
-        return (*starts, *lists, *self.around(problem, self.main_launch(problem, device)), *merge)
+        main = self.around(problem, self.main_launch(problem, device))
+        return (*starts, *lists, *main, *self._array_launches(problem), *merge)
+
+    def _array_launches(self, problem: Problem) -> tuple[Launch, ...]:
+        """What computes gradients of arrays that scores depend on."""
+        made = []
+        query_tiles, key_tiles = self.query_tiles(problem), self.key_tiles(problem)
+        for x in problem.wrt:
+            sizes = self.differentiating(x.label)
+            walk = problem.head_count * (query_tiles if x.keeps_queries else key_tiles)
+            if x.keeps_queries and x.keeps_keys:
+                walk = x.entries * query_tiles * key_tiles
+            elements = x.entries * (problem.query_length if x.keeps_queries else 1)
+            elements *= problem.key_length if x.keeps_keys else 1
+            grids = {
+                "array_gradients": (walk, sizes.shared_bytes(problem)),
+                "array_sums": (ceil_div(elements * 32, sizes.threads), 0),
+                "array_zeros": (ceil_div(elements, sizes.threads), 0),
+                "sink_gradients": (
+                    x.entries, sizes.threads // 32 * ITEM_BYTES[problem.accumulator],
+                ),
+            }  # fmt: skip
+            for kernel in kernels_of(x):
+                grid, shared = grids[file_of(kernel)]
+                made.append(Launch(kernel, max(1, grid), sizes.threads, shared))
+        return tuple(made)
+
+    def differentiating(self, name: str) -> KernelTile:
+        """The sizes of the kernels for the gradient of an array."""
+        raise NotImplementedError
+
+    def of_kernel(self, kernel: str) -> Tile:
+        """The row that has the sizes of one of the kernels."""
+        name = array_of(kernel)
+        return replace(self.differentiating(name), read=read_of(kernel)) if name else self
+
+    def kernel_text(self, kernel: str) -> str | None:
+        """CUDA C of a kernel that is no file of kernels/; None for one that is."""
+        return text_of(kernel)
+
+    def variable(self, problem: Problem) -> Node | None:
+        """What is read of an array, if scores are differentiated by that, not by the score."""
+        wanted = self._wanted(problem)
+        return variable_of(problem.score, wanted.name, self.read) if wanted else None
+
+    def _wanted(self, problem: Problem) -> Wanted | None:
+        """The array whose gradient a kernel with these sizes computes."""
+        return next((x for x in problem.wrt if x.label == self.differentiated), None)
+
+    def products(self, problem: Problem) -> str:
+        """CUDA C that only this row's sizes make, or an empty string."""
+        wanted = self._wanted(problem)
+        return declarations(wanted, problem.score, self.read) if wanted else ""
 
     def main_launch(self, problem: Problem, device: Device) -> Launch:
         """The kernel that does the work."""

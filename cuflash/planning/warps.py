@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..operands.dtypes import CHUNK_BYTES, ITEM_BYTES
 from .problem import Problem
@@ -106,6 +106,18 @@ class WarpTile(KernelTile):
         head, value = self.widths(problem)
         q, k = (self.tile_bytes(problem, rows, head) for rows in (self.block_q, self.block_k))
         v = self.tile_bytes(problem, self.block_k, value)
+        if self.differentiated:
+            item = ITEM_BYTES[problem.accumulator]
+            row_warps = self.warps // self.split
+            sums = max(self.split * self.block_k, row_warps * self.block_q) * item
+            return (
+                Buffer("K", k, self.stages),
+                Buffer("V", v, self.stages),
+                Buffer("Q", q, self.stages),
+                Buffer("dO", self.tile_bytes(problem, self.block_q, value), self.stages),
+                Buffer("row_stats", self.row_stats_bytes(problem), self.stages),
+                Buffer("sums", sums),
+            )
         if self.backward:
             scores = self.tile_bytes(problem, self.block_k, self.block_q)
             return (
@@ -149,6 +161,10 @@ class WarpTile(KernelTile):
             Buffer("turns", 4, q_tiles if ordered else 0),
             Buffer("tickets", 4, ordered),
         )
+
+    def differentiating(self, name: str) -> WarpTile:
+        """The sizes of the kernels for the gradient of an array: the same, one tile at a time."""
+        return replace(self, stages=1, differentiated=name)
 
     def around(self, problem: Problem, main: Launch) -> tuple[Launch, ...]:
         """Backward: sums of rows come first, those over blocks and heads last."""

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..operands.dtypes import CHUNK_BYTES, ITEM_BYTES
 from .hopper import BARRIER_BYTES, WARPGROUP_ROWS, HopperTile
+from .mma import MmaTile
 from .problem import Device, Problem
 from .products import product
 from .tile import Buffer, Launch, MapBox, round_up
@@ -53,6 +54,14 @@ class HopperGradientTile(HopperTile):
     def dq_sum_bytes(self, problem: Problem) -> int:
         """Of a tile of dQ in the type of sums."""
         return 0
+
+    def differentiating(self, name: str) -> MmaTile:
+        """The sizes of the kernels for the gradient of an array: of mma, for the same tiles."""
+        return MmaTile(
+            algo=self.algo, max_dim=self.max_dim, backward=True, block_q=self.block_q, slabs=2,
+            warps=self.block_k // 16, split=2, step_q=16 if self.block_q % 64 else 32,
+            load_unroll=4, stages=2 if self.max_dim <= 128 else 1, differentiated=name,
+        )  # fmt: skip
 
     def constants(self, problem: Problem) -> dict[str, int | bool]:
         """Sizes that every such kernel reads."""

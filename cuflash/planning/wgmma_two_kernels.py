@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..operands.dtypes import ITEM_BYTES
-from .hopper import BARRIER_BYTES, WARPGROUP_ROWS, HopperTile
+from .hopper import BARRIER_BYTES, WARPGROUP_ROWS
 from .problem import Device, Problem
 from .products import product
-from .tile import MASK_LIST_THREADS, Buffer, Launch, ceil_div
+from .tile import MASK_LIST_THREADS, Buffer, Launch, Tile, ceil_div
 from .wgmma_gradients import HopperGradientTile, WgmmaGradientTile
 
 QUERIES = 2 * WARPGROUP_ROWS  # of a block of the second kernel
@@ -34,9 +34,9 @@ class WgmmaKeysTile(WgmmaGradientTile):
             algo=self.algo, max_dim=self.max_dim, warps=self.warps, block_q=QUERIES, first=self
         )
 
-    def of_kernel(self, kernel: str) -> HopperTile:
+    def of_kernel(self, kernel: str) -> Tile:
         """The row that has the sizes of one of the kernels."""
-        return self.queries if kernel == self.queries.kernel else self
+        return self.queries if kernel == self.queries.kernel else super().of_kernel(kernel)
 
     @property
     def rows(self) -> int:

@@ -11,7 +11,7 @@ from ..scores.evaluate import evaluate
 from ..scores.score_mod import ADDED
 from ..scores.wanted import as_names, scatter
 from .bounds import TINY, UNIT_ROUNDOFF, factor_errors, precision, score_errors
-from .dense import Dense, row_sums
+from .dense import Dense, row_sums, value_gradient
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, DTypeLike, NDArray
@@ -27,7 +27,7 @@ def array_gradients(
 ) -> list[Floats]:
     """The gradients of the arrays of these names."""
     delta = row_sums(dense, dout, dlse)
-    dP = np.where(dense.visible, dout @ dense.v.mT, 0)
+    dP = np.where(dense.visible, value_gradient(dense, dout), 0)
     found = []
     for name in wrt:
         total = _zeros(dense, name)
@@ -55,15 +55,16 @@ def array_bounds(
 
     Notes
     -----
-    Notation is that of :func:`backward_bound`. With c the derivative of s by the element, its error,
-    c_error, by running error analysis (:mod:`cuflash.scores.errors`), and ``dS = P (dP - delta)``, which
-    is kept in the type of sums, each of the n terms is off by
+    Notation is that of :func:`backward_bound`. c is the derivative of s by the element, and c_error
+    its error, by running error analysis (:mod:`cuflash.scores.errors`). ``dS = P (dP - delta)`` is
+    kept in the type of sums. Each of the n terms is off by
 
-        |c| [P (dP_error + delta_error) + |dS| (rho + 4 u_acc) + tiny] + |c dS| 2 u_acc + |dS| c_error,
+        |c| [P (dP_error + delta_error) + |dS| (rho + 4 u_acc) + tiny] + 2 u_acc |c dS|
+        + |dS| c_error,
 
-    and their sum by u_acc (8 + sqrt n) sum |c dS| more. Of a sink the terms are those of rows, w delta
-    with ``w = exp(sink - lse)``: w is off by a share of sigma + u_acc (8 + sqrt n), which lse is, and
-    6 u_acc max(1, |lse|, |sink|) for rounding both; rho is more. The bound is
+    and their sum by u_acc (8 + sqrt n) sum |c dS| more. Of a sink the terms are those of rows,
+    w delta with ``w = exp(sink - lse)``: w is off by a share of sigma + u_acc (8 + sqrt n), which
+    lse is, and 6 u_acc max(1, |lse|, |sink|) for rounding both; rho is more. The bound is
     ``2 [error + u |gradient| + tiny]``, u and tiny those of the gradient's type.
     """
     name = np.dtype(dtype).name
@@ -76,13 +77,14 @@ def array_bounds(
         dS_error = dense.weights * (dP_error + delta_error) + np.abs(dS) * (rho + 4 * u_acc)
         dS_error = np.where(dense.visible, dS_error + TINY["float32"], 0)
         gradients = array_gradients(dense, grad, dlse, as_names(wrt))
-        bounds = []
+        bounds: list[tuple[Floats, Floats]] = []
         for own, gradient in zip(as_names(wrt), gradients):
             errors, sizes, count = (_zeros(dense, own) for _ in range(3))
             if own == "sinks":
                 sinks, weights = dense.changes.sinks(exact), _sink_weights(dense)
                 share = rho + 6 * u_acc * np.where(np.isfinite(sinks), np.abs(sinks), 0)
-                _add(dense, errors, own, None, weights * (delta_error + share * np.abs(delta)))
+                error = weights * (delta_error + share * np.abs(delta))
+                _add(dense, errors, own, None, np.where(weights > 0, error, 0))
                 _add(dense, sizes, own, None, weights * np.abs(delta))
                 _add(dense, count, own, None, np.where(weights > 0, exact(1), exact(0)))
             for read in _reads(dense, own):
@@ -122,9 +124,9 @@ def _reads(dense: Dense, name: str) -> Iterator[Node]:
 
 def _slope(dense: Dense, read: Node) -> Floats:
     changes, products = dense.changes, dense.scale * (dense.q @ dense.k.mT)
-    return changes.score.linearize(
-        products, **changes.names, arrays=changes.arrays, variable=read
-    )[1]
+    return changes.score.linearize(products, **changes.names, arrays=changes.arrays, variable=read)[
+        1
+    ]
 
 
 def _slope_errors(dense: Dense, read: Node, u_acc: float) -> tuple[Floats, Floats]:

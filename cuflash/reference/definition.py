@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..masks.block_mask import BlockMask
     from ..scores.score_mod import ScoreMod
     from ..typing import Causal, Names, Real, ScoreFunction, Window
-    from .dense import Float, Floats, Options
+    from .dense import Float, Floats, Options, Scoring
 
 
 @overload
@@ -116,6 +116,18 @@ def attention(
         page_table=page_table,
     )
     return (dense.out, dense.lse) if return_lse else dense.out
+
+
+@overload
+def attention_backward(
+    dout: ArrayLike, q: ArrayLike, k: ArrayLike, v: ArrayLike, *, dlse: ArrayLike | None = None,
+    dtype: Float = np.float64, **options: Unpack[Scoring],
+) -> tuple[Floats, Floats, Floats]: ...  # fmt: skip
+@overload
+def attention_backward(
+    dout: ArrayLike, q: ArrayLike, k: ArrayLike, v: ArrayLike, *, dlse: ArrayLike | None = None,
+    wrt: Names, dtype: Float = np.float64, **options: Unpack[Scoring],
+) -> tuple[Floats, ...]: ...  # fmt: skip
 
 
 def attention_backward(

@@ -181,8 +181,8 @@ class Changes(NamedTuple):
     def errors(
         self, products: Floats, error: Floats, u: float, variable: Node | None = None
     ) -> Estimate:
-        """The changed scores of `scale * q.k`, which is off by `error`, with derivatives by it or by
-        what a read of an array finds.
+        """The changed scores of `scale * q.k`, which is off by `error`, with derivatives by it or
+        by what a read of an array finds.
         """
         names = {**self.names, **self.score.numbers, **self.arrays}
         found = Estimate(products, error, np.ones_like(products), np.zeros_like(products))

@@ -25,7 +25,10 @@ class Emitter:
     Parameters
     ----------
     of_head : bool
-        Whether to keep apart what is the same for all queries and keys of a head.
+        Whether to keep apart what is the same for all queries and keys of a head, and what may be
+        loaded ahead.
+    variable : Node, optional
+        A read of an array: a stage that depends on it is differentiated by that alone.
 
     Attributes
     ----------
@@ -37,8 +40,10 @@ class Emitter:
         key, the first such. Kernels may load these ahead: stages ask `element` for them.
     """
 
-    def __init__(self, of_head: bool = True) -> None:
+    def __init__(self, of_head: bool = True, variable: Node | None = None) -> None:
         self._hoists = of_head
+        self._variable = variable
+        self._is_by_variable = False  # in the stage at hand
         self.of_head: list[tuple[str, str, str]] = []
         self.rows: Node | None = None
         self._rows_text = ""
@@ -56,6 +61,7 @@ class Emitter:
             The former hold what is read of arrays for a query or a key, each element once.
         """
         self._reads = {}
+        self._is_by_variable = self._variable is not None and node.depends_on(self._variable)
         text = self._emit(node)
         names = [f"const auto {name} = {read};" for read, name in self._reads.items()]
         return " ".join(names), text
@@ -76,10 +82,11 @@ class Emitter:
         if operation == "real":
             return self._real(node.inputs[0])
         if operation == "read":
-            return self._read(node)
+            found = self._read(node)
+            return f"T({found}, Accumulator(1))" if self._is_variable(node) else found
         inputs = [self._emit(x) if _is_place(node) else self._index(x) for x in node.inputs]
         if operation == "score":
-            return "score"
+            return "T(score.value)" if self._is_by_variable else "score"
         if operation == "position":
             return "located.shift" if node.value == "shift" else str(node.value)
         if operation == "number":
@@ -96,18 +103,30 @@ class Emitter:
         if operation in "&|":
             doubled = operation * 2 if node.kind == "bool" else operation
             return f"({inputs[0]} {doubled} {inputs[1]})"
+        return self._operation(node, inputs)
+
+    def _is_variable(self, node: Node) -> bool:
+        return self._variable is not None and node.key == self._variable.key
+
+    def _is_dual(self, node: Node) -> bool:
+        """Whether it is a T."""
+        by_variable = self._is_by_variable and node.depends_on(self._variable)
+        return by_variable or node.reads_score
+
+    def _operation(self, node: Node, inputs: list[str]) -> str:
+        """One whose inputs may be dual numbers."""
+        operation, dual = node.operation, [self._is_dual(x) for x in node.inputs]
         if operation in _COMPARISONS:
-            a, b = (f"{x}.value" if n.reads_score else x for x, n in zip(inputs, node.inputs))
+            a, b = (f"{x}.value" if is_dual else x for x, is_dual in zip(inputs, dual))
             return f"({a} {operation} {b})"
         if operation == "where":
             a, b = inputs[1:]
-            if node.inputs[1].reads_score or node.inputs[2].reads_score:
+            if any(dual[1:]):
                 a, b = f"T({a})", f"T({b})"
             return f"({inputs[0]} ? {a} : {b})"
         if operation in _CALLS:
             arguments = [
-                f"T({x})" if node.reads_score and not n.reads_score else x
-                for x, n in zip(inputs, node.inputs)
+                f"T({x})" if any(dual) and not is_dual else x for x, is_dual in zip(inputs, dual)
             ]
             return f"{_CALLS[operation]}({', '.join(arguments)})"
         return f"({inputs[0]} {operation} {inputs[1]})"
@@ -136,7 +155,7 @@ class Emitter:
                     (_TYPES.get(capture.element, NUMBERS[capture.kind]), name, text)
                 )
             return f"of_head.{self._names[text]}"
-        if self.rows is None and of_place and _has_rows(node):
+        if self._hoists and self.rows is None and of_place and _has_rows(node):
             self.rows, self._rows_text = node, text
         if text == self._rows_text:
             text = f"element.get([&] {{ return {text}; }})"

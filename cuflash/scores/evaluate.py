@@ -54,9 +54,7 @@ def evaluate(
         found = read(names[node.value.name], [x for x, _ in inputs])
         wanted = {"real": dtype, "integer": np.dtype(np.int64), "bool": np.dtype(np.bool_)}
         is_variable = variable is not None and node.key == variable.key
-        return found.astype(wanted[node.kind], copy=False), (
-            dtype.type(1) if is_variable else None
-        )
+        return found.astype(wanted[node.kind], copy=False), (dtype.type(1) if is_variable else None)
     if node.operation in ("real", "integer"):
         as_type = dtype if node.operation == "real" else np.dtype(np.int64)
         return np.asarray(inputs[0][0]).astype(as_type), None

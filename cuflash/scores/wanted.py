@@ -111,9 +111,7 @@ def operand_given(name: str, text: ScoreText | None, given: dict[str, Spec]) -> 
     return spec
 
 
-def make_target(
-    name: str, form: ScoreForm, spec: Spec, rows: tuple[int, ...], keys: int
-) -> Target:
+def make_target(name: str, form: ScoreForm, spec: Spec, rows: tuple[int, ...], keys: int) -> Target:
     """Where the gradient of one array goes.
 
     Parameters
@@ -126,8 +124,18 @@ def make_target(
         The shape of lse, (..., H, N).
     keys : int
         M.
+
+    Raises
+    ------
+    ValueError
+        If it is read at an index that depends on the score.
     """
     reads = tuple(read for node in form.nodes for read in node.reads(name))
+    if any(x.reads_score for read in reads for x in read.inputs):
+        raise ValueError(
+            f"wrt names {name!r}, which is read at an index that depends on the score: no gradient "
+            "is served for that"
+        )
     if name == "bias":
         *leading, q, k = padded_axes(spec, len(rows) + 1)
         return Target(name, "placed", reads, tuple(leading), (q, k))

@@ -1,0 +1,32 @@
+// The gradient of an array that scores depend on, from what array_gradients.cu has summed: over the
+// heads that share an element and, where it has neither queries nor keys, over the tiles of keys. Of
+// sums at indices (SCATTERS) each is one element.
+//
+// Grid: a warp for each element, SIDE_THREADS / 32 of them in a block. A lane adds every 32nd number,
+// then lanes add by pairs: one order.
+#include "numeric.cuh"
+#include "seams/sequence.cuh"
+#include "shared_rows.cuh"
+#include "tiles/softmax.cuh"
+
+extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
+    array_sums(const __grid_constant__ Params p) {
+    const int lane = threadIdx.x % 32;
+    const i64 element = i64(blockIdx.x) * (SIDE_THREADS / 32) + threadIdx.x / 32;
+    const int places = KEEPS_QUERIES ? p.query_length : KEEPS_KEYS ? p.key_length : 1;
+    const int parts = KEEPS_QUERIES || KEEPS_KEYS ? 1 : p.key_tiles;
+    const int entry = int(element / places), place = int(element % places);
+    if (entry >= ARRAY_ENTRIES) return;
+    if constexpr (SCATTERS) {
+        if (lane == 0) array_gradient(p)[entry] = narrow<ArrayElement>(p.array_sums[entry]);
+        return;
+    }
+    const SharedRows heads(p, array_axis_strides(p), entry);
+    Accumulator sum = Accumulator(0);
+    for (i64 i = lane; i < i64(heads.count) * parts; i += 32)
+        sum += p.array_sums[i64(heads[int(i / parts)]) * (places * parts) + place + i % parts];
+    sum = row_sum<32>(sum);
+    if (lane == 0)
+        array_gradient(p)[heads.offset + place * array_steps(p)[KEEPS_QUERIES ? 0 : 1]] =
+            narrow<ArrayElement>(sum);
+}

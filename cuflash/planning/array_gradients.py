@@ -1,0 +1,175 @@
+"""Kernels behind those of a backward pass: gradients of the arrays that scores depend on."""
+
+from __future__ import annotations
+
+import math
+import re
+from importlib.resources import files
+from typing import TYPE_CHECKING, NamedTuple
+
+from ..scores.emit import ELEMENTS, Emitter, field_of
+from ..scores.expression import Node
+
+if TYPE_CHECKING:
+    from ..operands.layout import Layout
+    from ..operands.spec import Spec
+    from ..scores.score import ScoreForm
+    from ..scores.wanted import Target
+
+_OF = "_of_"  # between a kernel's file and the name of the array
+_NUMBER = re.compile(r"_(\d+)$")  # of a place that is read
+
+
+class Wanted(NamedTuple):
+    """An array whose gradient is asked for.
+
+    Parameters
+    ----------
+    name : str
+    kind : str
+        As of a :class:`Target`.
+    element : str
+        Its type.
+    keeps_queries, keeps_keys : bool
+        Whether it has elements for each query, and for each key.
+    entries : int
+        How many parts it has that heads of their own add to; of scattered ones, elements.
+    reads : int
+        In how many places scores read it.
+    """
+
+    name: str
+    kind: str
+    element: str
+    keeps_queries: bool = False
+    keeps_keys: bool = False
+    entries: int = 1
+    reads: int = 1
+
+    @property
+    def is_scattered(self) -> bool:
+        """Whether its elements are at indices that an expression works out."""
+        return self.kind == "scattered"
+
+    @property
+    def is_summed_later(self) -> bool:
+        """Whether the sums of blocks are added by another kernel."""
+        return self.kind != "sink" and not (self.keeps_queries and self.keeps_keys)
+
+    @property
+    def label(self) -> str:
+        """The name in letters that a kernel's may have."""
+        return self.name.encode("ascii", "backslashreplace").decode().replace("\\", "_")
+
+    @property
+    def field(self) -> str:
+        """The field of Params with its address; others begin with that name."""
+        return f"gradient_{self.name}"
+
+
+def wanted_of(target: Target, spec: Spec, layout: Layout) -> Wanted:
+    """What kernels are compiled for of a target, whose gradient has that spec."""
+    if target.kind == "scattered":
+        entries = math.prod(spec.shape)
+    else:
+        steps = layout.strides[target.operand]
+        entries = math.prod(n for n, step in zip(layout.leading, steps) if step)
+    queries, keys = (step != 0 for step in target.steps)
+    places = len(target.reads)
+    return Wanted(target.name, target.kind, spec.dtype.name, queries, keys, entries, places)
+
+
+def kernels_of(wanted: Wanted) -> tuple[str, ...]:
+    """Names of the kernels of one gradient, in their order."""
+    if wanted.kind == "sink":
+        return (f"sink_gradients{_OF}{wanted.label}",)
+    sums = (f"array_sums{_OF}{wanted.label}",) if wanted.is_summed_later else ()
+    walks = (f"array_gradients{_number(i)}{_OF}{wanted.label}" for i in range(wanted.reads))
+    zeros = (f"array_zeros{_OF}{wanted.label}",) if wanted.is_scattered else ()
+    return (*zeros, *walks, *sums)
+
+
+def _number(read: int) -> str:
+    return f"_{read}" if read else ""
+
+
+def read_of(kernel: str) -> int:
+    """Which of the places that scores read an array in a kernel is for."""
+    number = _NUMBER.search(kernel.partition(_OF)[0])
+    return int(number[1]) if number else 0
+
+
+def array_of(kernel: str) -> str:
+    """The label of the array whose gradient a kernel computes, empty for other kernels."""
+    return kernel.partition(_OF)[2]
+
+
+def file_of(kernel: str) -> str:
+    """The name of the file of such a kernel."""
+    return _NUMBER.sub("", kernel.partition(_OF)[0])
+
+
+def text_of(kernel: str) -> str | None:
+    """CUDA C of such a kernel: its file, with its own name."""
+    if not array_of(kernel):
+        return None
+    file = file_of(kernel)
+    text = (files(__package__.partition(".")[0]) / "kernels" / f"{file}.cu").read_text()
+    return text.replace(f" {file}(const", f" {kernel}(const")
+
+
+def variable_of(form: ScoreForm, name: str, read: int = 0) -> Node | None:
+    """The read that scores are differentiated by for the gradient of an array."""
+    reads = [read for node in form.nodes for read in node.reads(name)]
+    return reads[read] if reads else None
+
+
+def _element_function(variable: Node | None) -> str:
+    """CUDA C: which element of the array a pair reads, as they lie in C order; -1 for none."""
+    body = "    return -1;\n"
+    if variable is not None:
+        capture = variable.value
+        start = "&" if capture.axes == 1 else ""
+        size = f"({start}p.{field_of(capture)}_size)"
+        lines = []
+        for axis, node in enumerate(variable.inputs):
+            reads, text = Emitter(of_head=False).stage(node)
+            lines.append(
+                f"    {{ {reads} const auto index = {text}; const int extent = {size}[{axis}];\n"
+                "      if (!is_index(index, extent)) return -1;\n"
+                "      element = element * extent + index; }\n"
+            )
+        body = "    long long element = 0;\n" + "".join(lines) + "    return element;\n"
+    return (
+        "template <typename Head>\n"
+        "__device__ __forceinline__ long long array_element(const Head& located, int q, int k, "
+        "const Params& p) {\n"
+        "    [[maybe_unused]] const int batch = located.batch, head = located.head;\n"
+        f"{body}}}"
+    )
+
+
+def declarations(wanted: Wanted, form: ScoreForm, read: int) -> str:
+    """CUDA C of what such kernels know of their gradient."""
+    constants = {
+        "SCATTERS": wanted.is_scattered,
+        "KEEPS_QUERIES": wanted.keeps_queries,
+        "KEEPS_KEYS": wanted.keeps_keys,
+    }
+    lines = [f"constexpr bool {name} = {str(x).lower()};" for name, x in constants.items()]
+    lines += [
+        f"constexpr int ARRAY_ENTRIES = {wanted.entries};",
+        f"using ArrayElement = {ELEMENTS[wanted.element]};",
+    ]
+    functions = (
+        ("ArrayElement*", "array_gradient", ""),
+        ("const long long*", "array_axis_strides", "_axis_stride"),
+        ("const long long*", "array_steps", "_step"),
+    )
+    lines += [
+        f"__device__ __forceinline__ {kind} {name}(const Params& p) "
+        f"{{ return p.{wanted.field}{tail}; }}"
+        for kind, name, tail in functions
+    ]
+    variable = variable_of(form, wanted.name, read) if wanted.is_scattered else None
+    return "\n".join([*lines, _element_function(variable)])
