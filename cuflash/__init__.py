@@ -2,8 +2,9 @@
 
 from . import reference
 from ._append_kv import append_kv
-from ._attention import attention, attention_backward, attention_vjp, plan
+from ._attention import attention, attention_backward, attention_vjp
 from ._merge import merge
+from ._plan import plan
 from ._precompile import CompiledKernel, precompile
 from ._varlen import attention_varlen, attention_varlen_backward, attention_varlen_vjp
 from .masks.block_mask import BlockMask

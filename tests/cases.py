@@ -825,6 +825,7 @@ class _Cases:
         if self.engine == "wgmma":
             self.add("dropout of wide heads", self.dtypes[0], (2, 2, n, 136), (2, 2, m, 136),
                      causal=True, dropout_p=0.5, seed=(1 << 64) - 1)  # fmt: skip
+
     def wrt(self):
         """The forward pass has no gradients."""
 

@@ -122,10 +122,10 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
             deltas[row] = delta_of_kept(
                 p,
                 product -
-                    (has_dlse ? p.dlse[locate_queries(p, head, p.dlse_axis_stride,
-                                                      p.dlse_row_stride) +
-                                       q * p.dlse_row_stride]
-                              : Accumulator(0)));
+                    (has_dlse
+                         ? p.dlse[locate_queries(p, head, p.dlse_axis_stride, p.dlse_row_stride) +
+                                  q * p.dlse_row_stride]
+                         : Accumulator(0)));
         }
     }
 

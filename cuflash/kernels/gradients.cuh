@@ -253,6 +253,5 @@ __device__ __forceinline__ void store_key_gradients(const Gradients& gradients, 
     else
         store_gradients<HEAD_DIM_V>(p.dv + locate_keys(p, head, p.dv_axis_stride, p.dv_row_stride),
                                     p.dv_row_stride, key_extent(p, head), gradients.dV_regs,
-                                    ValueTile(threadIdx.x % 32, nullptr), k_begin,
-                                    Accumulator(1));
+                                    ValueTile(threadIdx.x % 32, nullptr), k_begin, Accumulator(1));
 }

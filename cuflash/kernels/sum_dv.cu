@@ -14,7 +14,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sum_dv(const __grid_consta
     for (int i = 0; i < heads.count; ++i)
         add_stored_units<THREADS>(
             sum, p.dv_sum + (i64(heads[i]) * p.key_tiles + tile_index) * VALUE_SUMS);
-    store_gradients<HEAD_DIM_V>(
-        p.dv + heads.offset + place.origin * p.dv_row_stride, p.dv_row_stride, place.extent, sum,
-        tile, place.tile * BLOCK_K + first_row_of_warp(), Accumulator(1));
+    store_gradients<HEAD_DIM_V>(p.dv + heads.offset + place.origin * p.dv_row_stride,
+                                p.dv_row_stride, place.extent, sum, tile,
+                                place.tile * BLOCK_K + first_row_of_warp(), Accumulator(1));
 }

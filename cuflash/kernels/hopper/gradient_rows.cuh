@@ -30,8 +30,7 @@ __device__ __forceinline__ void store_value_gradients(const float (&dV)[2][padde
         store_sum_rows(sum_rows_of(p.dv_sum, p, item, WIDTH) + first * WIDTH, dV);
     else
         store_gradient_rows<HEAD_DIM_V>(item.located.dv, p.dv_row_stride,
-                                        key_extent(p, item.located.head), dV, k_begin,
-                                        1.0f);
+                                        key_extent(p, item.located.head), dV, k_begin, 1.0f);
 }
 __device__ __forceinline__ void store_score_gradients(const float (&dK)[2][padded(HEAD_DIM) / 4],
                                                       const Params& p, const KeyItem& item,
