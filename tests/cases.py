@@ -1057,6 +1057,7 @@ class _BackwardCases(_Cases):
         )  # fmt: skip
         layouts = {"dq": "dense", "dof_queries": "columns"}
         shown = {"mask": random_mask((2, 1, n, m), 16, shown=0.7), "softcap": 3.0}
+        shown |= {"dropout_p": 0.2, "seed": 9}
         self.add("wrt of an expression", dtype, q, k, wrt=tuple(arrays), score_mod=mod,
                  enable_gqa=True, layouts=layouts, **shown)  # fmt: skip
         arrays = {"table": rng.standard_normal((9, 4)).astype(half).T}

@@ -1,6 +1,7 @@
 """Errors of arguments: each says what was given and what would work, and nothing is written."""
 
 import doctest
+import importlib
 import inspect
 import math
 import re
@@ -436,8 +437,9 @@ def test_signatures_are_closed(function):
 
 
 def test_examples_of_decorated_functions_are_found():
-    found = {test.name.rpartition(".")[2] for test in doctest.DocTestFinder().find(module)
-             if test.examples}  # fmt: skip
+    modules = module, importlib.import_module("cuflash._plan")
+    tests = [test for x in modules for test in doctest.DocTestFinder().find(x)]
+    found = {test.name.rpartition(".")[2] for test in tests if test.examples}
     assert found == {f.__name__ for f in PUBLIC}
 
 
