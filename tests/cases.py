@@ -214,8 +214,7 @@ class BackwardCase(Case):
         own = {"dq": (self.q, dtype), "dk": (self.k, dtype), "dv": (self.v, dtype)}
         own |= {f"d{x}": (self.array(x).shape, self.array(x).dtype) for x in self.wrt}
         for name, (shape, kind) in own.items():
-            x = np.zeros(shape, kind)
-            x = place(x, self.layouts.get(name, "dense")) if x.ndim > 1 else x
+            x = place(np.zeros(shape, kind), self.layouts.get(name, "dense"))
             owner(x).view(x.dtype)[...] = blank
             grads.append(x)
         return tuple(grads)
@@ -292,9 +291,13 @@ def place(values, layout):
     positions); padded (rows 16 bytes longer, every leading axis longer by one); odd (rows longer
     by one element); offset (from the second element on); reversed (rows from last to first);
     sparse (every other element of a row); columns (rows are columns); repeated (leading axes of
-    stride 0; the values are those of the first).
+    stride 0; the values are those of the first). What has no rows is dense.
     """
     shape, item = values.shape, values.dtype.itemsize
+    if values.ndim < 2:
+        view = _memory(values.size, values.dtype).reshape(shape)
+        view[...] = values
+        return view
     if layout == "repeated":
         return np.broadcast_to(place(values[(0,) * (values.ndim - 2)], "dense"), shape)
     rows, columns = shape[-2:]
