@@ -1052,7 +1052,7 @@ HOPPER = [
      {"growth": 40, "window": (300, 0)}),
     ("lost scores stay lost", r"score_again\(\);", "", {"growth": 40}),
     ("another swizzle", r"row % 8 : row % 8 / 2", "row % 4 : row % 8 / 2", {"growth": 40}),
-    ("scores worked out again are not masked", r"adjust_scores\(keys\[i\]\);", "",
+    ("scores worked out again are not masked", r"adjust_scores\(i, keys\[i\]\);", "",
      {"growth": 40, "window": (300, 0)}),
     ("keys are given back while a lane reads them",
      r"__syncwarp\(\);(?=  // all lanes have read K)", "", {"growth": 40}),
@@ -1060,7 +1060,7 @@ HOPPER = [
      "upper ? high : low, step", {}),
     ("rows beyond the ends are written", r"store_where\(exists && !empty", "store_where(!empty",
      {"causal": False}),
-    ("rows before the first are written", r"return q >= 0 && q < p", "return q < p", {}),
+    ("rows before the first are written", r"return q >= 0 && q < query", "return q < query", {}),
 ]  # fmt: skip
 
 

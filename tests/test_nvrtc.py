@@ -140,16 +140,18 @@ def kernels(arch, dtypes) -> list[Kernel]:
 
 def every_row() -> list[Kernel]:
     """All rows for sm_90a: mma and wgmma in bf16, without and with a mask, softcap, dropout, packed
-    heads or parts of the keys; simt in two types. fa2 and fa3 on wgmma are one source.
+    heads or parts of the keys; simt in one of two types. fa2 and fa3 on wgmma are one source.
     """
     halves = [x for x in kernels("sm_90a", ["bfloat16"]) if x.row.engine != "simt"]
     mma = [x for x in halves if (x.row.algo, x.row.engine) != ("fa2", "wgmma")]
     simt = [x for x in kernels("sm_90a", ["float32", "float64"]) if x.row.engine == "simt"]
+    rows = list(dict.fromkeys(x.row for x in simt))
+    turns = [x for x in simt if x.dtype == ("float32", "float64")[rows.index(x.row) % 2]]
     # What masks and softcap add is alike from row to row: one of two rows has either.
     made = mma + masked(mma[::2]) + capped(mma[1::2]) + split(mma) + paged(mma)
     made += dropping([x for x in mma if x.row.engine == "mma"])[::5]  # wgmma's: test_dropout.py
     made += [*packed(mma)[::6], mma[0]._replace(sequences=64, name="sequence_starts")]
-    return made + simt + split(simt)[::3]
+    return made + turns + split(simt)[::3]
 
 
 def paged(made: list[Kernel]) -> list[Kernel]:
@@ -163,7 +165,7 @@ def packed(made: list[Kernel]) -> list[Kernel]:
     """Those of `made` that read rows, for packed sequences, with parts of the keys or pages too."""
     main = [x for x in made if not x.name or "rows" in x.name]
     rows = main + [x for x in split(main) + paged(main) if not x.name]
-    return [x._replace(sequences=64) for x in rows]
+    return [x for x in (y._replace(sequences=64) for y in rows) if not x.reject()]
 
 
 def masked(made: list[Kernel]) -> list[Kernel]:

@@ -56,11 +56,17 @@ def test_emulator_backward(case):
     assert_gradients_close(case, result[:3], dout, dlse, result.plan)
 
 
+DROPPED = {"dropout_p": 0.3, "seed": 5}
+
+
 @needs_emulator
-@pytest.mark.parametrize(("algo", "engine"), [("fa2", "mma"), ("fa3", "wgmma"), ("fa1", "simt")])
-def test_emulator_equals_the_batch(algo, engine):
+@pytest.mark.parametrize(("algo", "engine", "more"), [
+    ("fa2", "mma", {}), ("fa3", "wgmma", {}), ("fa1", "simt", {}), ("fa2", "mma", DROPPED),
+    ("fa3", "wgmma", DROPPED),
+])  # fmt: skip
+def test_emulator_equals_the_batch(algo, engine, more):
     """Bit for bit, gradients as well, also where rows beside a sequence would decide for others."""
-    options = {"algo": algo, "engine": engine, "device": FEW, "causal": True}
+    options = {"algo": algo, "engine": engine, "device": FEW, "causal": True, **more}
     count, n, dim = 3, 70, 64 if engine != "simt" else 32
     q, k, v, dout = (
         x.astype(np.float16)

@@ -68,8 +68,8 @@ class WarpTile(KernelTile):
 
     @property
     def finds_regions(self) -> bool:
-        """Whether its kernels find out which packed sequence a tile is of."""
-        return True
+        """Whether its kernels find out which packed sequence a tile is of: it takes registers."""
+        return not self.maxima
 
     @property
     def reads_pages(self) -> bool:
