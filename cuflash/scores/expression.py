@@ -103,12 +103,6 @@ class Node:
         return own or any(x.loads for x in self.inputs)
 
     @functools.cached_property
-    def reads_pair(self) -> bool:
-        """Whether it depends on anything but the score and numbers."""
-        own = self.operation in ("position", "read")
-        return own or any(x.reads_pair for x in self.inputs)
-
-    @functools.cached_property
     def key(self) -> tuple[Any, ...]:
         """What is equal for nodes that mean the same."""
         return self.operation, self.kind, self.value, *(x.key for x in self.inputs)

@@ -62,11 +62,6 @@ class ScoreForm(NamedTuple):
         return tuple(x for x in self.captures if x.is_array)
 
     @property
-    def reads_pair(self) -> bool:
-        """Whether the changed score depends on more than the score and numbers."""
-        return any(x.reads_pair for x in self.nodes)
-
-    @property
     def loads(self) -> bool:
         """Whether arrays are read at other elements for each query or key."""
         return any(x.loads for x in self.nodes)
