@@ -71,13 +71,13 @@ struct TileBits {
             words = visit.bits < 0 ? nullptr : p.mask_bits + row * WORDS;
         }
     }
-    // What a row's word holds from `column` on.
+    // The word of a row that has a column.
     __device__ __forceinline__ u32 word(int row, int column) const {
-        return words[row * WORDS + column / 32] >> column % 32;
+        return words[row * WORDS + column / 32];
     }
     __device__ __forceinline__ bool has(int row, int column) const {
         if constexpr (!MASKED) return true;
-        return words == nullptr || word(row, column) & 1;
+        return words == nullptr || word(row, column) >> column % 32 & 1;
     }
     // Sets a warp's values from `column` on to `hidden` where the mask hides them.
     template <typename Tile, int ROWS, int COLUMNS, typename A>
@@ -85,20 +85,23 @@ struct TileBits {
                                          int column) const;
 };
 
-// The words of a warp's values from a column on.
+// The words of a warp's values from a column on. They are shifted when they are used: a shift behind
+// the load would wait for it.
 template <typename Tile, int ROWS, int COLUMNS>
 struct LoadedBits {
     static constexpr int STEP = COLUMNS * Tile::ROW_THREADS;
-    u32 shown[MASKED ? ROWS : 1][MASKED ? round_up(STEP, 32) / 32 : 1];
+    u32 words[MASKED ? ROWS : 1][MASKED ? round_up(STEP, 32) / 32 : 1];
+    int shift;
 
     __device__ __forceinline__ void load(const Tile& tile, const TileBits& bits, int column) {
         if constexpr (MASKED) {
+            shift = column % 32;
             static_assert(STEP % 32 == 0 || 32 % STEP == 0, "a word has whole steps");
 #pragma unroll
             for (int i = 0; i < ROWS; ++i)
 #pragma unroll
                 for (int c = 0; c < STEP; c += 32)
-                    shown[i][c / 32] =
+                    words[i][c / 32] =
                         bits.words == nullptr ? ~0u : bits.word(tile.row(i), column + c);
         }
     }
@@ -109,9 +112,13 @@ struct LoadedBits {
 #pragma unroll
             for (int i = 0; i < ROWS; ++i)
 #pragma unroll
-                for (int j = 0; j < COLUMNS; ++j) {
-                    const int c = tile.column(j);
-                    if (!(shown[i][c / 32] >> c % 32 & 1)) values[i][j] = hidden;
+                for (int w = 0; w < STEP; w += 32) {
+                    const u32 shown = words[i][w / 32] >> shift;
+#pragma unroll
+                    for (int j = 0; j < COLUMNS; ++j) {
+                        const int c = tile.column(j) - w;
+                        if (c >= 0 && c < 32 && !(shown >> c & 1)) values[i][j] = hidden;
+                    }
                 }
     }
 };
