@@ -143,8 +143,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
     using Columns = Tile::FromFirstColumn;
     const Columns columns{tile};
-    LoadedRows<Tile, Tile::ROWS, Tile::COLUMNS> rows;     // of captured arrays
+    RowsOfKeys<Tile, BLOCK_K> rows(smem.rows, (threadIdx.x - WARPGROUP) / 32);  // of an array
     LoadedBits<Columns, Tile::ROWS, Tile::COLUMNS> bits;  // of the mask
+    const auto bring_rows = [&](const Visit& visit) {
+        rows.bring(p, head, row_begin + tile.row(0) / 8 * 8, visit.tile * BLOCK_K);
+    };
     const auto load_rows = [&](const Visit& visit) {
         rows.load(tile, p, head, row_begin, visit.tile * BLOCK_K);
     };
@@ -155,6 +158,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         // With a number that is there no sooner than the scores the compiler cannot compute positions
         // while these are under way, for which there are no registers.
         const int k_begin = (SCORE_IS_MODIFIED ? uniform(visit.tile) : visit.tile) * BLOCK_K;
+        rows.await();
         modify_scores(S_regs, tile, p, head, row_begin, k_begin, rows);
         if (keys.is_cut_by_band(visit))
             hide_outside_band(S_regs, columns, p, head, row_begin, k_begin + tile.column(0));
@@ -179,6 +183,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             load_bits(keys[i]);
             adjust_scores(i, keys[i]);
         });
+        if (i + 1 < keys.count()) bring_rows(keys[i + 1]);
         if constexpr (PAGED) __syncwarp();  // all lanes have read what is missing
         if (speaks) barriers.K_empty[now.slot].arrive();
         const int k_begin = visit.tile * BLOCK_K;
@@ -243,6 +248,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         pass_by(part.before);
         if (keys.count() > 0) {
+            bring_rows(keys[0]);
             barriers.K_full[now.slot].wait(now.parity);
             turns.await();
             score();

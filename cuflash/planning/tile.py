@@ -607,6 +607,7 @@ class KernelTile(Tile):
             "SCORE_IS_MODIFIED": bool(problem.score.stages),
             "SCORE_HAS_SLOPE": problem.score.has_slope,
             "SCORE_MAY_HIDE": problem.score.hides,
+            "SHARES_ENTRIES": problem.score.shares_entries and not problem.is_packed,
             "HAS_SINKS": bool(problem.score.sink),
             "DROPS": problem.dropout,
             "DROPOUT_BLOCK": DROPOUT_BLOCK,

@@ -8,11 +8,13 @@ from functools import partial
 from typing import Any
 
 from ..dropout import BLOCK as DROPOUT_BLOCK
-from ..operands.dtypes import ITEM_BYTES
+from ..operands.dtypes import CHUNK_BYTES, ITEM_BYTES
 from .hopper import BARRIER_BYTES, WARPGROUP_ROWS, HopperTile
 from .problem import Device, Problem
 from .products import product
 from .tile import Buffer, MapBox
+
+ROW_WARP = 16  # rows of a tile of scores that a warp has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +97,17 @@ class WgmmaTile(HopperTile):
             Buffer("K", self.block_k * head, k_tiles),
             Buffer("V", self.block_k * value, k_tiles),
             Buffer("barriers", BARRIER_BYTES),
+            Buffer("rows", ROW_WARP * self._row_pitch, self.warps * self.stages_rows(problem)),
         )
+
+    def stages_rows(self, problem: Problem) -> bool:
+        """Whether warps bring the elements of an array for each query and key to shared memory."""
+        return problem.score.reads_pairs and not self.keys_outside
+
+    @property
+    def _row_pitch(self) -> int:
+        """Bytes from row to row of such elements, of two bytes, as kernels lay them out."""
+        return 2 * self.block_k + CHUNK_BYTES
 
     def workspace(self, problem: Problem) -> tuple[Buffer, ...]:
         """O, l and m of fa1, as registers hold them."""
@@ -122,6 +134,7 @@ class WgmmaTile(HopperTile):
         """Sizes that the kernels read."""
         own = {
             "PING_PONG": self.ping_pong,
+            "STAGES_ROWS": self.stages_rows(problem),
             "BARRIER_BYTES": BARRIER_BYTES,
             "PRODUCER_REGISTERS": 40 if self.warps == 8 else 32,
         }
@@ -159,6 +172,8 @@ ROWS = (
            rate=266, item_time=1.28, start_time=6.5),
     *_both(max_dim=128, block_k=80,  warps=12, stages=4, ping_pong=True, loads=False,
            rate=867, item_time=1.97, start_time=8.2),
+    *_both(max_dim=128, block_k=64,  warps=12, stages=4, ping_pong=True,
+           rate=840, item_time=1.97, start_time=8.2),
     *_both(max_dim=128, block_k=128, warps=8,  stages=3, ping_pong=True,
            rate=833, item_time=1.88, start_time=8.0),
     *_both(max_dim=128, block_k=128, warps=4,  stages=3,

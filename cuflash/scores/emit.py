@@ -162,6 +162,14 @@ class Emitter:
         return self._reads.setdefault(text, f"element_{len(self._reads)}")
 
 
+def rows_of(nodes: tuple[Node, ...]) -> Node | None:
+    """What an Emitter of these stages keeps as `rows`."""
+    emitter = Emitter()
+    for node in nodes:
+        emitter.stage(node)
+    return emitter.rows
+
+
 def _extents(capture: Capture) -> tuple[str, str]:
     """Sizes and strides of a captured array, in C."""
     if not capture.axes:

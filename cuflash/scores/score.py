@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from .emit import rows_of
 from .evaluate import evaluate
 from .expression import Capture, Node, parse
 
@@ -67,6 +68,18 @@ class ScoreForm(NamedTuple):
         return any(x.loads for x in self.nodes)
 
     @property
+    def reads_pairs(self) -> bool:
+        """Whether the array that kernels load elements of ahead has one for each query and key."""
+        rows = rows_of(self.nodes)
+        return rows is not None and len(rows.inputs) > 1 and rows.inputs[-2].value == "q"
+
+    @property
+    def shares_entries(self) -> bool:
+        """Whether that array is the same for all entries of the batch."""
+        rows = rows_of(self.nodes)
+        return self.reads_pairs and not any(map(_reads_batch, rows.inputs if rows else ()))
+
+    @property
     def may_be_nan(self) -> bool:
         """Whether positions that no array has may make the score infinite or NaN.
 
@@ -85,6 +98,11 @@ class ScoreForm(NamedTuple):
 
 
 UNCHANGED = ScoreForm()
+
+
+def _reads_batch(node: Node) -> bool:
+    own = node.operation == "position" and node.value == "batch"
+    return own or any(map(_reads_batch, node.inputs))
 
 
 def _is_addend(node: Node) -> bool:

@@ -24,12 +24,22 @@ struct LoadedElement {
     }
 };
 
+// Columns of a row of a tile, so many from one on: the j-th of them has `at(j)`.
+constexpr int ROW_GROUP = 8;
+struct EachRead {
+    __device__ __forceinline__ ReadEach at(int) const { return {}; }
+};
+struct LoadedRow {
+    const u32* pairs;
+    __device__ __forceinline__ LoadedElement at(int j) const { return {pairs[j / 2], j % 2}; }
+};
+
 // Where the columns of a tile do not come in pairs, as for halves they do, each is read when needed.
 template <typename Tile, int ROWS, int COLUMNS, bool LOADS = READS_ROWS && sizeof(Element) == 2>
 struct LoadedRows {
     template <typename P>
     __device__ __forceinline__ void load(const Tile&, const P&, const Head&, int, int) {}
-    __device__ __forceinline__ ReadEach at(int, int) const { return {}; }
+    __device__ __forceinline__ EachRead of_row(int, int) const { return {}; }
 };
 
 // Of a tile whose rows are queries and whose columns keys.
@@ -70,8 +80,8 @@ struct LoadedRows<Tile, ROWS, COLUMNS, true> {
             }
         }
     }
-    __device__ __forceinline__ LoadedElement at(int i, int j) const {
-        return {pairs[i][j / 2], j % 2};
+    __device__ __forceinline__ LoadedRow of_row(int i, int first) const {
+        return {pairs[i] + first / 2};
     }
 };
 
