@@ -127,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const Accumulator multiplier = score_multiplier(p);
     const Turns turns(consumer);
 
-    using Softmax = GuardedSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS>;
+    using Softmax = GuardedSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS, STAGES_ROWS>;
     Softmax softmax;
     Accumulator S_regs[Tile::ROWS][Tile::COLUMNS], O_regs[Tile::ROWS][Tile::VALUE_COLUMNS];
     Accumulator rescale[Tile::ROWS];
@@ -154,7 +154,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const auto load_bits = [&](const Visit& visit) {
         bits.load(columns, TileBits(p, visit, consumer * SLAB), tile.column(0));
     };
-    const auto adjust_scores = [&](int i, const Visit& visit) {
+    const auto adjust_scores = [&](int i, const Visit& visit, const auto& rows) {
         // With a number that is there no sooner than the scores the compiler cannot compute positions
         // while these are under way, for which there are no registers.
         const int k_begin = (SCORE_IS_MODIFIED ? uniform(visit.tile) : visit.tile) * BLOCK_K;
@@ -169,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     // Turns the scores of the `i`-th visit into probabilities; returns whether O must be rescaled.
     const auto exponentiate = [&](int i, const Visit& visit) {
         if (i + 1 == keys.count() && speaks) barriers.Q_empty[consumer].arrive();
-        adjust_scores(i, visit);
+        adjust_scores(i, visit, rows);
         const bool stale = softmax.update(S_regs, multiplier, rescale, [&] {
             tile.score_alone(
                 S_regs,
@@ -181,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             __syncwarp();  // all lanes have read K
             load_rows(keys[i]);
             load_bits(keys[i]);
-            adjust_scores(i, keys[i]);
+            adjust_scores(i, keys[i], rows.exact());
         });
         if (i + 1 < keys.count()) bring_rows(keys[i + 1]);
         if constexpr (PAGED) __syncwarp();  // all lanes have read what is missing

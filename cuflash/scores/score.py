@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from .emit import rows_of
+from .emit import is_infinite, rows_of
 from .evaluate import evaluate
 from .expression import Capture, Node, parse
 
@@ -113,7 +113,7 @@ def _is_addend(node: Node) -> bool:
         return False
     first, *others = node.inputs
     if node.operation == "where":
-        return not first.reads_score and all(_is_addend(x) or _is_infinite(x) for x in others)
+        return not first.reads_score and all(_is_addend(x) or is_infinite(x) for x in others)
     (second,) = others
     added = node.operation == "+" and second.operation == "score" and not first.reads_score
     return added or (first.operation == "score" and not second.reads_score)
@@ -129,10 +129,6 @@ _FINITE = {
 def _is_finite(node: Node) -> bool:
     """Whether a stage computes finite numbers from finite ones, or infinity where it says so."""
     return node.operation in _FINITE and all(map(_is_finite, node.inputs))
-
-
-def _is_infinite(node: Node) -> bool:
-    return node.operation == "negative" and node.inputs[0].value == math.inf
 
 
 @dataclass(frozen=True)

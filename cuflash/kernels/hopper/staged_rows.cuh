@@ -5,11 +5,12 @@
 // A lane reads two bytes of eight rows at a time where it loads what it needs itself: the cache looks up
 // eight lines for 128 bytes, which took half of the kernel's time.
 #pragma once
+#include "few_registers.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/mma.cuh"
 #include "seams/score_rows.cuh"
 
-template <int BLOCK_K>
+template <int BLOCK_K, typename OneElement = SummedElement>
 struct StagedRows {
     static constexpr int PITCH = BLOCK_K + CHUNK<RowElement>;  // 8 rows meet no bank conflict
     static constexpr int COLUMNS = BLOCK_K / 4, WARP_BYTES = 16 * PITCH * int(sizeof(RowElement));
@@ -20,12 +21,17 @@ struct StagedRows {
 
     __device__ __forceinline__ StagedRows(unsigned char* all, int warp)
         : rows(all + warp * WARP_BYTES) {}
+    // The same rows, of elements that hide NaN.
+    __device__ __forceinline__ StagedRows<BLOCK_K, LoadedElement> exact() const {
+        return {rows, 0};
+    }
 
     // Begins to bring those of the rows from row_begin on and the keys from k_begin on.
     template <typename P>
     __device__ __forceinline__ void bring(const P& p, const Head& head, int row_begin,
                                           int k_begin) const {
-        const int lane = threadIdx.x % 32, row = row_begin + lane / 2;
+        // Kept from tile to tile, the row's address would take registers.
+        const int lane = threadIdx.x % 32, row = afresh(row_begin + lane / 2);
         const auto source = find_rows(row_head(head, row), p)[query_of(row)];
         const int k = k_begin + lane % 2 * CHUNK<RowElement>;
         const RowElement* const first = source.elements + k;
@@ -58,7 +64,7 @@ struct StagedRows {
 
     struct Group {
         u32 pairs[ROW_GROUP / 2];
-        __device__ __forceinline__ LoadedElement at(int j) const { return {pairs[j / 2], j % 2}; }
+        __device__ __forceinline__ OneElement at(int j) const { return {pairs[j / 2], j % 2}; }
     };
     // A lane's elements of its i-th row, from column `first` on.
     __device__ __forceinline__ Group of_row(int i, int first) const {
@@ -82,4 +88,5 @@ struct RowsOfKeys<Tile, BLOCK_K, false> : LoadedRows<Tile, Tile::ROWS, Tile::COL
     __device__ __forceinline__ RowsOfKeys(unsigned char*, int) {}
     __device__ __forceinline__ void bring(const Params&, const Head&, int, int) const {}
     __device__ __forceinline__ void await() const {}
+    __device__ __forceinline__ const RowsOfKeys& exact() const { return *this; }
 };
