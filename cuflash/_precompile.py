@@ -211,7 +211,10 @@ def precompile(
                 specs = (Spec.contiguous(shape, element) for shape in triple)
                 given = dict(zip("qkv", specs)) | others
                 for kind, asked in kinds:
-                    call = kind(given, asked, facts, arguments.mask_kind, bool(aligned))
+                    call = kind(
+                        given, asked, facts, arguments.mask_kind, bool(aligned),
+                        arguments.predicate,
+                    )  # fmt: skip
                     if not call.is_empty:
                         yield call.plan
 

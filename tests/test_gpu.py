@@ -529,6 +529,36 @@ def test_capture_with_a_mask(cupy, algo, engine):
     assert_forward_close(out, None, q, k, v, mask=other)
 
 
+@EACH_KERNEL
+def test_a_mask_that_kernels_evaluate(cupy, algo, engine):
+    """Documents, seen causally; also when a captured graph runs it."""
+    kernel, dtype, dim = wants(algo, engine)
+    ids = np.repeat(np.arange(5), [300, 90, 410, 1, 199])
+    mask = cuflash.BlockMask.from_function(
+        lambda b, h, q, k: (ids[q] == ids[k]) & (k <= q + h), (4, 1000, 1000), 64
+    )
+    q, k, v, dout = (random(cupy, dtype, 2, 4, 1000, dim, seed=i) for i in range(4))
+    out, lse = cuflash.attention(q, k, v, mask=mask, return_lse=True, **kernel)
+    plan = cuflash.plan(q, k, v, mask=mask, **kernel)
+    assert plan.problem.mask_form.text
+    assert_forward_close(out, lse, q, k, v, mask=mask, plan=plan)
+    if (algo, engine) != ("fa1", "wgmma"):
+        grads = cuflash.attention_backward(dout, q, k, v, out, lse, mask=mask, **kernel)
+        assert_backward_close(grads, dout, q, k, v, mask=mask)
+    again, workspace = cupy.zeros_like(out), cupy.empty(max(16, plan.workspace_bytes), np.uint8)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        stream.begin_capture()
+        try:
+            cuflash.attention(q, k, v, mask=mask, out=again, workspace=workspace, **kernel)
+        finally:
+            graph = stream.end_capture()
+        graph.launch(stream)
+        stream.synchronize()
+    cupy.testing.assert_array_equal(again.view(np.uint8), out.view(np.uint8))
+
+
 def test_masks_from_arrays_on_the_device(cupy):
     sparse = pytest.importorskip("cupyx.scipy.sparse")
     mask = block_mask(1, 300).to_dense()

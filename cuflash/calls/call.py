@@ -10,6 +10,7 @@ import numpy as np
 
 from ..dropout import Dropout
 from ..masks.band import Band
+from ..masks.predicate import NOT_COMPUTED, MaskForm, Predicate
 from ..numpy_engine import walks
 from ..numpy_engine.tiles import head_masks
 from ..operands.checks import (
@@ -105,6 +106,9 @@ class Call:
         The arrays that it reads.
     targets : tuple of Target
         Those whose gradients are asked for.
+    mask_held : tuple
+        What the mask's function reads, where kernels evaluate it. Another mask's arrays may hold
+        something else.
     titles : dict of str to str
         What errors call the results.
     results : tuple of Copy
@@ -122,8 +126,8 @@ class Call:
 
     __slots__ = (
         "anywhere", "apart", "captured", "copied", "dropout_p", "has_lists", "is_empty", "launch",
-        "layout", "lse_dtype", "out_dtype", "page_size", "plan", "results", "scale", "score",
-        "staged", "targets", "titles", "workspace_bytes",
+        "layout", "lse_dtype", "mask_held", "out_dtype", "page_size", "plan", "results", "scale",
+        "score", "staged", "targets", "titles", "workspace_bytes",
     )  # fmt: skip
     operands: ClassVar[tuple[str, ...]]  # in the order of the kernels' pointers
     matrices: ClassVar[tuple[str, ...]]  # those among them whose rows kernels load in chunks
@@ -133,7 +137,7 @@ class Call:
 
     def __init__(
         self, given: dict[str, Spec], options: Options, device: Device, mask_kind: str,
-        aligned: bool,
+        aligned: bool, predicate: Predicate | None = None,
     ):  # fmt: skip
         inputs = q, k, v = given["q"], given["k"], given["v"]
         table = given.get("page_table")
@@ -204,6 +208,7 @@ class Call:
             score=self.score.form,
             lengths={name: spec.dtype.name for name, spec in lengths.items() if spec is not None},
             mask=mask_kind,
+            mask_form=self._mask_form(predicate, mask, device),
             page_size=self.page_size,
             page_table=table.dtype.name if table else "",
             aligned=aligned and all(spec.rows_are_aligned() for spec in rows),
@@ -215,10 +220,20 @@ class Call:
             wrt=tuple(wanted_of(x, specs[x.operand], self.layout) for x in self.targets),
         )
         self.plan: Plan = make_plan(problem, device, options.algo, options.engine)
+        self.mask_held = predicate.held if predicate and problem.mask_form.text else ()
         self.workspace_bytes = self.plan.workspace_bytes
         self.has_lists = mask_kind == "blocks"
         self.is_empty = 0 in self.layout.out_shape or k.shape[-2] == 0
         self.launch: Callable[..., None] | None = None
+
+    def _mask_form(
+        self, predicate: Predicate | None, mask: Spec | None, device: Device
+    ) -> MaskForm:
+        """What kernels evaluate of a mask."""
+        if predicate is None or mask is None or device.is_cpu:
+            return NOT_COMPUTED
+        size = mask.shape[-4] if len(mask.shape) > 3 else 1
+        return predicate.for_entries(size, math.prod(self.layout.score_shape[:-2]))
 
     @property
     def wrt(self) -> tuple[str, ...]:

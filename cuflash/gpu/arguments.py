@@ -14,6 +14,7 @@ from ..operands.layout import LENGTHS, MAX_LENGTH, Layout, MaskLayout
 from ..planning.params import OPERANDS, params_dtype
 from ..planning.plan import Plan
 from ..planning.problem import Problem
+from ..planning.visible import mask_field_of
 from ..scores.emit import field_of
 from ..scores.score import Score
 
@@ -52,6 +53,7 @@ def pack(
     captured: Sequence[Captured] = (),
     dropout_p: float = 0.0,
     targets: Sequence[Target] = (),
+    mask_held: Sequence[Any] = (),
 ) -> NDArray[Any]:
     """The argument with everything but its pointers, as an array of one structure."""
     problem, dtype = plan.problem, params_dtype(plan.problem)
@@ -101,6 +103,11 @@ def pack(
         if array.sizes:
             params[f"{field_of(array.capture)}_size"] = array.sizes
             params[f"{field_of(array.capture)}_stride"] = array.strides
+    for capture, value in zip(problem.mask_form.captures, mask_held):
+        if not capture.is_array:
+            params[mask_field_of(capture)] = value
+        elif capture.axes:
+            params[f"{mask_field_of(capture)}_size"] = value.shape
     if problem.dropout:
         params["dropout_threshold"] = Dropout(dropout_p, 0).threshold
         params["kept_share"], params["kept_share_log2"] = 1 - dropout_p, math.log2(1 - dropout_p)

@@ -25,7 +25,15 @@ from ..planning.tile import Launch
 from ..scores.wanted import gradient_of
 from .arguments import pack
 from .kernel_start import starter
-from .memory import FIRST_CALL, conform, device_lists, empty, refuse_capture, workspace
+from .memory import (
+    FIRST_CALL,
+    conform,
+    device_lists,
+    empty,
+    mask_arrays,
+    refuse_capture,
+    workspace,
+)
 from .tables import tables_of
 
 if TYPE_CHECKING:
@@ -180,8 +188,9 @@ def prepare(call: Call, device_id: int) -> Launcher:
     plan = call.plan
     names = pointers(plan.problem)
     template = pack(
-        plan, call.layout, call.scale, call.score, call.captured, call.dropout_p, call.targets
-    )
+        plan, call.layout, call.scale, call.score, call.captured, call.dropout_p, call.targets,
+        call.mask_held,
+    )  # fmt: skip
     template = template.view(f"V{template.itemsize}")  # CuPy describes each field of a structure
     tables = {
         x.name: tables_of(plan, call.layout, device_id, x.name)
@@ -239,6 +248,9 @@ def run(call: Call, arguments: Arguments, count: int) -> list[Any]:
         lists: Any = device_lists(arguments.mask, call.plan, device_id)
         for name, x in zip(lists._fields, lists):
             addresses[f"mask_{name}"] = 0 if x is None else x.data.ptr
+        if call.mask_held:
+            for name, x in mask_arrays(arguments.mask, device_id).items():
+                addresses[name] = x.data.ptr
     launch = call.launch
     if launch is None:
         launch = call.launch = prepare(call, device_id)

@@ -76,7 +76,8 @@ __device__ __forceinline__ void add_step(Accumulator (&sums)[ROWS][COLUMNS],
     Accumulator P_regs[ROWS][COLUMNS], dS_regs[ROWS][COLUMNS], slope[ROWS][COLUMNS];
     keys.score(P_regs, smem.Q + step * KeyTile::PITCH);
     to_probabilities<CUT>(P_regs, slope, keys, p, head, smem.log2_sums + step, q, k_begin,
-                          TileBits(p, visit, warp_row), step, weightless);
+                          TileBits(p, head, visit.bits, warp_row, k_begin, q - step), step,
+                          weightless);
     values.score(dS_regs, smem.dO + step * ValueTile::PITCH);  // dP
     to_score_gradients<CUT>(dS_regs, P_regs, slope, keys, p, head, deltas + step, q, k_begin);
 #pragma unroll

@@ -409,6 +409,10 @@ class KernelTile(Tile):
         """Whether keys may lie in pages."""
         return False
 
+    def spans_blocks(self, problem: Problem) -> bool:
+        """Whether its tiles may lie across the blocks of masks."""
+        return False
+
     def reject(self, problem: Problem, device: Device) -> str:
         """Why this row cannot or should not serve, or an empty string."""
         if device.is_cpu:
@@ -425,7 +429,7 @@ class KernelTile(Tile):
             return f"serves head dims up to {self.max_dim}"
         if problem.mask:
             height, width = self.scored
-            if any(size & (size - 1) for size in self.scored):
+            if any(size & (size - 1) for size in self.scored) and not self.spans_blocks(problem):
                 return f"its tiles of {height}x{width} lie across the blocks of masks"
             if problem.mask_lists * math.prod(self.scored_tiles(problem)) >= 1 << 31:
                 return "the mask has more than 2^31 of its tiles"
@@ -613,6 +617,7 @@ class KernelTile(Tile):
             "DROPOUT_BLOCK": DROPOUT_BLOCK,
             "DROPOUT_ROUNDS": ROUNDS,
             "MASKED": bool(problem.mask),
+            "MASK_IS_COMPUTED": bool(problem.mask_form.text),
             "MASK_ROWS": self.scored[0],
             "MASK_COLUMNS": self.scored[1],
             "PACKED": self.packed,
