@@ -11,6 +11,7 @@ import warnings
 import numpy as np
 import packed_cases
 import pytest
+import test_packed_wrt
 from cases import (
     BACKWARD_CASES,
     BACKWARD_KERNELS,
@@ -1689,3 +1690,31 @@ def test_packed_without_keys(cupy):
     expected = np.full((4, 6), -np.inf)
     expected[:, 1:4] = np.arange(4)[:, None]
     np.testing.assert_array_equal(lse.get(), expected)
+
+
+@EACH_BACKWARD_KERNEL
+def test_packed_gradients_of_arrays(cupy, algo, engine):
+    _, dtype, dim = wants(algo, engine)
+
+    def on_gpu(*inputs, **options):
+        arrays = [to_device(cupy, x) for x in inputs[:6]]
+        given = options_on_device(cupy, options)
+        found = cuflash.attention_varlen_backward(*arrays, *inputs[6:], **given)
+        return [x.get() for x in found[3:]]
+
+    test_packed_wrt.check_together(on_gpu, dtype, dim, {"algo": algo, "engine": engine})
+
+
+def test_packed_gradients_of_sinks_without_keys(cupy):
+    """As NumPy has them: nothing but that of lse."""
+    starts, none = np.array([1, 3, 3, 4]), np.zeros(4, int)
+    found = {}
+    for module in (np, cupy):
+        q, k = module.zeros((6, 4, 64), np.float16), module.zeros((0, 4, 64), np.float16)
+        options = {"sinks": module.zeros((3, 1)), "max_seqlen_q": 3, "max_seqlen_k": 3}
+        out, lse = cuflash.attention_varlen(q, k, k, starts, none, return_lse=True, **options)
+        dlse = module.arange(24, dtype=np.float32).reshape(4, 6)
+        *_, found[module] = cuflash.attention_varlen_backward(
+            out, q, k, k, out, lse, starts, none, dlse=dlse, wrt=("sinks",), **options
+        )
+    np.testing.assert_allclose(found[cupy].get(), found[np])

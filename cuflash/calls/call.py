@@ -173,11 +173,6 @@ class Call:
             own: operand_given(name, options.score_mod, given)
             for own, name in zip(titles_of(options.wrt), options.wrt)
         }
-        if wanted and packing is not None:
-            raise ValueError(
-                f"wrt={options.wrt!r}: packed sequences have no gradients of these arrays; give "
-                "each sequence to attention_backward by itself"
-            )
         specs = self._specs(given, inputs, broadcast, mask_kind, device, wanted)
         self.layout = self._layout(specs, broadcast)
         self.score, self.captured = make_score(
@@ -185,7 +180,7 @@ class Call:
             self.scale, accumulator, band.right is not None and band.right <= 0,
         )  # fmt: skip
         self.targets = tuple(
-            make_target(name, self.score.form, specs[own], self.layout.lse_shape, k.shape[-2])
+            make_target(name, self.score.form, specs[own], self.layout.score_shape, longest[1])
             for own, name in zip(wanted, options.wrt)
         )
         if self.targets:
@@ -437,14 +432,17 @@ class BackwardCall(Call):
         self._walk(walks.backward, arrays, **options, gradients=gradients)
 
     def _gradient(self, target: Target, arrays: dict[str, Any]) -> Any:
-        """A gradient as heads add to it: with leading axes as operands have them, queries and keys,
-        or as it is.
+        """A gradient as heads add to it: with leading axes as operands have them, those of packed
+        sequences behind one of the sequences, queries and keys; or as it is.
         """
         x = arrays[target.operand]
         if target.kind == "scattered":
             return x
-        problem = self.plan.problem
+        problem, leading = self.plan.problem, self.plan.problem.leading
         steps = (*self.layout.strides[target.operand], *target.steps)
-        sizes = zip((problem.query_length, problem.key_length), target.steps)
-        shape = (*problem.leading, *(n if step else 1 for n, step in sizes))
+        lengths = problem.query_length, problem.key_length
+        if problem.sequences is not None:
+            leading, lengths = (problem.sequences, *leading), problem.longest
+            steps = (self.layout.entry_strides[target.operand], *steps)
+        shape = (*leading, *(n if step else 1 for n, step in zip(lengths, target.steps)))
         return np.lib.stride_tricks.as_strided(x, shape, [s * x.itemsize for s in steps])

@@ -90,8 +90,8 @@ def pack(
     if layout.packing is not None:
         params["sequences"] = layout.packing.sequences
         params["longest_query"], params["longest_key"] = layout.packing.longest
-        for name, step in layout.entry_strides.items():
-            params[f"{name}_entry_stride"] = step
+        for name in (*LENGTHS, "mask"):
+            params[f"{name}_entry_stride"] = layout.entry_strides.get(name, 0)
     if problem.mask == "elements":
         assert layout.mask is not None
         _pack_elements(params, problem, layout.mask)
@@ -115,6 +115,8 @@ def pack(
         strides = layout.axis_strides.get(target.operand, 0)
         params[f"{wanted.field}_axis_stride"][0, : len(layout.axes)] = strides
         params[f"{wanted.field}_step"] = target.steps
+        if wanted.keeps_sequences:
+            params[f"{wanted.field}_entry_stride"] = layout.entry_strides[target.operand]
     if score.form.unit:
         params["score_scale"] = scale / score.numbers[score.form.unit]
     return params

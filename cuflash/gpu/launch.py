@@ -309,7 +309,14 @@ def _fill_sink_gradient(call: Call, arrays: dict[str, Any], results: list[Any]) 
         return
     gradient = results[[name for name, _ in call.results].index(gradient_of("sinks"))]
     lse = arrays["lse"]
-    terms = cupy.where(cupy.isinf(lse), 0, dlse).astype(lse.dtype).sum(axis=-1)
+    terms = cupy.where(cupy.isinf(lse), 0, dlse).astype(lse.dtype)
+    if call.layout.packing is None:
+        terms = terms.sum(axis=-1)
+    else:
+        count = len(arrays["cu_seqlens_q"]) - 1
+        lengths = arrays.get("q_lengths")
+        entries = inside_sequences(arrays["cu_seqlens_q"], lengths, lse.shape[-1], cupy)
+        terms = cupy.where(entries == cupy.arange(count)[:, None, None], terms, 0).sum(axis=-1)
     own = (1,) * (terms.ndim - gradient.ndim) + gradient.shape
     summed = tuple(axis for axis, size in enumerate(own) if size == 1)
     gradient[...] = terms.sum(axis=summed, keepdims=True).reshape(gradient.shape)

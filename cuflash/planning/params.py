@@ -132,6 +132,8 @@ def _fields(problem: Problem) -> Iterator[tuple[tuple[str, ...], str, str]]:
     for x in problem.wrt:
         yield (f"{x.field}_axis_stride",), "i8 axes", "long long"
         yield (f"{x.field}_step",), "i8 2", "long long"
+        if x.keeps_sequences:
+            yield (f"{x.field}_entry_stride",), "i8", "long long"
     if problem.page_size:
         yield from _PAGE_SCALARS
     if problem.dropout:
