@@ -138,7 +138,7 @@ def test_without_keys_the_gradient_is_that_of_lse(shape):
 
 
 @EMULATED
-@pytest.mark.parametrize("name", BIASES)
+@pytest.mark.parametrize("name", ["whole", "of sequences", "of queries"])
 def test_bias_in_kernels(name):
     bias = RNG.standard_normal(BIASES[name]).astype(np.float32)
     differentiate(in_emulator, ("bias",), "float32", kernel=SIMT, bias=bias, causal=True)
@@ -156,7 +156,7 @@ def check_together(run, dtype, dim, kernel):
 
 @EMULATED
 @pytest.mark.parametrize(("algo", "engine", "dtype", "dim"), [
-    ("fa2", "simt", "float64", 8), ("fa1", "mma", "bfloat16", 64), ("fa3", "wgmma", "float16", 64),
+    ("fa2", "simt", "float64", 8),  ("fa3", "wgmma", "float16", 64),
 ])  # fmt: skip
 def test_kernels(algo, engine, dtype, dim):
     check_together(in_emulator, dtype, dim, {"algo": algo, "engine": engine})
