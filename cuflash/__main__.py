@@ -222,10 +222,13 @@ def precompile_command(arguments: Sequence[str]) -> int:
         parser.error(f"kernels are compiled for a GPU: {missing}")
     begin = time.perf_counter()
     try:
+        sequences = options.pop("sequences")
+        if sequences is not None:
+            options["cu_seqlens_q"] = np.zeros(sequences + 1, np.int32)
         for name in ("q_lengths", "kv_lengths"):
             if options[name]:
                 batch = np.broadcast_shapes(q[:-3], k[:-3], v[:-3])
-                options[name] = np.zeros(batch, options[name])
+                options[name] = np.zeros(batch if sequences is None else sequences, options[name])
         kernels = precompile((q, k, v), **options)
     except (ValueError, TypeError, NotImplementedError) as error:
         parser.error(str(error))
@@ -268,6 +271,10 @@ def precompile_line() -> argparse.ArgumentParser:
     add("--q-offset", type=int)
     add("--q-lengths", choices=("int32", "int64"), help="type of an array of lengths")
     add("--kv-lengths", choices=("int32", "int64"), help="type of an array of lengths")
+    add("--sequences", type=int, metavar="B",
+        help="packed ones, of int32 offsets: shapes are then T,H,D")  # fmt: skip
+    add("--max-seqlen-q", type=int, metavar="N", help="the most queries of one")
+    add("--max-seqlen-k", type=int, metavar="M", help="the most keys of one")
     return parser
 
 

@@ -32,6 +32,7 @@ from cuflash.gpu.work_order import work_order
 from cuflash.masks.tile_lists import tile_lists
 from cuflash.planning.append import OPERANDS
 from cuflash.planning.plan import Plan
+from cuflash.planning.visible import mask_field_of
 from cuflash.scores.emit import field_of
 
 
@@ -222,7 +223,7 @@ def _run(kind, arrays, options, count, mask, number, mode, schedule, row, device
         fresh.add(name)
 
     memory = Memory()
-    held = call.captured, call.dropout_p, call.targets
+    held = call.captured, call.dropout_p, call.targets, call.mask_held
     params = pack(plan, call.layout, call.scale, call.score, *held)
     fields = {x.operand: field_of(x.capture) for x in call.captured}
     fields |= {x.operand: y.field for x, y in zip(call.targets, plan.problem.wrt)}
@@ -262,6 +263,10 @@ def _place_mask(params, mask, plan, memory) -> None:
         lists = tile_lists(turned, *plan.tile.scored, plan.is_longest_first)
         for name, x in lists._asdict().items():
             params[f"mask_{name}"] = 0 if x is None or not x.size else memory.place(x)
+        held = mask.predicate.held if mask.predicate else ()
+        for capture, x in zip(plan.problem.mask_form.captures, held, strict=True):
+            if capture.is_array:
+                params[mask_field_of(capture)] = memory.place(x)
 
 
 def _launch(plan, params, tables, memory, mode, seed) -> dict:

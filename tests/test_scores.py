@@ -672,6 +672,69 @@ def test_what_minus_infinity_hides_may_hold_anything(algo, engine, dtype, kind, 
     assert not results[4][:, :, [7, 50]].any()
 
 
+ARRAY = np.zeros((4, 90))
+FINITE = [
+    "score + (q - k)",
+    "score - slope * abs(q - k)",
+    "30.0 * tanh(score / 30.0)",
+    "score * x / -slope",
+    "where(q % 2 == k % 2, score, score - 1)",
+    "score + table[q, k]",
+    "minimum(score, 3.0) + maximum(0.5, -score)",
+    "sqrt(abs(score)) + tanh(exp(score))",
+    "where(flags[k], score, 2.5) % 7.0",
+    "score // 2.0 + shift",
+]
+INFINITE = [
+    "where(k <= q, score, -inf)",
+    "score + array[head, k]",
+    "log(score)",
+    "score - exp(score)",
+    "score / (q - k + 0.5)",
+    "score + low",
+    "score / nothing",
+    "score * large",
+    "score - 1e39",
+    "minimum(score, 1 / x)",
+    "where(array[0, 0] > 0, score, score * array[0, 1])",
+    "-where(flags[k], score, -low)",
+    "score / 1e-60",
+    "score % x",
+]
+
+
+@pytest.mark.parametrize("expression", [*FINITE, *INFINITE])
+def test_only_scores_that_may_be_infinite_hide_keys(expression):
+    """Others cost no look at values, nor a comparison for each score."""
+    mod = ScoreMod(
+        expression, slope=0.5, x=0.0 if expression in INFINITE else 3.0, low=-np.inf, nothing=0.0,
+        large=1e39, array=ARRAY, table=np.zeros((70, 90), np.int32), flags=np.ones(90, bool),
+    )  # fmt: skip
+    q = np.zeros((4, 70, 8), np.float32)
+    k = np.zeros((4, 90, 8), np.float32)
+    h200 = cuflash.plan(q, k, k, score_mod=mod, device=FEW)
+    assert h200.problem.score.hides == (expression in INFINITE)
+    assert f"SCORE_MAY_HIDE = {str(expression in INFINITE).lower()}" in h200.source()
+    biased = cuflash.plan(q, k, k, score_mod=mod, bias=ARRAY[:, None], device=FEW)
+    assert biased.problem.score.hides
+    if expression in FINITE:
+        with np.errstate(all="ignore"):
+            place = np.ogrid[:1, :4, :70, :90]
+            scores = np.array([-1e4, -1.0, 0.0, 88.0, 1e4])[:, None, None, None, None]
+            changed = mod.evaluate(scores, *place, 20)
+        assert not np.isneginf(changed).any()
+
+
+def test_another_number_hides_only_where_it_is_infinite():
+    q = np.zeros((4, 70, 8), np.float32)
+    forms = [
+        cuflash.plan(q, q, q, score_mod=ScoreMod("score + x", x=x), device=FEW).problem.score
+        for x in (1.0, -3e38, -np.inf, np.nan)
+    ]
+    assert [x.hides for x in forms] == [False, False, True, True]
+    assert forms[0] == forms[1]
+
+
 HIDDEN = [
     ("tiles that scores hide some of are not cleared", r"\(cut \|\| SCORE_MAY_HIDE\)", "(cut)"),
     ("a key without weight is added", r"if \(SCORE_MAY_HIDE && is_negative_zero\(P\)\) continue;",

@@ -19,6 +19,7 @@ from ..scores.wanted import gradient_of, operand_given
 from .arrays import array_types, as_array, as_integers, beside, of_batch
 
 if TYPE_CHECKING:
+    from ..masks.predicate import Predicate
     from ..scores.score_mod import ScoreText
     from ..typing import AnyArray, Array, Integers
 
@@ -93,8 +94,8 @@ class Arguments:
     """
 
     __slots__ = (
-        "address_bits", "addresses", "arrays", "device_id", "forms", "mask", "mask_kind", "seed",
-        "workspace",
+        "address_bits", "addresses", "arrays", "device_id", "forms", "mask", "mask_kind",
+        "predicate", "seed", "workspace",
     )  # fmt: skip
 
     def __init__(
@@ -121,6 +122,7 @@ class Arguments:
         self.forms, self.addresses, self.address_bits = forms, addresses, bits
         self.device_id = device_id  # None is the CPU; a call is made for arrays of one device
         self.seed = seed
+        self.predicate: Predicate | None = None  # of the mask
         if seed is not None or "seed" in arrays:
             addresses.setdefault("seed", 0)
             addresses["seed_number"] = seed or 0
@@ -130,6 +132,7 @@ class Arguments:
         """Add what is known of a mask; returns its kind, as in Problem."""
         if isinstance(mask, BlockMask):
             self.forms.append(("mask", mask.shape, (), _BOOL, None))
+            self.predicate = mask.predicate
             return "blocks"
         on_host = isinstance(mask, np.ndarray)
         number = None if on_host else mask.device.id

@@ -61,7 +61,7 @@ __device__ __forceinline__ void add_nonfinite_values(const Params& p, const Item
         for (int column = lane; column < HEAD_DIM_V; column += 32)
             finite &= is_finite(widen(values[column]));
         if (__all_sync(FULL_WARP, finite)) continue;
-        const TileBits bits(p, visit, first_row);
+        const TileBits bits(p, head, visit.bits, first_row, row_begin, visit.tile * BLOCK_K);
 #pragma unroll 1
         for (int row = 0; row < 16; ++row) {
             const int index = row_begin + row, q = query_of(index);
@@ -151,8 +151,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const auto load_rows = [&](const Visit& visit) {
         rows.load(tile, p, head, row_begin, visit.tile * BLOCK_K);
     };
+    const auto bits_of = [&](const Visit& visit) {
+        return TileBits(p, head, visit.bits, consumer * SLAB, row_begin, visit.tile * BLOCK_K);
+    };
     const auto load_bits = [&](const Visit& visit) {
-        bits.load(columns, TileBits(p, visit, consumer * SLAB), tile.column(0));
+        bits.load(columns, bits_of(visit), tile.column(0));
     };
     const auto adjust_scores = [&](int i, const Visit& visit, const auto& rows) {
         // With a number that is there no sooner than the scores the compiler cannot compute positions
@@ -162,7 +165,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         modify_scores(S_regs, tile, p, head, row_begin, k_begin, rows);
         if (keys.is_cut_by_band(visit))
             hide_outside_band(S_regs, columns, p, head, row_begin, k_begin + tile.column(0));
-        if (MASKED && visit.bits >= 0) bits.hide(S_regs, -infinity<Accumulator>(), columns);
+        if (MASKED && visit.bits >= 0)
+            bits.hide(S_regs, -infinity<Accumulator>(), columns, bits_of(visit), tile.column(0));
         if (MASKED && i + 1 < keys.count()) load_bits(keys[i + 1]);  // a tile ahead: they are few
         if (missing.any()) missing.hide(S_regs, columns, 0);
     };

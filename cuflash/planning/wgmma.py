@@ -34,6 +34,8 @@ class WgmmaTile(HopperTile):
         """Why this row cannot or should not serve, or an empty string."""
         if reason := super().reject(problem, device):
             return reason
+        if problem.mask_form.text and not (self.modified and self.loads):
+            return "has no registers for a mask's function"
         rows = problem.typical.query_length * (1 if problem.mask else problem.group)
         if self.reads_once and rows > self.block_q:
             return "is for keys that one tile of queries reads"
@@ -70,6 +72,10 @@ class WgmmaTile(HopperTile):
     def scored(self) -> tuple[int, int]:
         """Rows and columns of a tile of a mask's lists."""
         return self.block_q, self.step_k
+
+    def spans_blocks(self, problem: Problem) -> bool:
+        """Whether its tiles may lie across the blocks of masks: those that it evaluates."""
+        return bool(problem.mask_form.text) and not self.keys_outside
 
     def leads(self, problem: Problem) -> bool:
         """Whether a first tile of queries may have rows before the first query."""

@@ -119,7 +119,7 @@ class Emitter:
         if operation in _COMPARISONS:
             a, b = (f"{x}.value" if is_dual else x for x, is_dual in zip(inputs, dual))
             return f"({a} {operation} {b})"
-        if added := _hides_or_adds(node):
+        if (added := _hides_or_adds(node)) and not self._is_dual(added[1]):
             return f"add_or_hide({', '.join(map(self._emit, added))}, element)"
         if operation == "where":
             a, b = inputs[1:]

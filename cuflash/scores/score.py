@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 _SCALES = {"float32": (2.0**-126, 2.0**127), "float64": (2.0**-1022, 2.0**1023)}
 _SOFTCAPS = {"float32": (2.0**-100, 2.0**100), "float64": (2.0**-1000, 2.0**1000)}
 
+_SMALLEST, _LARGEST = 2.0**-126, float(np.finfo(np.float32).max)  # of normal float32
+
 
 class ScoreForm(NamedTuple):
     """What kernels are compiled for of a :class:`Score`.
@@ -43,7 +45,8 @@ class ScoreForm(NamedTuple):
     sink : str
         The expression of a row's sink, over `batch` and `head`; empty for none.
     hides : bool
-        Whether a changed score may be -infinity, which hides its key.
+        Whether a changed score may be -infinity, which hides its key: with a bias, and where
+        :func:`may_be_infinite` says so of what `score_mod` is.
     """
 
     stages: tuple[str, ...] = ()
@@ -129,6 +132,36 @@ _FINITE = {
 def _is_finite(node: Node) -> bool:
     """Whether a stage computes finite numbers from finite ones, or infinity where it says so."""
     return node.operation in _FINITE and all(map(_is_finite, node.inputs))
+
+
+def may_be_infinite(node: Node, numbers: Mapping[str, float]) -> bool:
+    """Whether a stage may make an infinity of a finite score.
+
+    `numbers` are the values of the captured numbers, which float32 has to hold. Sums and products
+    of finite numbers count as finite; of elements of arrays nobody knows.
+    """
+    operation, inputs = node.operation, node.inputs
+    if node.kind != "real" or operation in ("score", "real", "tanh"):
+        return False
+    if operation == "number":
+        return not abs(node.value) <= _LARGEST
+    if operation == "capture":
+        return not abs(numbers[node.value.name]) <= _LARGEST
+    if operation in ("read", "log", "exp"):
+        return True
+    if operation in ("/", "//", "%") and not _is_divisor(inputs[1], numbers):
+        return True
+    values = inputs[1:] if operation == "where" else inputs
+    return any(may_be_infinite(x, numbers) for x in values)
+
+
+def _is_divisor(node: Node, numbers: Mapping[str, float]) -> bool:
+    """Whether it is a number that is not 0, nor flushed to 0."""
+    if node.operation in ("negative", "real"):
+        return _is_divisor(node.inputs[0], numbers)
+    if node.operation == "capture":
+        return abs(numbers[node.value.name]) >= _SMALLEST
+    return node.operation == "number" and abs(node.value) >= _SMALLEST
 
 
 @dataclass(frozen=True)
