@@ -17,7 +17,7 @@ Result = TypeVar("Result")
 
 
 class _Exchange:
-    """What the ranks share: things under way, by kind, sender, receiver and number; and the error."""
+    """What ranks share: things under way by kind, sender, receiver and number, and the error."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
