@@ -62,6 +62,8 @@ class HostGroup:
         if rank == 0:
             _Hub(address, size, timeout)
         self._socket = _connected(address, timeout)
+        # By which the hub's host, and so the others, reach this one.
+        self.own_host = str(self._socket.getsockname()[0])
         self._send([rank, size])
         threading.Thread(target=self._listen, daemon=True).start()
 
@@ -94,10 +96,6 @@ class HostGroup:
         """Raise the error with which a rank has failed, if one has."""
         if self.error is not None:
             raise RankError(self.error.rank, self.error.message)
-
-    def local_host(self) -> str:
-        """The address by which the hub's host, and so the others, reach this one."""
-        return str(self._socket.getsockname()[0])
 
     def leave(self) -> None:
         """End the connection: this rank will make no more calls."""
@@ -182,6 +180,8 @@ class _Hub:
             self.ranks[connection] = rank
             if size != self.size:
                 self._fail(RankError(rank, f"is one of {size}, rank 0 one of {self.size}"))
+            elif self.error is not None:
+                self._say(["fail", [self.error.rank, self.error.message]])
             return True
         rank = self.ranks[connection]
         if message[0] == "leave":
@@ -202,6 +202,8 @@ class _Hub:
 
     def _answer(self) -> None:
         """Answer if all have told; fail if one that has not has left."""
+        if self.error is not None:
+            return
         if all(self.told):
             self._say(["told", [words.popleft() for words in self.told]])
             self.since = time.monotonic()
@@ -211,7 +213,7 @@ class _Hub:
                 self._fail(RankError(late[0], _LEFT))
 
     def _look_for_late(self) -> None:
-        if any(self.told) and time.monotonic() - self.since > self.timeout:
+        if self.error is None and any(self.told) and time.monotonic() - self.since > self.timeout:
             late = next(rank for rank, words in enumerate(self.told) if not words)
             message = f"has not arrived at a call in which others wait, in {self.timeout:g} s"
             self._fail(RankError(late, message))

@@ -70,8 +70,11 @@ class SocketComm(Communicator):
         self._sockets: dict[int, socket.socket] = {}
         try:
             self._sockets = self._connect()
-        except BaseException:
+        except (OSError, RankError) as error:
+            if isinstance(error, OSError):
+                self.group.fail(RankError(rank, f"cannot reach the others: {error}"))
             self.group.leave()
+            self.group.check()
             raise
         self.group.on_failure = self._cut
         self._queues: dict[tuple[str, int], queue.Queue[_Job | None]] = {}
@@ -90,7 +93,7 @@ class SocketComm(Communicator):
         found: dict[int, socket.socket] = {}
         with socket.create_server(("", 0), backlog=self.size) as server:
             server.settimeout(self.timeout)
-            addresses = self.group.tell([self.group.local_host(), server.getsockname()[1]])
+            addresses = self.group.tell([self.group.own_host, server.getsockname()[1]])
             for peer in range(self.rank):
                 found[peer] = socket.create_connection(tuple(addresses[peer]), self.timeout)
                 found[peer].sendall(self.rank.to_bytes(4, "big"))
