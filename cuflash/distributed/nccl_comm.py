@@ -78,11 +78,12 @@ class NcclComm(Communicator):
         rank, size = int(variable("RANK")), int(variable("WORLD_SIZE"))
         cupy.cuda.Device(int(variable("LOCAL_RANK"))).use()
         group = HostGroup(rank, size, timeout=timeout)
-        numbers = list(nccl.get_unique_id()) if rank == 0 else []
-        numbers = group.tell(numbers)[0]
+        mine = nccl.get_unique_id() if rank == 0 else b""
+        kind, numbers = group.tell([type(mine).__name__, list(mine)])[0]
+        unique_id = bytes(numbers) if kind == "bytes" else tuple(numbers)
         self = cls.__new__(cls)
         Communicator.__init__(self, rank, size, timeout)
-        self._begin(group, nccl.NcclCommunicator(size, tuple(numbers), rank))
+        self._begin(group, nccl.NcclCommunicator(size, unique_id, rank))
         return self
 
     def _begin(self, group: HostGroup, communicator: Any) -> None:
