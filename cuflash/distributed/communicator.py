@@ -67,7 +67,7 @@ class Communicator:
         Seconds after which a rank that has not arrived is given up.
     """
 
-    machine: ClassVar[Machine] = Machine()  # what methods are chosen for
+    machine = Machine()  # what methods are chosen for
 
     # Errors that all ranks can raise again: they are found before anything has begun.
     _KINDS: ClassVar[dict[str, type[Exception]]] = {

@@ -114,20 +114,20 @@ def ring(sizes: Sizes, machine: Machine) -> Estimate:
     found = []
     for rank in ranks:
         steps = ring_steps(rank, sizes.size, sizes.layout, sizes.sight)
-        found.append(_ring_of(sizes, machine, steps))
+        found.append(_ring_of(sizes, machine, steps, rank))
     return max(found, key=lambda x: x.total)
 
 
-def _ring_of(sizes: Sizes, machine: Machine, steps: Sequence[Step]) -> Estimate:
+def _ring_of(sizes: Sizes, machine: Machine, steps: Sequence[Step], rank: int) -> Estimate:
     """Of one rank."""
     per_key = _key_bytes(sizes)
-    line = _Line(machine)
+    line = _Line(machine, rank, per_key)
     arrival: dict[int, float] = {}
 
     def begin(number: int, now: float) -> None:
         if number < len(steps):
             step = steps[number]
-            arrival[number] = line.send(len(step.send), len(step.receive), per_key, now)
+            arrival[number] = line.move((step.target, step.send), (step.source, step.receive), now)
 
     for number in range(1, 1 + AHEAD):
         begin(number, 0.0)
@@ -139,7 +139,7 @@ def _ring_of(sizes: Sizes, machine: Machine, steps: Sequence[Step]) -> Estimate:
         if number:
             begin(number + AHEAD, now)
             if sizes.backward:
-                returned = line.send(len(step.receive), len(step.send), per_key, now)
+                returned = line.move((step.source, step.receive), (step.target, step.send), now)
     blocks = [x for step in steps for x in step.blocks]
     rows = sizes.sight.lengths[0] // sizes.size
     slots = slots_of(blocks)
@@ -160,17 +160,22 @@ def _ring_of(sizes: Sizes, machine: Machine, steps: Sequence[Step]) -> Estimate:
 class _Line:
     """A rank's connection: what is sent later goes behind what was sent before."""
 
-    def __init__(self, machine: Machine):
-        self.machine, self.free, self.busy, self.sent = machine, 0.0, 0.0, 0
+    def __init__(self, machine: Machine, rank: int, per_key: int):
+        self.machine, self.rank, self.per_key = machine, rank, per_key
+        self.free, self.busy, self.sent = 0.0, 0.0, 0
 
-    def send(self, sent: int, received: int, per_key: int, now: float) -> float:
-        """When a transfer of so many keys, that may begin now, has ended."""
-        if not (sent or received):
+    def move(self, sent: tuple[int, range], received: tuple[int, range], now: float) -> float:
+        """When a transfer of keys to and from other ranks, that may begin now, has ended."""
+        if not (sent[1] or received[1]):
             return now
-        spent = self.machine.latency + max(sent, received) * per_key / self.machine.bandwidth
+        times = (
+            self.machine.seconds(self.rank, other, len(span) * self.per_key)
+            for other, span in (sent, received)
+        )
+        spent = self.machine.latency + max(times)
         self.free = max(self.free, now) + spent
         self.busy += spent
-        self.sent += sent * per_key
+        self.sent += len(sent[1]) * self.per_key
         return self.free
 
 
@@ -184,12 +189,13 @@ def ulysses(sizes: Sizes, machine: Machine, refused: str = "") -> Estimate:
     leaving = queries * written // size
     if sizes.backward:
         leaving += keys * _key_bytes(sizes) // size
-    sent = (arriving + leaving) * (size - 1) // size
+    each = (arriving + leaving) // size
+    sent = each * (size - 1)
     band = sizes.sight.band
     window = None if band.is_open else (band.left, band.right)
     whole = Block(range(queries), range(keys), None, None, window, sizes.sight.shift)
     work = _work(sizes, machine, [whole], 1 / size)
-    transfer = 2 * machine.latency + sent / machine.bandwidth
+    transfer = 2 * machine.latency + machine.seconds_to_all(size, each)
     copies = 4 * (arriving + leaving) / machine.memory
     total = work + transfer + copies
     return Estimate("ulysses", "", total, work, transfer, sent, 1, 2 * arriving + 2 * leaving)
@@ -206,8 +212,9 @@ def gather(sizes: Sizes, machine: Machine) -> Estimate:
         found.append((_work(sizes, machine, blocks), len(blocks)))
     work, calls = max(found)
     times = 2 if sizes.backward else 1
-    sent = times * (keys // size) * (size - 1) * per_key
-    transfer = times * machine.latency + sent / machine.bandwidth
+    each = times * (keys // size) * per_key
+    sent = each * (size - 1)
+    transfer = times * machine.latency + machine.seconds_to_all(size, each)
     copies = times * 2 * keys * per_key / machine.memory
     memory = times * 2 * keys * per_key
     return Estimate("gather", "", work + transfer + copies, work, transfer, sent, calls, memory)

@@ -12,8 +12,11 @@ class Machine(NamedTuple):
     ----------
     forward, backward : float
         Operations of products per second in attention.
-    bandwidth : float
-        Bytes per second that a rank sends while it receives as many.
+    bandwidth, network : float
+        Bytes per second that a rank sends while it receives as many: to ranks of its host, and to
+        those of others.
+    host : int
+        Ranks of a host: the first ones are of the first host, and so on.
     latency : float
         Seconds that a transfer takes beside its bytes.
     launch : float
@@ -25,6 +28,19 @@ class Machine(NamedTuple):
     forward: float = 6.2e14
     backward: float = 5.0e14
     bandwidth: float = 3.0e11
+    network: float = 5.0e10
+    host: int = 8
     latency: float = 3.0e-5
     launch: float = 1.5e-5
     memory: float = 4.0e12
+
+    def seconds(self, rank: int, other: int, count: int) -> float:
+        """How long so many bytes take between two ranks."""
+        near = rank // self.host == other // self.host
+        return count / (self.bandwidth if near else self.network)
+
+    def seconds_to_all(self, size: int, count: int) -> float:
+        """How long it takes to send so many bytes to each other rank and receive as many."""
+        near = min(self.host, size) - 1
+        far = size - 1 - near
+        return max(near * count / self.bandwidth, far * count / self.network)

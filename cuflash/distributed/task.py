@@ -199,7 +199,8 @@ def checked(call: Call) -> Task:
     lse_dtype = np.dtype(ACCUMULATORS[dtype.name])
     sizes = Sizes(
         size, layout, sight, math.prod(leading[:-1]), (heads[0], heads[1]),
-        (q.shape[-1], v.shape[-1]), dtype.itemsize, lse_dtype.itemsize, "out" in arrays,
+        (q.shape[-1], v.shape[-1]), dtype.itemsize, lse_dtype.itemsize,
+        call.name == "attention_backward",
     )  # fmt: skip
     refused = "there is no axis of heads"
     if min(q.ndim, k.ndim, v.ndim) > 2:
