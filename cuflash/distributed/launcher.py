@@ -73,5 +73,9 @@ def main(arguments: Sequence[str]) -> int:
     asked = parser.parse_args(arguments)
     if asked.size < 1:
         parser.error(f"--size {asked.size}: give 1 rank or more")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    return launch(asked.size, [sys.executable, asked.script, *asked.arguments], asked.port)
+    # Whoever ends this process by a signal ends the ranks.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        return launch(asked.size, [sys.executable, asked.script, *asked.arguments], asked.port)
+    finally:
+        signal.signal(signal.SIGTERM, before)
