@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -32,25 +33,24 @@ WORK_RATE = 4e14  # operations per second, to choose how many calls are measured
 
 
 class Still(distributed.Communicator):
-    """A rank that gets copies of its own arrays in the place of others'."""
+    """A rank that gets copies of random arrays of its own in the place of others'."""
 
     def __init__(self, comm):
         super().__init__(comm.rank, comm.size)
-        self.comm, self.stream = comm, cupy.cuda.Stream(non_blocking=True)
+        self.stream, self.arrays = cupy.cuda.Stream(non_blocking=True), {}
 
     def start(self, sends, receives):
         ready = cupy.cuda.Event(disable_timing=True)
         ready.record()
-        self.stream.wait_event(ready)
-        given = {x.shape: x for _, x in sends}
         for _, x in receives:
-            if x.shape in given:
-                x.data.copy_from_device_async(given[x.shape].data, x.nbytes, self.stream)
-            else:
-                x.data.memset_async(0, x.nbytes, self.stream)
+            if x.shape not in self.arrays:
+                self.arrays[x.shape] = draw(len(self.arrays), x.shape[-2])
+        self.stream.wait_event(ready)
+        for _, x in receives:
+            x.data.copy_from_device_async(self.arrays[x.shape].data, x.nbytes, self.stream)
         done = cupy.cuda.Event(disable_timing=True)
         done.record(self.stream)
-        return Mark(done)
+        return Copied(done)
 
     def tell(self, words):
         return [words] * self.size
@@ -59,24 +59,30 @@ class Still(distributed.Communicator):
         """Nobody fails."""
 
 
-class Mark:
+class Copied:
     def __init__(self, event):
         self.event = event
 
     def wait(self):
         cupy.cuda.get_current_stream().wait_event(self.event)
 
+    def lead(self):
+        """The copies begin when they can."""
 
-def milliseconds(comm, call, operations) -> float:
-    """Of one call, on the rank that takes longer."""
+
+def milliseconds(comm, call, operations, host=None) -> float:
+    """Of one call, on the rank that takes longer; the host's own go to the list `host`."""
     count = max(1, min(30, int(SECONDS * WORK_RATE / operations)))
     call()
     cupy.cuda.get_current_stream().synchronize()
     comm.tell("ready")
     begin, end = cupy.cuda.Event(), cupy.cuda.Event()
     begin.record()
+    since = time.perf_counter()
     for _ in range(count):
         call()
+    if host is not None:
+        host.append(1e3 * (time.perf_counter() - since) / count)
     end.record()
     end.synchronize()
     return max(comm.tell(cupy.cuda.get_elapsed_time(begin, end) / count))
@@ -143,10 +149,11 @@ def measure(comm, tokens, causal, algo):
     pool = cupy.get_default_memory_pool()
     for backward in (False, True):
 
-        def call(rank, backward=backward, method="ring"):
+        def call(rank, backward=backward, method="ring", algo=algo):
             how = {"comm": rank, "layout": layout, "method": method, "causal": causal}
             if backward:
-                return distributed.attention_backward(dout, q, k, v, own_out, own_lse, **how)
+                given = dout, q, k, v, own_out, own_lse
+                return distributed.attention_backward(*given, algo=algo, **how)
             return distributed.attention(q, k, v, return_lse=True, algo=algo, **how)
 
         cupy.cuda.get_current_stream().synchronize()
@@ -156,13 +163,15 @@ def measure(comm, tokens, causal, algo):
         cupy.cuda.get_current_stream().synchronize()
         peak = pool.total_bytes() - before
         cost = operations * (2.5 if backward else 1)
-        ring = milliseconds(comm, lambda: call(comm), cost)
+        host = []
+        ring = milliseconds(comm, lambda: call(comm), cost, host)
         still = Still(comm)
         work = milliseconds(comm, lambda: call(still), cost)  # noqa: B023
         move, received = transfers(comm, tokens, layout, causal, backward)
         transfer = milliseconds(comm, move, cost)
-        others = {
-            name: milliseconds(comm, lambda: call(comm, method=name), cost)  # noqa: B023
+        others = {"fa2_ms": milliseconds(comm, lambda: call(comm, algo="fa2"), cost)}
+        others |= {
+            f"{name}_ms": milliseconds(comm, lambda: call(comm, method=name), cost)  # noqa: B023
             for name in ("ulysses", "gather")
             if tokens < 200_000
         }
@@ -175,7 +184,8 @@ def measure(comm, tokens, causal, algo):
             "hidden": 1 - max(0.0, min(1.0, (ring - work) / transfer)),
             "operands_mib": sum(x.nbytes for x in mine[:3]) / 2**20,
             "peak_mib": max(comm.tell(peak)) / 2**20,
-            **{f"{name}_ms": x for name, x in others.items()},
+            "host_ms": max(comm.tell(host[0])),
+            **others,
         }  # fmt: skip
 
 

@@ -42,7 +42,8 @@ def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:
         time.sleep(_TICK)
         codes = [x.poll() for x in ranks]
         if not failed and any(codes):
-            failed, end = next(x for x in codes if x), time.monotonic() + GRACE
+            # One that a signal has ended, its code below 0, is why others fail at the same time.
+            failed, end = min(x for x in codes if x), time.monotonic() + GRACE
     failed = failed or next((x.returncode for x in ranks if x.returncode), 0)
     return failed if failed >= 0 else 128 - failed  # as shells say that a signal ended it
 

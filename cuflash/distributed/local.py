@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from .communicator import TIMEOUT, Communicator, Parcel, RankError, Transfer
+from .communicator import TIMEOUT, Communicator, OnHost, Parcel, RankError, Transfer
 
 Result = TypeVar("Result")
 
@@ -51,7 +51,7 @@ class _Exchange:
             raise RankError(self.error.rank, self.error.message)
 
 
-class _Arriving:
+class _Arriving(OnHost):
     """Arrays that are to come."""
 
     def __init__(self, comm: LocalComm, receives: Sequence[Parcel]):

@@ -18,8 +18,13 @@ _TICK = 0.02  # seconds
 class _Sent:
     """A transfer on the communicator's stream, which keeps its arrays until it is waited for."""
 
-    def __init__(self, done: Any, parcels: Sequence[Parcel]):
-        self.done, self.parcels = done, parcels
+    def __init__(self, begun: Any, done: Any, parcels: Sequence[Parcel]):
+        self.begun, self.done, self.parcels = begun, done, parcels
+
+    def lead(self) -> None:
+        import cupy
+
+        cupy.cuda.get_current_stream().wait_event(self.begun)
 
     def wait(self) -> None:
         import cupy
@@ -91,7 +96,8 @@ class NcclComm(Communicator):
 
         self.group, self._communicator = group, communicator
         self._device = int(cupy.cuda.runtime.getDevice())
-        self._stream = cupy.cuda.Stream(non_blocking=True)
+        # Before blocks of a kernel that is to begin at the same time: these would fill the device.
+        self._stream = cupy.cuda.Stream(non_blocking=True, priority=-1)
         self._under_way: deque[tuple[Any, tuple[int, ...]]] = deque()
         self._aborting = threading.Lock()
         self._is_aborted = False
@@ -111,6 +117,8 @@ class NcclComm(Communicator):
         ready = cupy.cuda.Event(disable_timing=True)
         ready.record()
         self._stream.wait_event(ready)
+        begun = cupy.cuda.Event(disable_timing=True)
+        begun.record(self._stream)
         nccl.groupStart()
         for move, parcels in (
             (self._communicator.send, sends),
@@ -122,7 +130,7 @@ class NcclComm(Communicator):
         done = cupy.cuda.Event(disable_timing=True)
         done.record(self._stream)
         self._under_way.append((done, tuple(sorted({x for x, _ in (*receives, *sends)}))))
-        return _Sent(done, (*sends, *receives))
+        return _Sent(begun, done, (*sends, *receives))
 
     def _watch(self) -> None:
         """Look, in a thread, whether transfers end."""

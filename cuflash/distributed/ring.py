@@ -38,6 +38,9 @@ class _Keys:
         self.coming: dict[int, tuple[Transfer, tuple[Any, Any]]] = {}
         for number in range(1, 1 + AHEAD):
             self.begin(number)
+        if self.coming:
+            # A kernel that fills the device would keep the transfer waiting for its end.
+            self.coming[1][0].lead()
 
     def begin(self, number: int) -> None:
         """Begin the transfer of a step, if there is one."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from .communicator import TIMEOUT, Communicator, Parcel, RankError, Transfer
+from .communicator import TIMEOUT, Communicator, OnHost, Parcel, RankError, Transfer
 from .host_group import HostGroup, fill, variable
 
 _TICK = 0.05  # seconds
@@ -27,7 +27,7 @@ class _Job:
         self.bytes = memoryview(array.reshape(-1).view(np.uint8))
 
 
-class _Jobs:
+class _Jobs(OnHost):
     """Arrays under way."""
 
     def __init__(self, comm: SocketComm, jobs: list[_Job]):

@@ -22,6 +22,9 @@ from .shards import check_length, checked_layout
 if TYPE_CHECKING:
     from .communicator import Communicator
 
+_MOST_TASKS = 256  # that are remembered
+_tasks: dict[tuple[object, ...], tuple[Task, dict[str, str]]] = {}
+
 Method: TypeAlias = Literal["ring", "ulysses", "gather"]
 
 
@@ -153,13 +156,46 @@ def agreed(call: Call) -> Task:
     facts: dict[str, str] = {}
     error: Exception | None = None
     try:
-        task = checked(call)
-        facts = _facts(call, task.method)
+        task, facts = _known(call)
     except Exception as found:
         error = found
     call.comm.agree(facts, error)
     assert task is not None
     return task
+
+
+def _known(call: Call) -> tuple[Task, dict[str, str]]:
+    """The task and its facts: of a call like one before, what is remembered of that."""
+    given = call.arrays.items()
+    arrays: dict[str, Any] = {name: x if x is None else as_array(name, x) for name, x in given}
+    call = call._replace(arrays=arrays)
+    asked = (
+        call.layout, call.method, call.causal, call.window, call.dropout_p,
+        *call.options.values(),
+    )  # fmt: skip
+    comm, has_seed = call.comm, call.seed is not None
+    forms = tuple(None if x is None else (x.shape, x.dtype, type(x)) for x in arrays.values())
+    # 2 == 2.0 and 1 == True, but not all of these are right.
+    key = (
+        call.name, comm.rank, comm.size, comm.machine, forms, asked, tuple(map(type, asked)),
+        call.mask, has_seed,
+    )  # fmt: skip
+    try:
+        known = _tasks.get(key)
+    except TypeError:  # an option that cannot be hashed is wrong
+        known = None
+    if known is None:
+        task = checked(call)
+        known = task._replace(arrays={}, seed=None), _facts(call, task.method)
+        if len(_tasks) >= _MOST_TASKS:
+            _tasks.clear()
+        _tasks[key] = known
+    seed = call.seed
+    if has_seed and not isinstance(seed, (int, np.integer)):
+        seed = as_array("seed", seed)
+    task, facts = known
+    said = str(seed) if isinstance(seed, (int, np.integer, type(None))) else "an array"
+    return task._replace(arrays=arrays, seed=seed), facts | {"seed": said}
 
 
 def checked(call: Call) -> Task:
@@ -258,11 +294,9 @@ def _facts(call: Call, method: str) -> dict[str, str]:
     facts = {"call": call.name}
     for name, x in call.arrays.items():
         facts[name] = "None" if x is None else f"{x.dtype} {x.shape}"
-    seed = call.seed
     others = {
         "layout": call.layout, "method": method, "causal": call.causal, "window": call.window,
         "mask": None if call.mask is None else digest(call.mask), "dropout_p": call.dropout_p,
-        "seed": seed if isinstance(seed, (int, np.integer, type(None))) else "an array",
         **call.options,
     }  # fmt: skip
     return facts | {name: str(value) for name, value in others.items()}
