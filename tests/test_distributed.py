@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cuflash import BlockMask, distributed, reference
-from cuflash.distributed import LocalComm, RankError
+from cuflash.distributed import LocalComm, RankError, task
 
 SIZES = (1, 2, 3, 4, 8)
 LAYOUTS = ("contiguous", "zigzag")
@@ -377,3 +377,46 @@ def test_errors_travel():
 def test_wrong_communicators(arguments, message):
     with pytest.raises(ValueError, match=message):
         distributed.Communicator(*arguments)
+
+
+def test_an_error_of_another_kind_ends_the_communicator_everywhere():
+    def rank(comm):
+        comm.agree({}, OSError("no disk") if comm.rank else None)
+
+    for error in errors_of(2, rank):
+        assert (type(error), str(error)) == (RankError, "rank 1 raised OSError: no disk")
+
+
+def test_a_part_that_is_no_array():
+    def rank(comm):
+        distributed.unshard("words" if comm.rank else np.ones((4, 4)), comm)
+
+    for error in errors_of(2, rank):
+        assert str(error).startswith("rank 1: x is a str: give a NumPy or CuPy array")
+
+
+def test_calls_that_are_alike_are_checked_once(monkeypatch):
+    monkeypatch.setattr(task, "_tasks", {})
+    x = np.ones((2, 32, 4), np.float32)
+    (comm,) = LocalComm.make(1)
+    for seed in (1, 2, np.array([1], np.uint64)):
+        distributed.attention(x, x, x, comm=comm, dropout_p=0.5, seed=seed)
+    assert len(task._tasks) == 1
+    first = distributed.attention(x, x, x, comm=comm, dropout_p=0.5, seed=1)
+    other = distributed.attention(x, x, x, comm=comm, dropout_p=0.5, seed=2)
+    assert (first != other).any()
+    # 1 == True, but a window of True is none.
+    distributed.attention(x, x, x, comm=comm, window=1)
+    with pytest.raises(ValueError, match="causal=1: give False, True"):
+        distributed.attention(x, x, x, comm=comm, causal=1)
+    monkeypatch.setattr(task, "_MOST_TASKS", 2)
+    for window in (2, 3, 4):
+        distributed.attention(x, x, x, comm=comm, window=window)
+    assert len(task._tasks) <= 2
+
+
+def test_half_a_call_of_packed_options_is_refused():
+    (comm,) = LocalComm.make(1)
+    x = np.ones((2, 32, 4), np.float32)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'page_table'"):
+        distributed.attention(x, x, x, comm=comm, page_table=x)

@@ -12,7 +12,7 @@ import pytest
 
 import cuflash
 from cuflash import distributed
-from cuflash.distributed import RankError, SocketComm
+from cuflash.distributed import RankError, SocketComm, host_group
 
 
 def free_address():
@@ -133,6 +133,28 @@ def test_a_rank_that_does_not_arrive_is_named(late):
     ((message, seconds),) = told
     assert message == f"rank {late} has not arrived at a call in which others wait, in 0.5 s"
     assert 0.4 < seconds < 3
+
+
+def test_an_array_that_does_not_come_is_an_error():
+    def rank(comm):
+        room = np.empty((2, 8, 4), np.float32)
+        begin = time.monotonic()
+        try:
+            comm.start([], [(1 - comm.rank, room)]).wait()
+        except RankError as error:
+            return str(error), time.monotonic() - begin
+
+    (first, seconds), (second, _) = run(2, rank, timeout=0.5)
+    assert first == second
+    assert first in {f"rank {i} has moved no array in 0.5 s" for i in range(2)}
+    assert 0.4 < seconds < 4
+
+
+def test_a_hub_that_does_not_answer_is_rank_0s_error(monkeypatch):
+    monkeypatch.setattr(host_group._Hub, "_answer", lambda self: None)
+    monkeypatch.setattr(host_group._Hub, "_look_for_late", lambda self: None)
+    found = run(2, lambda comm: comm, timeout=0.1)
+    assert {str(x) for x in found} == {"rank 0 has not answered in 0.1 s"}
 
 
 def test_sizes_that_differ_are_an_error():
