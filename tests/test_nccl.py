@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import missing_gpu
+from tolerance import assert_backward_close, assert_forward_close
 
+from cuflash import distributed
 from cuflash.distributed import NcclComm
 
 pytestmark = pytest.mark.gpu
@@ -42,6 +45,26 @@ def test_transfers_that_do_not_end_are_aborted():
     done = launched("silent")
     said = sorted(done.stdout.splitlines())
     assert [x.split(": ", 1)[1] for x in said] == ["rank 1 has moved no array in 4 s"] * 2
+
+
+@pytest.mark.parametrize("method", ["ring", "ulysses", "gather"])
+def test_threads_share_one_gpu(method):
+    import cupy
+
+    host = np.random.default_rng(0).standard_normal((4, 1, 4, 256, 64)).astype(np.float16)
+    q, k, v, dout = map(cupy.asarray, host)
+
+    def rank(comm):
+        mine = [distributed.shard(x, comm, layout="zigzag") for x in (q, k, v, dout)]
+        how = {"comm": comm, "layout": "zigzag", "method": method, "causal": True}
+        out, lse = distributed.attention(*mine[:3], return_lse=True, **how)
+        grads = distributed.attention_backward(mine[3], *mine[:3], out, lse, **how)
+        whole = [distributed.unshard(x, comm, layout="zigzag") for x in (out, *grads)]
+        return whole[0], distributed.unshard(lse, comm, -1, "zigzag"), whole[1:]
+
+    for out, lse, grads in distributed.LocalComm.run(2, rank):
+        assert_forward_close(out, lse, *host[:3], causal=True)
+        assert_backward_close(grads, host[3], *host[:3], causal=True)
 
 
 def test_without_an_environment(monkeypatch):
