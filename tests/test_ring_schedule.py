@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 import cuflash
 from cuflash import BlockMask
 from cuflash.distributed import LocalComm, Machine, plan, positions
-from cuflash.distributed.estimate import pairs
+from cuflash.distributed.estimate import Sizes, crowded_steps, pairs
 from cuflash.distributed.schedule import STEP, Sight, ring_steps
+from cuflash.distributed.task import Task
 from cuflash.masks.band import Band
 from cuflash.masks.sections import digest, section, shows_nothing
 
@@ -202,3 +203,24 @@ def test_heads_that_do_not_divide_are_refused():
 def test_pairs_are_counted_without_a_mask(n, m, left, right, shift):
     block = cuflash.distributed.schedule.Block(range(n), range(m), None, None, (left, right), shift)
     assert pairs(block) == Band(left, right).to_dense(n, m, shift).sum()
+
+
+def test_steps_whose_transfers_take_room_have_kernels_that_yield():
+    """Transfers of short sequences take longer than 6 % of a step's work, those of long do not."""
+
+    def crowded(tokens, size=2, **options):
+        sight = Sight(Band(right=0), (tokens, tokens), None, False)
+        sizes = Sizes(size, "zigzag", sight, 1, (16, 16), (128, 128), 2, 4)
+        return crowded_steps(sizes, Machine(**options), 0)
+
+    assert crowded(1 << 14) == (True, False)  # behind the last keys nothing is sent
+    assert crowded(1 << 18) == (False, False)
+    assert crowded(1 << 18, bandwidth=1e10) == (True, False)
+    assert crowded(1 << 14, size=4) == (True, True, False, False)
+    assert crowded(1 << 14, size=1) == (False,)
+
+
+def test_who_asks_for_an_algorithm_gets_it():
+    for asked, taken in ((None, "fa2"), ("fa1", "fa1"), ("fa3", "fa3")):
+        own = Task(*[None] * (len(Task._fields) - 1), {"algo": asked})
+        assert own.yielding().options == {"algo": taken}

@@ -25,8 +25,8 @@ class Machine(NamedTuple):
         Bytes per second of device memory.
     """
 
-    forward: float = 6.2e14
-    backward: float = 5.0e14
+    forward: float = 7.4e14
+    backward: float = 5.5e14
     bandwidth: float = 3.0e11
     network: float = 5.0e10
     host: int = 8

@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .communicator import Transfer
+from .estimate import AHEAD, crowded_steps
 from .schedule import Step, ring_steps
 from .shards import contiguous, empty_like
 from .task import Task, backward_block, forward_block
@@ -25,8 +26,6 @@ from .totals import GradientSum, Results
 
 if TYPE_CHECKING:
     from .communicator import Communicator
-
-AHEAD = 2  # steps whose keys are under way
 
 
 class _Keys:
@@ -75,10 +74,12 @@ def forward(comm: Communicator, task: Task, q: Any, k: Any, v: Any) -> tuple[Any
     steps = ring_steps(task.rank, task.size, task.layout, task.sight)
     keys = _Keys(comm, steps, k, v)
     results = Results(task, q, v.shape[-1], [x for step in steps for x in step.blocks])
+    crowded = crowded_steps(task.sizes, comm.machine, task.rank)
     for number, step in enumerate(steps):
         own, first = keys.of(number)
+        mine = task.yielding() if crowded[number] else task
         for block in step.blocks:
-            forward_block(task, block, (q, *own), first, results.place(block.rows))
+            forward_block(mine, block, (q, *own), first, results.place(block.rows))
         del own
         if number:
             keys.begin(number + AHEAD)

@@ -37,6 +37,8 @@ class Task(NamedTuple):
     arrays : dict of str to array
         The rank's own, by name.
     layout, method : str
+    sizes : Sizes
+        What estimates depend on.
     estimates : tuple of Estimate
         Of all methods.
     sight : Sight
@@ -57,6 +59,7 @@ class Task(NamedTuple):
     arrays: dict[str, Any]
     layout: str
     method: str
+    sizes: Sizes
     estimates: tuple[Estimate, ...]
     sight: Sight
     heads: tuple[int, int]
@@ -66,6 +69,16 @@ class Task(NamedTuple):
     dropout_p: float
     seed: Any
     options: dict[str, Any]
+
+    def yielding(self) -> Task:
+        """The same with kernels that leave room on the device, where nobody has asked for one.
+
+        fa3 has an item list for each multiprocessor: those that a transfer holds would begin
+        theirs behind it. The blocks of fa2 go where there is room.
+        """
+        if self.options["algo"] is not None:
+            return self
+        return self._replace(options=self.options | {"algo": "fa2"})
 
     def options_of(self, block: Block, heads: range | None = None) -> dict[str, Any]:
         """The options of the call that computes a block, for some of the heads."""
@@ -246,7 +259,7 @@ def checked(call: Call) -> Task:
     if method == "ulysses" and refused:
         raise ValueError(f"method='ulysses': {refused}; give 'ring', 'gather' or None")
     return Task(
-        call.comm.rank, size, arrays, layout, method, found, sight, (heads[0], heads[1]), leading,
+        call.comm.rank, size, arrays, layout, method, sizes, found, sight, sizes.heads, leading,
         dtype, lse_dtype, float(call.dropout_p), call.seed, call.options,
     )  # fmt: skip
 
