@@ -208,7 +208,8 @@ def merge(outs, lses, *, out=None, mode="check", seed=0):
 def _run(kind, arrays, options, count, mask, number, mode, schedule, row, device):
     """The first results of a call, padded with None, its plan and the emulator's counts."""
     mask = as_mask(mask)
-    call = find_call(kind, Arguments(kind.operands, arrays, mask, seed=number), options, device)
+    asked = Arguments(kind.operands, arrays, mask, seed=number)
+    call = find_call(kind, asked, options, device)
     plan = call.plan if row is None else on_row(call.plan, row)
     results, fresh = {}, set()
     for name, spec in call.results[:count]:
@@ -229,8 +230,9 @@ def _run(kind, arrays, options, count, mask, number, mode, schedule, row, device
     fields |= {x.operand: y.field for x, y in zip(call.targets, plan.problem.wrt)}
     for name, x in arrays.items():
         params[fields.get(name, name)] = memory.place(x, initialised=name not in fresh)
-    if number is not None:
-        params["seed_number"] = number
+    if "seed_number" in params.dtype.names:
+        for name in ("seed_number", "first_query_number", "first_key_number", "first_head"):
+            params[name] = asked.addresses[name]
     _place_mask(params, mask, plan, memory)
     tables = {x.name: _tables(plan, x.name, call.layout, arrays, memory) for x in plan.kernels}
     stats = _launch(plan, params, tables, memory, mode, schedule)

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from ..dropout import Dropout
+from ..dropout import Dropout, PlacedSeed
 from ..masks.band import Band
 from ..masks.predicate import NOT_COMPUTED, MaskForm, Predicate
 from ..numpy_engine import walks
@@ -294,16 +294,19 @@ class Call:
     def _layout(self, specs: dict[str, Spec], broadcast: dict[str, Any]) -> Layout:
         raise NotImplementedError
 
-    def run_host(self, arrays: dict[str, Any], mask: Any, seed: int | None) -> None:
+    def run_host(self, arrays: dict[str, Any], mask: Any, seed: int | PlacedSeed | None) -> None:
         """Run on NumPy arrays that are ready to be read and written."""
         raise NotImplementedError
 
-    def _host_options(self, arrays: dict[str, Any], mask: Any, seed: int | None) -> dict[str, Any]:
+    def _host_options(
+        self, arrays: dict[str, Any], mask: Any, seed: int | PlacedSeed | None
+    ) -> dict[str, Any]:
         """What the NumPy engine is told beside its arrays."""
         dropout = None
         if self.dropout_p:
-            number = int(arrays["seed"].item()) if seed is None else seed
-            dropout = Dropout(self.dropout_p, number)
+            placed = seed if isinstance(seed, PlacedSeed) else PlacedSeed(seed)
+            number = int(arrays["seed"].item()) if placed.seed is None else placed.seed
+            dropout = Dropout(self.dropout_p, number, (placed.query, placed.key, placed.head))
         if mask is not None:
             layout, problem = self.layout, self.plan.problem
             keys = problem.longest[1] if problem.is_packed else problem.key_length
@@ -368,7 +371,7 @@ class ForwardCall(Call):
     def _layout(self, specs: dict[str, Spec], broadcast: dict[str, Any]) -> Layout:
         return make_layout(*(specs[x] for x in ("q", "k", "v", "out", "lse")), **broadcast)
 
-    def run_host(self, arrays: dict[str, Any], mask: Any, seed: int | None) -> None:
+    def run_host(self, arrays: dict[str, Any], mask: Any, seed: int | PlacedSeed | None) -> None:
         """Run on NumPy arrays that are ready to be read and written."""
         options = self._host_options(arrays, mask, seed)
         if self.layout.packing is not None:  # tokens of no sequence
@@ -423,7 +426,7 @@ class BackwardCall(Call):
         operands = (specs[x] for x in ("q", "k", "v", "out", "lse"))
         return make_layout(*operands, gradients=gradients, **broadcast)
 
-    def run_host(self, arrays: dict[str, Any], mask: Any, seed: int | None) -> None:
+    def run_host(self, arrays: dict[str, Any], mask: Any, seed: int | PlacedSeed | None) -> None:
         """Run on NumPy arrays that are ready to be read and written."""
         for name, _ in self.results:
             arrays[name][...] = 0

@@ -57,8 +57,10 @@ _SCALARS = (
     (("mask_rows", "mask_columns"), "i4", "int"),  # tiles of one list
     (("scale",), "Accumulator", "Accumulator"),
 )
-# A seed on the device, or null and the number itself; what is behind the pointers.
-_SEEDS = {"seed": "const unsigned long long*", "seed_number": "unsigned long long"}
+# A seed on the device, or null and the number itself; where the operands begin in a larger call.
+_SEEDS = {"seed": "const unsigned long long*"} | dict.fromkeys(
+    ("seed_number", "first_query_number", "first_key_number", "first_head"), "unsigned long long"
+)
 _DROPOUT_SCALARS = (
     (("dropout_threshold",), "u4", "unsigned int"),
     (("kept_share", "kept_share_log2"), "Accumulator", "Accumulator"),
@@ -80,9 +82,9 @@ _ELEMENT_SCALARS = (
 
 
 def pointers(problem: Problem) -> tuple[str, ...]:
-    """Names of the struct's leading fields, all pointers but a seed's number: operands, lengths,
-    gradients of arrays that scores depend on, pages, captured arrays, seed, mask with what its
-    function reads, and workspace.
+    """Names of the struct's leading fields, all pointers but what goes with a seed: operands,
+    lengths, gradients of arrays that scores depend on, pages, captured arrays, seed, mask with what
+    its function reads, and workspace.
     """
     operands, others, workspace = _pointer_types(problem)
     return (*operands, *LENGTHS, *others, *workspace)
