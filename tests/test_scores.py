@@ -645,6 +645,7 @@ BY_SCORE_MOD = [("fa2", "numpy", "float64"), ("fa2", "mma", "float16")]
 HIDING = [(*kernel, "bias", 32) for kernel in BY_BIAS]
 HIDING += [(*kernel, "score_mod", 32) for kernel in BY_SCORE_MOD]
 HIDING += [("fa3", "wgmma", "float16", "bias", 192)]
+HIDING += [("fa3", "wgmma", "float16", "bias of halves", 64)]
 
 
 @pytest.mark.parametrize(("algo", "engine", "dtype", "kind", "dim"), HIDING)
@@ -657,9 +658,10 @@ def test_what_minus_infinity_hides_may_hold_anything(algo, engine, dtype, kind, 
     seen[..., 7] = seen[..., 50] = seen[:, :, 11] = False
     k[:, :, 7], v[:, :, 7], v[:, 1, 50, 3], dout[:, :, 11] = np.nan, np.nan, np.inf, np.nan
     v[0, 1, 40, 5] = dout[1, 0, 30, 2] = np.nan  # which some rows and keys see
-    bias = np.where(seen, np.float32(0.25), -np.inf)
+    bias = np.where(seen, 0.25, -np.inf).astype("float16" if "halves" in kind else "float32")
     mod = ScoreMod("where(shown[batch, q, k], score + 0.25, -inf)", shown=seen[:, 0])
-    results = run(algo, engine, (q, k, v, dout), **{kind: bias if kind == "bias" else mod})
+    option = {"bias": bias} if kind.startswith("bias") else {"score_mod": mod}
+    results = run(algo, engine, (q, k, v, dout), **option)
     finite = [np.isfinite(x).all(axis=-1) for x in (results[0], *results[2:])]
     for got, wanted in zip(finite, (seen[..., 40], None, None, seen[:, :, 30])):
         if wanted is not None:
