@@ -1,5 +1,6 @@
 """Ranks that talk over sockets: threads here stand for processes, but where one is killed."""
 
+import contextlib
 import socket
 import subprocess
 import sys
@@ -168,6 +169,57 @@ def test_sizes_that_differ_are_an_error():
 
     with ThreadPoolExecutor(2) as pool:
         assert set(pool.map(rank, range(2))) == {"rank 1 is one of 3, rank 0 one of 2"}
+
+
+def test_a_port_that_a_launcher_holds_is_passed_over():
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        address = held.getsockname()
+
+        def rank(number):
+            comm = SocketComm(number, 2, address, 20.0)
+            told = comm.tell(number)
+            comm.close()
+            return told
+
+        with ThreadPoolExecutor(2) as pool:
+            assert list(pool.map(rank, range(2))) == [[0, 1]] * 2
+
+
+def test_ranks_of_another_hub_are_turned_away():
+    """Who looks for the hub of the port before does not join this one."""
+    host, port = free_address()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(SocketComm, 0, 2, (host, port), 20.0)
+        stranger = pool.submit(SocketComm, 1, 2, (host, port - 1), 0.5)
+        assert "does not answer" in str(stranger.exception())
+        second = pool.submit(SocketComm, 1, 2, (host, port), 20.0)
+        comms = first.result(), second.result()
+        assert list(pool.map(lambda comm: comm.tell(comm.rank), comms)) == [[0, 1]] * 2
+        for comm in comms:
+            comm.close()
+
+
+def connected(address):
+    """A connection to a hub that may not be there yet."""
+    for _ in range(500):
+        with contextlib.suppress(ConnectionRefusedError):
+            return socket.create_connection(address)
+        time.sleep(0.01)
+    raise AssertionError(address)
+
+
+def test_words_that_are_none_do_not_end_the_hub():
+    address = free_address()
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(SocketComm, 0, 2, address, 20.0)
+        strangers = b"GET / HTTP/1.1", b"\x00\x00\x00\x03???", b"\x00\x00\x00\x02[]", b"\x00\x00"
+        for words in strangers:
+            with connected(address) as stranger, contextlib.suppress(ConnectionResetError):
+                stranger.sendall(words)
+                assert stranger.recv(1) == b""
+        second = pool.submit(SocketComm, 1, 2, address, 20.0)
+        for future in (first, second):
+            future.result().close()
 
 
 def test_nobody_at_the_address():

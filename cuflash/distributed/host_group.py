@@ -3,11 +3,12 @@
 Rank 0 has a hub, to which all ranks, itself included, hold one connection. Messages are JSON, each
 behind its length:
 
-    to the hub      [rank, size]          once, at the start
+    to the hub      [rank, size, port]    once, at the start: the port that was asked for
                     ["tell", words]       for all; the hub answers when all ranks have told
                     ["fail", [rank, why]]
                     ["leave"]             the end is no failure
-    from the hub    ["told", [words of rank 0, ...]]
+    from the hub    ["here"]              the answer to the first message
+                    ["told", [words of rank 0, ...]]
                     ["fail", [rank, why]]
                     ["leave", [0, why]]   the hub will end
 """
@@ -31,7 +32,9 @@ from .communicator import TIMEOUT, RankError
 
 _HEAD = struct.Struct("!I")
 _TICK = 0.05  # seconds
-_PATIENCE = 1.0  # seconds in which the hub hears of what a rank has noticed
+_PATIENCE = 1.0  # seconds: of the hub for a first message, of ranks for its news
+_PORTS = 8  # that are tried
+_LONGEST = 1 << 24  # bytes of a message
 _LEFT = "has left"
 _ENDED = f"{_LEFT}: its process has ended"
 
@@ -61,10 +64,9 @@ class HostGroup:
         address = address or address_of_environment()
         if rank == 0:
             _Hub(address, size, timeout)
-        self._socket = _connected(address, timeout)
+        self._socket = _connected(address, [rank, size, address[1]], timeout)
         # By which the hub's host, and so the others, reach this one.
         self.own_host = str(self._socket.getsockname()[0])
-        self._send([rank, size])
         threading.Thread(target=self._listen, daemon=True).start()
 
     def tell(self, words: Any) -> list[Any]:
@@ -137,7 +139,7 @@ class _Hub:
 
     def __init__(self, address: tuple[str, int], size: int, timeout: float):
         self.size, self.timeout = size, timeout
-        self.server = socket.create_server(address, backlog=size)
+        self.server, self.port = _server(address, size), address[1]
         self.ranks: dict[socket.socket, int] = {}
         self.told: list[deque[Any]] = [deque() for _ in range(size)]
         self.gone: dict[int, bool] = {}  # and whether it said so
@@ -153,6 +155,7 @@ class _Hub:
                 if key.fileobj is self.server:
                     connection, _ = self.server.accept()
                     _at_once(connection)
+                    connection.settimeout(_PATIENCE)  # until it is known to be a rank's
                     selector.register(connection, selectors.EVENT_READ)
                 else:
                     connection = key.fileobj  # type: ignore[assignment]
@@ -169,15 +172,19 @@ class _Hub:
         """Take one message; False where there is no more."""
         try:
             message = _receive(connection)
-        except (OSError, EOFError):
+        except (OSError, EOFError, ValueError):
             rank = self.ranks.pop(connection, None)
             if rank is not None and rank not in self.gone:
                 self.gone[rank] = False
                 self._fail(RankError(rank, _ENDED))
             return False
         if connection not in self.ranks:
-            rank, size = message
+            if not isinstance(message, list) or message[2:] != [self.port]:
+                return False  # a rank that looks for another hub
+            rank, size, _ = message
             self.ranks[connection] = rank
+            connection.settimeout(None)
+            _send(connection, ["here"])
             if size != self.size:
                 self._fail(RankError(rank, f"is one of {size}, rank 0 one of {self.size}"))
             elif self.error is not None:
@@ -213,10 +220,11 @@ class _Hub:
                 self._fail(RankError(late[0], _LEFT))
 
     def _look_for_late(self) -> None:
-        if self.error is None and any(self.told) and time.monotonic() - self.since > self.timeout:
-            late = next(rank for rank, words in enumerate(self.told) if not words)
+        late = [rank for rank, words in enumerate(self.told) if not words]
+        waits = 0 < len(late) < self.size and self.error is None
+        if waits and time.monotonic() - self.since > self.timeout:
             message = f"has not arrived at a call in which others wait, in {self.timeout:g} s"
-            self._fail(RankError(late, message))
+            self._fail(RankError(late[0], message))
 
     def _fail(self, error: RankError) -> None:
         if self.error is None:
@@ -252,20 +260,31 @@ def variable(name: str) -> str:
         ) from None
 
 
-def _connected(address: tuple[str, int], timeout: float) -> socket.socket:
+def _server(address: tuple[str, int], size: int) -> socket.socket:
+    """A server at the first port that is free, from the given one on: launchers may hold that."""
+    host, first = address
+    for port in range(first, first + _PORTS):
+        with contextlib.suppress(OSError):
+            return socket.create_server((host, port), backlog=size)
+    raise RankError(0, f"cannot listen at {host}:{first}, nor at the next {_PORTS - 1} ports")
+
+
+def _connected(address: tuple[str, int], hello: list[int], timeout: float) -> socket.socket:
     """A connection to the hub, once that is there."""
+    host, first = address
     end = time.monotonic() + timeout
-    while True:
-        try:
-            connection = socket.create_connection(address, timeout)
-        except OSError as error:
-            if time.monotonic() > end:
-                raise RankError(0, f"does not answer at {address[0]}:{address[1]}") from error
-            time.sleep(_TICK)
-        else:
-            connection.settimeout(None)
-            _at_once(connection)
-            return connection
+    while time.monotonic() < end:
+        for port in range(first, first + _PORTS):
+            with contextlib.suppress(OSError, EOFError, ValueError), contextlib.ExitStack() as held:
+                connection = held.enter_context(socket.create_connection((host, port), _PATIENCE))
+                _send(connection, hello)
+                if _receive(connection) == ["here"]:
+                    connection.settimeout(None)
+                    _at_once(connection)
+                    held.pop_all()
+                    return connection
+        time.sleep(_TICK)
+    raise RankError(0, f"does not answer at {host}:{first}")
 
 
 def _at_once(connection: socket.socket) -> None:
@@ -279,10 +298,13 @@ def _send(connection: socket.socket, message: list[Any]) -> None:
 
 
 def _receive(connection: socket.socket) -> Any:
-    """The next message."""
+    """The next message; a ValueError for what is none."""
     head = bytearray(_HEAD.size)
     fill(connection, memoryview(head))
-    text = bytearray(_HEAD.unpack(head)[0])
+    (length,) = _HEAD.unpack(head)
+    if length > _LONGEST:
+        raise ValueError(f"a message of {length} bytes is none")
+    text = bytearray(length)
     fill(connection, memoryview(text))
     return json.loads(bytes(text))
 

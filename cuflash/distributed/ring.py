@@ -97,16 +97,16 @@ def backward(
     dq = GradientSum(q, q.shape, q.dtype, task.lse_dtype, count)
     count = len(steps[0].blocks) + sum(1 for x in steps if x.send)
     own_sums = [GradientSum(x, x.shape, x.dtype, task.lse_dtype, count) for x in (k, v)]
-    returning: list[tuple[Transfer, range, list[Any], list[Any]]] = []
+    returning: list[tuple[Transfer, range, list[Any]]] = []
     for number, step in enumerate(steps):
         there, first = keys.of(number)
         sums = own_sums if number == 0 else _sums_of(task, step, (k, v))
         for block in step.blocks:
-            dq_part, *parts = backward_block(task, block, given, there, first, deterministic)
-            dq.add(block.rows, dq_part)
+            parts = backward_block(task, block, given, there, first, deterministic)
             columns = range(block.columns.start - first, block.columns.stop - first)
-            for total, part in zip(sums, parts):
-                total.add(columns, part)
+            for total, rows, part in zip((dq, *sums), (block.rows, columns, columns), parts):
+                total.add(rows, part)
+            del parts, part  # what has been added needs no memory while the next is computed
         del there
         if number == 0:
             continue
@@ -117,7 +117,7 @@ def backward(
         transfer = comm.start(
             [(step.source, x) for x in leaving], [(step.target, x) for x in coming]
         )
-        returning.append((transfer, step.send, coming, leaving))
+        returning.append((transfer, step.send, coming))
     _add_returned(own_sums, returning)
     dk, dv = (x.result() for x in own_sums)
     return dq.result(), dk, dv
@@ -139,11 +139,11 @@ def _sums_of(task: Task, step: Step, keys: tuple[Any, Any]) -> list[GradientSum]
 
 
 def _add_returned(
-    sums: list[GradientSum], returning: list[tuple[Transfer, range, list[Any], list[Any]]]
+    sums: list[GradientSum], returning: list[tuple[Transfer, range, list[Any]]]
 ) -> None:
     """Add dk and dv that other ranks have worked out; those of the step before have come by now."""
     while returning:
-        transfer, span, coming, _ = returning.pop(0)
+        transfer, span, coming = returning.pop(0)
         transfer.wait()
         for total, part in zip(sums, coming):
             total.add(span, part)
