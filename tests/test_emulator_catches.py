@@ -844,9 +844,10 @@ STATS = {"algo": "fa1", "engine": "simt"}  # of key tiles that hold several step
 BAND = {"causal": True, "window": (70, None)}
 ORDER = {**BACKWARD, "engine": "simt"}  # another order shows in the last bit
 WRONG_MASKS = [
-    ("bits one column on", r">> column % 32", ">> (column + 1) % 32", {}),
-    ("bits of the second word of a row left out", r"column / 32\] >>", "0] >>", {}),
-    ("bits one column on, backward", r">> column % 32", ">> (column + 1) % 32", BACKWARD),
+    ("bits one column on", r"shift = column % 32", "shift = (column + 1) % 32", {}),
+    ("bits of the second word of a row left out", r"WORDS \+ column / 32\]", "WORDS]", {}),
+    ("bits one column on, backward", r"shift = column % 32", "shift = (column + 1) % 32",
+     BACKWARD),
     ("nothing hidden", r"bits\.hide\(S, -infinity.*?;", "", GIVEN),
     ("nothing hidden, backward", r"if \(CUT\) bits\.hide\(S.*?;", "", BACKWARD),
     ("tiles with bits not cut", r"visit\.bits >= 0 \|\| ", "", GIVEN),
