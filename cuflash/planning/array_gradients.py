@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..scores.score import ScoreForm
     from ..scores.wanted import Target
 
+WALK = "array_gradients"  # the file of the kernels that walk tiles
 _OF = "_of_"  # between a kernel's file and the name of the array
 _NUMBER = re.compile(r"_(\d+)$")  # of a place that is read
 
@@ -52,9 +53,33 @@ class Wanted(NamedTuple):
         return self.kind == "scattered"
 
     @property
+    def is_of_pairs(self) -> bool:
+        """Whether it has an element for each query and key."""
+        return self.keeps_queries and self.keeps_keys and not self.is_scattered
+
+    @property
     def is_summed_later(self) -> bool:
         """Whether the sums of blocks are added by another kernel."""
         return self.kind != "sink" and not (self.keeps_queries and self.keeps_keys)
+
+    def elements(self, queries: int, keys: int) -> int:
+        """How many elements it has, of so many queries and keys; of scattered ones, entries."""
+        return (
+            self.entries * (queries if self.keeps_queries else 1) * (keys if self.keeps_keys else 1)
+        )
+
+    def sums(self, heads: int, queries: int, keys: int, key_tiles: int) -> int:
+        """How many sums blocks leave for the kernel that adds them."""
+        if self.is_scattered:
+            return self.entries
+        places = keys if self.keeps_keys else key_tiles
+        return heads * (queries if self.keeps_queries else places)
+
+    def walks(self, heads: int, query_tiles: int, key_tiles: int) -> int:
+        """How many blocks walk tiles where each has its own."""
+        if self.keeps_queries and self.keeps_keys:
+            return self.entries * query_tiles * key_tiles
+        return heads * (query_tiles if self.keeps_queries else key_tiles)
 
     @property
     def label(self) -> str:
@@ -79,18 +104,19 @@ def wanted_of(target: Target, spec: Spec, layout: Layout) -> Wanted:
     return Wanted(target.name, target.kind, spec.dtype.name, queries, keys, entries, places)
 
 
-def kernels_of(wanted: Wanted) -> tuple[str, ...]:
-    """Names of the kernels of one gradient, in their order."""
+def kernels_of(wanted: Wanted, walk: str = WALK) -> tuple[str, ...]:
+    """Names of the kernels of one gradient, in their order; `walk` is the file of its walks."""
     if wanted.kind == "sink":
         return (f"sink_gradients{_OF}{wanted.label}",)
     sums = (f"array_sums{_OF}{wanted.label}",) if wanted.is_summed_later else ()
-    walks = (f"array_gradients{_number(i)}{_OF}{wanted.label}" for i in range(wanted.reads))
+    walks = (walk_name(wanted.label, i, walk) for i in range(wanted.reads))
     zeros = (f"array_zeros{_OF}{wanted.label}",) if wanted.is_scattered else ()
     return (*zeros, *walks, *sums)
 
 
-def _number(read: int) -> str:
-    return f"_{read}" if read else ""
+def walk_name(label: str, read: int = 0, walk: str = WALK) -> str:
+    """The name of the kernel for one of the places in which scores read an array."""
+    return f"{walk}{f'_{read}' if read else ''}{_OF}{label}"
 
 
 def read_of(kernel: str) -> int:
@@ -155,6 +181,7 @@ def declarations(wanted: Wanted, form: ScoreForm, read: int) -> str:
         "SCATTERS": wanted.is_scattered,
         "KEEPS_QUERIES": wanted.keeps_queries,
         "KEEPS_KEYS": wanted.keeps_keys,
+        "ARRAY_IS_ADDED": form.adds(variable_of(form, wanted.name, read)),
     }
     lines = [f"constexpr bool {name} = {str(x).lower()};" for name, x in constants.items()]
     lines += [

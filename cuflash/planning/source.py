@@ -53,7 +53,9 @@ def _namespace(name: str, values: dict[str, int]) -> str:
     return "\n".join([f"namespace {name} {{", *lines, "}"])
 
 
-def _score_function(problem: Problem, variable: Node | None = None) -> str:
+def _score_function(
+    problem: Problem, variable: Node | None = None, knows_queries: bool = False
+) -> str:
     """The changes of the score one after the other, what scores are measured in, and the sinks.
 
     They are differentiated by the score or by what is read of an array. Head, defined further on,
@@ -67,7 +69,8 @@ def _score_function(problem: Problem, variable: Node | None = None) -> str:
     steps = "".join(f"    {{ {reads} score = {text}; }}\n" for reads, text in before)
     steps += f"    {reads}\n" if reads else ""
     # Backward asks for queries that do not exist, and multiplies zeros by what it gets.
-    if problem.backward and (form.may_be_nan or variable is not None):
+    asks = problem.backward and not knows_queries
+    if asks and (form.may_be_nan or variable is not None):
         last = f"unsigned(int(q)) < unsigned(located.query_length) ? T({last}) : T(0)"
     functions = expand("score_functions.cuh") if form.stages or form.sink else ""
     members = "".join(f" {c_type} {name};" for c_type, name, _ in emitter.of_head)
@@ -135,7 +138,7 @@ def prelude(problem: Problem, tile: Tile) -> str:
             *constants,
             *_geometry(problem, tile),
             params_struct(tuple(fields(problem))),
-            _score_function(problem, tile.variable(problem)),
+            _score_function(problem, tile.variable(problem), tile.knows_queries),
             *([products] if (products := tile.products(problem)) else []),
             "",
         ]

@@ -16,6 +16,7 @@ from ..masks.band import MAX_SHIFT
 from ..operands.dtypes import EVERY, ITEM_BYTES
 from ..scores.expression import Node
 from .array_gradients import (
+    WALK,
     Wanted,
     array_of,
     declarations,
@@ -317,6 +318,11 @@ class Tile:
         """What is read of an array, if scores are differentiated by that, not by the score."""
         return None
 
+    @property
+    def knows_queries(self) -> bool:
+        """Whether nothing comes of what scores are of queries that do not exist."""
+        return False
+
     def map_boxes(self, problem: Problem) -> tuple[MapBox, ...]:
         """The operands that the kernel that does the work reads by tensor maps."""
         return ()
@@ -481,14 +487,9 @@ class KernelTile(Tile):
         later = [x for x in problem.wrt if x.is_summed_later]
         if not later:
             return ()
-
-        def sums(x: Wanted) -> int:
-            if x.is_scattered:
-                return x.entries
-            places = problem.key_length if x.keeps_keys else self.key_tiles(problem)
-            return problem.head_count * (problem.query_length if x.keeps_queries else places)
-
-        return (Buffer("array_sums", ITEM_BYTES[problem.accumulator], max(map(sums, later))),)
+        rows = problem.head_count, problem.query_length, problem.key_length, self.key_tiles(problem)
+        sums = max(x.sums(*rows) for x in later)
+        return (Buffer("array_sums", ITEM_BYTES[problem.accumulator], sums),)
 
     def _mask_workspace(self, problem: Problem) -> tuple[Buffer, ...]:
         if problem.mask != "elements":
@@ -525,37 +526,42 @@ class KernelTile(Tile):
                 ),
             )
         main = self.around(problem, self.main_launch(problem, device))
-        return (*starts, *lists, *main, *self._array_launches(problem), *merge)
+        return (*starts, *lists, *main, *self._array_launches(problem, device), *merge)
 
-    def _array_launches(self, problem: Problem) -> tuple[Launch, ...]:
+    def _array_launches(self, problem: Problem, device: Device) -> tuple[Launch, ...]:
         """What computes gradients of arrays that scores depend on."""
-        made = []
-        query_tiles, key_tiles = self.query_tiles(problem), self.key_tiles(problem)
+        made, item = [], ITEM_BYTES[problem.accumulator]
         for x in problem.wrt:
+            walk = self.walk_of(x)
+            elements = x.elements(problem.query_length, problem.key_length)
             sizes = self.differentiating(x.label)
-            walk = problem.head_count * (query_tiles if x.keeps_queries else key_tiles)
-            if x.keeps_queries and x.keeps_keys:
-                walk = x.entries * query_tiles * key_tiles
-            elements = x.entries * (problem.query_length if x.keeps_queries else 1)
-            elements *= problem.key_length if x.keeps_keys else 1
             grids = {
-                "array_gradients": (walk, sizes.shared_bytes(problem)),
                 "array_sums": (ceil_div(elements * 32, sizes.threads), 0),
                 "array_zeros": (ceil_div(elements, sizes.threads), 0),
-                "sink_gradients": (
-                    x.entries, sizes.threads // 32 * ITEM_BYTES[problem.accumulator],
-                ),
-            }  # fmt: skip
-            for kernel in kernels_of(x):
-                grid, shared = grids[file_of(kernel)]
-                made.append(Launch(kernel, max(1, grid), sizes.threads, shared))
+                "sink_gradients": (x.entries, sizes.threads // 32 * item),
+            }
+            for kernel in kernels_of(x, walk):
+                if file_of(kernel) == walk:
+                    made.append(self.of_kernel(kernel).walk_launch(kernel, x, problem, device))
+                else:
+                    grid, shared = grids[file_of(kernel)]
+                    made.append(Launch(kernel, max(1, grid), sizes.threads, shared))
         return tuple(made)
+
+    def walk_of(self, wanted: Wanted) -> str:
+        """The file of the kernels that walk tiles for the gradient of an array."""
+        return WALK
+
+    def walk_launch(self, kernel: str, of: Wanted, problem: Problem, device: Device) -> Launch:
+        """Such a kernel, which has these sizes."""
+        walks = of.walks(problem.head_count, self.query_tiles(problem), self.key_tiles(problem))
+        return Launch(kernel, max(1, walks), self.threads, self.shared_bytes(problem))
 
     def differentiating(self, name: str) -> KernelTile:
         """The sizes of the kernels for the gradient of an array."""
         raise NotImplementedError
 
-    def of_kernel(self, kernel: str) -> Tile:
+    def of_kernel(self, kernel: str) -> KernelTile:
         """The row that has the sizes of one of the kernels."""
         name = array_of(kernel)
         return replace(self.differentiating(name), read=read_of(kernel)) if name else self
