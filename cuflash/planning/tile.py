@@ -532,7 +532,7 @@ class KernelTile(Tile):
         """What computes gradients of arrays that scores depend on."""
         made, item = [], ITEM_BYTES[problem.accumulator]
         for x in problem.wrt:
-            walk = self.walk_of(x)
+            walk = self.walk_of(x, problem)
             elements = x.elements(problem.query_length, problem.key_length)
             sizes = self.differentiating(x.label)
             grids = {
@@ -548,7 +548,7 @@ class KernelTile(Tile):
                     made.append(Launch(kernel, max(1, grid), sizes.threads, shared))
         return tuple(made)
 
-    def walk_of(self, wanted: Wanted) -> str:
+    def walk_of(self, wanted: Wanted, problem: Problem) -> str:
         """The file of the kernels that walk tiles for the gradient of an array."""
         return WALK
 

@@ -18,7 +18,7 @@ EXTRA_BYTES = 2048  # of shared memory: steps
 
 def walked(problem: Problem) -> list[str]:
     """The labels of the arrays that have such a kernel, whose items are dealt out by tickets."""
-    return [x.label for x in problem.wrt if x.is_of_pairs]
+    return [x.label for x in problem.wrt if x.is_of_pairs and not problem.is_packed]
 
 
 @dataclass(frozen=True, kw_only=True)

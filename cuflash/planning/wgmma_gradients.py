@@ -58,9 +58,9 @@ class WgmmaGradientTile(HopperGradientTile):
         """Name of the kernel, and of its file."""
         return "hopper_backward"
 
-    def walk_of(self, wanted: Wanted) -> str:
+    def walk_of(self, wanted: Wanted, problem: Problem) -> str:
         """The file of the kernels that walk tiles for the gradient of an array."""
-        return WGMMA_WALK if wanted.is_of_pairs else super().walk_of(wanted)
+        return WGMMA_WALK if wanted.label in walked(problem) else super().walk_of(wanted, problem)
 
     def of_kernel(self, kernel: str) -> KernelTile:
         """The row that has the sizes of one of the kernels."""

@@ -39,7 +39,7 @@ class WgmmaKeysTile(WgmmaGradientTile):
         """The row that has the sizes of one of the kernels."""
         return self.queries if kernel == self.queries.kernel else super().of_kernel(kernel)
 
-    def walk_of(self, wanted: Wanted) -> str:
+    def walk_of(self, wanted: Wanted, problem: Problem) -> str:
         """The file of the kernels that walk tiles for the gradient of an array."""
         return WALK
 
