@@ -295,8 +295,35 @@ def test_a_bias_for_each_pair_takes_no_workspace():
     assert plan.workspace_bytes == plain.workspace_bytes
     assert "gradients of bias" in str(plan)
     kernel = plan.kernels[-1]
+    assert kernel.name == "hopper_array_gradients_of_bias"
+    assert kernel.grid == H200.multiprocessors
+    older = cuflash.plan(q, q, q, wrt=("bias",), **options | {"device": Device(80)})
+    kernel = older.kernels[-1]
     assert kernel.name == "array_gradients_of_bias"
-    assert kernel.grid == 16 * plan.query_tiles * plan.key_tiles
+    assert kernel.grid == 16 * older.query_tiles * older.key_tiles
+
+
+def test_what_hopper_walks_by_itself():
+    """Arrays with an element for each query and key, for head dims up to 128, by tickets."""
+
+    def walks(dim, dtype, *arrays):
+        q = np.zeros((2, 4, 30, dim), dtype)
+        mod = ScoreMod(
+            "score + pairs[q, k] + keys[k]", pairs=np.zeros((30, 30), dtype),
+            keys=np.zeros(30, dtype),
+        )  # fmt: skip
+        options = {"score_mod": mod, "bias": np.zeros((4, 30, 30), dtype)}
+        plan = cuflash.plan(q, q, q, wrt=arrays, backward=True, device=H200, **options)
+        made = [x.name for x in plan.kernels if x.name.startswith("hopper_array_gradients")]
+        for number, name in enumerate(made, 1):
+            assert f"constexpr int TICKET = {number};" in plan.source(name)
+        assert f"constexpr int TICKETS = {len(made) + 1};" in plan.source() or not made
+        return [name.rpartition("_")[2] for name in made]
+
+    assert walks(64, np.float16, "bias", "keys", "pairs") == ["bias", "pairs"]
+    assert walks(128, np.float16, "keys", "bias") == ["bias"]
+    assert walks(192, np.float16, "bias") == []
+    assert walks(64, np.float32, "bias") == []
 
 
 # --------------------------------------------------------------------------------------- kernels
@@ -335,6 +362,72 @@ def test_kernels_of_any_bias(shape):
     operand = operands("float32", 70, 90, 4)
     mask = {"mask": random_mask((2, 1, 70, 90), 16, shown=0.6)}
     differentiate("simt", operand, ("bias",), "fa2", bias=bias, enable_gqa=True, **mask)
+
+
+ON_HOPPER = {
+    # Several heads to an element, tiles of queries and of keys that nobody sees, and rows that no
+    # copies of 16 bytes are made of.
+    "causal": (64, 300, 136, {"bias": RNG.standard_normal((300, 136)), "causal": "top_left"}),
+    "unaligned, three tiles": (128, 150, 75, {"bias": RNG.standard_normal((4, 150, 75))}),
+    "masked": (96, 80, 160, {"bias": RNG.standard_normal((2, 1, 80, 160)),
+                             "mask": random_mask((2, 1, 80, 160), 16, shown=0.6)}),
+}  # fmt: skip
+# The gradient is summed over heads that read other elements, some of which hide or are not finite.
+OTHERS = RNG.standard_normal((4, 100, 144))
+OTHERS[2], OTHERS[:, 7], OTHERS[:, :, 9] = OTHERS[0], -np.inf, -np.inf
+
+
+def differentiate_on_hopper(name, dtype="bfloat16", **more):
+    dim, n, m, options = ON_HOPPER[name]
+    operand = operands(dtype, n, m, dim)
+    own = {"bias": options["bias"].astype(numpy_dtype(dtype))}
+    differentiate("wgmma", operand, ("bias",), "fa3", enable_gqa=True, **options | own, **more)
+
+
+@EMULATED
+@pytest.mark.parametrize("name", ON_HOPPER)
+def test_hopper_kernels(name):
+    differentiate_on_hopper(name)
+
+
+def differentiate_by_turns():
+    """Of an array that heads share, where each reads another one, too, which hides keys."""
+    operand = operands("float16", 100, 144, 64)
+    operand[3][:, :, 9, 5] = np.inf
+    mod = ScoreMod(
+        "score + others[head, q, k] + x[q, k]", others=OTHERS.astype(np.float16),
+        x=RNG.standard_normal((100, 144)).astype(np.float16),
+    )  # fmt: skip
+    lengths = {"q_lengths": np.int32([100, 40]), "kv_lengths": np.int32([130, 144])}
+    differentiate("wgmma", operand, ("x",), "fa3", enable_gqa=True, score_mod=mod, **lengths)
+
+
+@EMULATED
+def test_elements_of_each_head():
+    differentiate_by_turns()
+
+
+HOPPER_PLANTED = [
+    ("elements of the first head", r"is_fresh = (.*) && elements != last\.elements;",
+     r"is_fresh = \1 && last.elements == NO_ELEMENTS;", differentiate_by_turns),
+    ("elements come while others are read", r"barriers\.elements_empty\.wait\(", "(void)(",
+     differentiate_by_turns),
+    ("nobody looks at values", r"smem\.found_nonfinite\[V_slot\]\[part\] != 0", "false",
+     differentiate_by_turns),
+    ("numbers of rows come too soon", r"STATS_SLOTS = 2 \* STAGES", "STATS_SLOTS = 1",
+     lambda: differentiate_on_hopper("causal")),
+    ("sums stay for the next item", r"(smem\.gradient\[[^;]*;\n\s+)clear_sums\(\);", r"\1",
+     lambda: differentiate_on_hopper("causal")),
+    ("the gradient's rows lie elsewhere", r"row_of_lane \+ first \* q_step",
+     "row_of_lane + (first ? first - 1 : 0) * q_step", lambda: differentiate_on_hopper("causal")),
+]  # fmt: skip
+
+
+@EMULATED
+@pytest.mark.parametrize(("text", "wrong", "check"), [x[1:] for x in HOPPER_PLANTED],
+                         ids=[x[0] for x in HOPPER_PLANTED])  # fmt: skip
+def test_bugs_planted_on_hopper_are_caught(monkeypatch, text, wrong, check):
+    must_be_caught(monkeypatch, text, wrong, check)
 
 
 PAIRS = {"bias": RNG.standard_normal((70, 90)).astype(np.float32)}

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from ..operands.spec import Spec
     from ..scores.score import ScoreForm
     from ..scores.wanted import Target
+    from .problem import Problem
 
+WALK = "array_gradients"  # the file of the kernels that walk tiles
 _OF = "_of_"  # between a kernel's file and the name of the array
 _NUMBER = re.compile(r"_(\d+)$")  # of a place that is read
 
@@ -54,6 +56,11 @@ class Wanted(NamedTuple):
     def is_scattered(self) -> bool:
         """Whether its elements are at indices that an expression works out."""
         return self.kind == "scattered"
+
+    @property
+    def is_of_pairs(self) -> bool:
+        """Whether it has an element for each query and key."""
+        return self.keeps_queries and self.keeps_keys and not self.is_scattered
 
     @property
     def is_summed_later(self) -> bool:
@@ -117,25 +124,37 @@ class Extents(NamedTuple):
         if wanted.keeps_queries and wanted.keeps_keys:
             walk = entries * self.query_tiles * self.key_tiles
         return {
-            "array_gradients": walk,
+            WALK: walk,
             "array_sums": -(-elements * 32 // threads),
             "array_zeros": -(-elements // threads),
             "sink_gradients": entries,
         }
 
 
-def kernels_of(wanted: Wanted) -> tuple[str, ...]:
-    """Names of the kernels of one gradient, in their order."""
+def extents_of(problem: Problem, tiles: tuple[int, int], block: tuple[int, int]) -> Extents:
+    """Of a problem with so many tiles of queries and keys, each of so many."""
+    heads, count = problem.head_count, problem.sequences
+    if count is None:
+        return Extents(heads, 1, problem.query_length, problem.key_length, *tiles)
+    queries, keys = problem.longest
+    return Extents(
+        heads * count, count, queries, keys, -(-queries // block[0]), -(-keys // block[1])
+    )
+
+
+def kernels_of(wanted: Wanted, walk: str = WALK) -> tuple[str, ...]:
+    """Names of the kernels of one gradient, in their order; `walk` is the file of its walks."""
     if wanted.kind == "sink":
         return (f"sink_gradients{_OF}{wanted.label}",)
     sums = (f"array_sums{_OF}{wanted.label}",) if wanted.is_summed_later else ()
-    walks = (f"array_gradients{_number(i)}{_OF}{wanted.label}" for i in range(wanted.reads))
+    walks = (walk_name(wanted.label, i, walk) for i in range(wanted.reads))
     zeros = (f"array_zeros{_OF}{wanted.label}",) if wanted.is_scattered else ()
     return (*zeros, *walks, *sums)
 
 
-def _number(read: int) -> str:
-    return f"_{read}" if read else ""
+def walk_name(label: str, read: int = 0, walk: str = WALK) -> str:
+    """The name of the kernel for one of the places in which scores read an array."""
+    return f"{walk}{f'_{read}' if read else ''}{_OF}{label}"
 
 
 def read_of(kernel: str) -> int:
@@ -201,6 +220,7 @@ def declarations(wanted: Wanted, form: ScoreForm, read: int) -> str:
         "KEEPS_QUERIES": wanted.keeps_queries,
         "KEEPS_KEYS": wanted.keeps_keys,
         "KEEPS_SEQUENCES": wanted.keeps_sequences,
+        "ARRAY_IS_ADDED": form.adds(variable_of(form, wanted.name, read)),
     }
     lines = [f"constexpr bool {name} = {str(x).lower()};" for name, x in constants.items()]
     lines += [

@@ -7,9 +7,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from ..operands.dtypes import HALF
+from ..operands.dtypes import HALF, ITEM_BYTES
+from .mma import MmaTile
 from .problem import Device, Problem
-from .tile import KernelTile, round_up
+from .tile import KernelTile, MapBox, round_up
 
 if TYPE_CHECKING:
     from ..typing import Engine
@@ -78,3 +79,47 @@ class HopperTile(KernelTile):
     def widths(self, problem: Problem) -> tuple[int, int]:
         """Columns of a query or key row and of a value row, in steps of the narrowest swizzle."""
         return round_up(problem.head_dim, 32), round_up(problem.value_dim, 32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class HopperGradientTile(HopperTile):
+    """Sizes of a kernel of gradients, which copies tiles of queries and keys as a whole."""
+
+    backward: bool = True
+    stages: int = 2
+
+    def map_boxes(self, problem: Problem) -> tuple[MapBox, ...]:
+        """Tiles of queries and keys, as a whole."""
+        head, value = self.widths(problem)
+        return (
+            MapBox("q", self.block_q, head),
+            MapBox("k", self.block_k, head),
+            MapBox("v", self.block_k, value),
+            MapBox("dout", self.block_q, value),
+        )
+
+    def cached_bytes(self, problem: Problem) -> int:
+        """What blocks read of a head again and again and add to: all operands, and dQ."""
+        item = ITEM_BYTES[problem.dtype]
+        columns = problem.head_dim + problem.value_dim
+        length = problem.query_length + problem.key_length
+        q_tiles = self.query_tiles(problem)
+        return length * columns * item + q_tiles * self.dq_sum_bytes(problem)
+
+    def dq_sum_bytes(self, problem: Problem) -> int:
+        """Of a tile of dQ in the type of sums."""
+        return 0
+
+    def differentiating(self, name: str) -> MmaTile:
+        """The sizes of the kernels for the gradient of an array: of mma, for the same tiles."""
+        return MmaTile(
+            algo=self.algo, max_dim=self.max_dim, backward=True, block_q=self.block_q, slabs=2,
+            warps=self.block_k // 16, split=2, step_q=16 if self.block_q % 64 else 32,
+            load_unroll=4, stages=2 if self.max_dim <= 128 else 1, differentiated=name,
+        )  # fmt: skip
+
+    def constants(self, problem: Problem) -> dict[str, int | bool]:
+        """Sizes that every such kernel reads."""
+        head, value = self.widths(problem)
+        own = {"HEAD_WIDTH": head, "VALUE_WIDTH": value, "PERSISTS": self.persists}
+        return super().constants(problem) | own

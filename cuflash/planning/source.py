@@ -54,7 +54,9 @@ def _namespace(name: str, values: dict[str, int]) -> str:
     return "\n".join([f"namespace {name} {{", *lines, "}"])
 
 
-def _score_function(problem: Problem, variable: Node | None = None) -> str:
+def _score_function(
+    problem: Problem, variable: Node | None = None, knows_queries: bool = False
+) -> str:
     """The changes of the score one after the other, what scores are measured in, and the sinks.
 
     They are differentiated by the score or by what is read of an array. Head, defined further on,
@@ -68,7 +70,8 @@ def _score_function(problem: Problem, variable: Node | None = None) -> str:
     steps = "".join(f"    {{ {reads} score = {text}; }}\n" for reads, text in before)
     steps += f"    {reads}\n" if reads else ""
     # Backward asks for queries that do not exist, and multiplies zeros by what it gets.
-    if problem.backward and (form.may_be_nan or variable is not None):
+    asks = problem.backward and not knows_queries
+    if asks and (form.may_be_nan or variable is not None):
         last = f"unsigned(int(q)) < unsigned(located.query_length) ? T({last}) : T(0)"
     uses_functions = form.stages or form.sink or problem.mask_form.text
     functions = expand("score_functions.cuh") if uses_functions else ""
@@ -137,7 +140,7 @@ def prelude(problem: Problem, tile: Tile) -> str:
             *constants,
             *_geometry(problem, tile),
             params_struct(tuple(fields(problem))),
-            _score_function(problem, tile.variable(problem)),
+            _score_function(problem, tile.variable(problem), tile.knows_queries),
             *([mask_function(problem.mask_form, tile.backward)] if problem.mask_form.text else []),
             *([products] if (products := tile.products(problem)) else []),
             "",

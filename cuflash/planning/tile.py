@@ -16,10 +16,12 @@ from ..masks.band import MAX_SHIFT
 from ..operands.dtypes import EVERY, ITEM_BYTES
 from ..scores.expression import Node
 from .array_gradients import (
+    WALK,
     Extents,
     Wanted,
     array_of,
     declarations,
+    extents_of,
     file_of,
     kernels_of,
     read_of,
@@ -318,6 +320,11 @@ class Tile:
         """What is read of an array, if scores are differentiated by that, not by the score."""
         return None
 
+    @property
+    def knows_queries(self) -> bool:
+        """Whether nothing comes of what scores are of queries that do not exist."""
+        return False
+
     def map_boxes(self, problem: Problem) -> tuple[MapBox, ...]:
         """The operands that the kernel that does the work reads by tensor maps."""
         return ()
@@ -491,13 +498,8 @@ class KernelTile(Tile):
 
     def _extents(self, problem: Problem) -> Extents:
         """What kernels for gradients of arrays walk."""
-        heads, count = problem.head_count, problem.sequences
-        if count is None:
-            tiles = self.query_tiles(problem), self.key_tiles(problem)
-            return Extents(heads, 1, problem.query_length, problem.key_length, *tiles)
-        queries, keys = problem.longest
-        tiles = ceil_div(queries, self.block_q), ceil_div(keys, self.block_k)
-        return Extents(heads * count, count, queries, keys, *tiles)
+        tiles = self.query_tiles(problem), self.key_tiles(problem)
+        return extents_of(problem, tiles, (self.block_q, self.block_k))
 
     def _mask_workspace(self, problem: Problem) -> tuple[Buffer, ...]:
         if problem.mask != "elements":
@@ -534,30 +536,41 @@ class KernelTile(Tile):
                 ),
             )
         main = self.around(problem, self.main_launch(problem, device))
-        return (*starts, *lists, *main, *self._array_launches(problem), *merge)
+        return (*starts, *lists, *main, *self._array_launches(problem, device), *merge)
 
-    def _array_launches(self, problem: Problem) -> tuple[Launch, ...]:
+    def _array_launches(self, problem: Problem, device: Device) -> tuple[Launch, ...]:
         """What computes gradients of arrays that scores depend on."""
         made, extents = [], self._extents(problem)
         item = ITEM_BYTES[problem.accumulator]
         for x in problem.wrt:
-            sizes = self.differentiating(x.label)
+            walk, sizes = self.walk_of(x, problem), self.differentiating(x.label)
             grids = extents.grids(x, sizes.threads)
             shared = {
-                "array_gradients": sizes.shared_bytes(problem),
+                WALK: sizes.shared_bytes(problem),
                 "sink_gradients": sizes.threads // 32 * item,
             }
-            for kernel in kernels_of(x):
+            for kernel in kernels_of(x, walk):
                 file = file_of(kernel)
-                grid = max(1, grids[file])
-                made.append(Launch(kernel, grid, sizes.threads, shared.get(file, 0)))
+                if file in grids:
+                    grid = max(1, grids[file])
+                    made.append(Launch(kernel, grid, sizes.threads, shared.get(file, 0)))
+                else:
+                    made.append(self.of_kernel(kernel).walk_launch(kernel, x, problem, device))
         return tuple(made)
+
+    def walk_of(self, wanted: Wanted, problem: Problem) -> str:
+        """The file of the kernels that walk tiles for the gradient of an array."""
+        return WALK
+
+    def walk_launch(self, kernel: str, of: Wanted, problem: Problem, device: Device) -> Launch:
+        """A kernel of such a file, where it is another one than `WALK`."""
+        raise NotImplementedError
 
     def differentiating(self, name: str) -> KernelTile:
         """The sizes of the kernels for the gradient of an array."""
         raise NotImplementedError
 
-    def of_kernel(self, kernel: str) -> Tile:
+    def of_kernel(self, kernel: str) -> KernelTile:
         """The row that has the sizes of one of the kernels."""
         name = array_of(kernel)
         return replace(self.differentiating(name), read=read_of(kernel)) if name else self

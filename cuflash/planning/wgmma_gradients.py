@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..operands.dtypes import CHUNK_BYTES, ITEM_BYTES
-from .hopper import BARRIER_BYTES, WARPGROUP_ROWS, HopperTile
-from .mma import MmaTile
+from .array_gradients import Wanted, array_of, file_of
+from .hopper import BARRIER_BYTES, WARPGROUP_ROWS, HopperGradientTile
 from .problem import Device, Problem
 from .products import product
-from .tile import Buffer, Launch, MapBox, round_up
+from .tile import Buffer, KernelTile, Launch, round_up
+from .wgmma_arrays import WGMMA_WALK, WgmmaArrayTile, walked
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -24,50 +25,6 @@ HEAD_BYTES = 128  # of where a head lies
 REGION_BYTES = 16  # of what it knows of its region, where sequences are packed
 TURNS = 2  # of a tile of dQ: each warpgroup adds a part
 SIDE_THREADS = 256  # of the kernels before and after the one that does the work
-
-
-@dataclass(frozen=True, kw_only=True)
-class HopperGradientTile(HopperTile):
-    """Sizes of a kernel of gradients, which copies tiles of queries and keys as a whole."""
-
-    backward: bool = True
-    stages: int = 2
-
-    def map_boxes(self, problem: Problem) -> tuple[MapBox, ...]:
-        """Tiles of queries and keys, as a whole."""
-        head, value = self.widths(problem)
-        return (
-            MapBox("q", self.block_q, head),
-            MapBox("k", self.block_k, head),
-            MapBox("v", self.block_k, value),
-            MapBox("dout", self.block_q, value),
-        )
-
-    def cached_bytes(self, problem: Problem) -> int:
-        """What blocks read of a head again and again and add to: all operands, and dQ."""
-        item = ITEM_BYTES[problem.dtype]
-        columns = problem.head_dim + problem.value_dim
-        length = problem.query_length + problem.key_length
-        q_tiles = self.query_tiles(problem)
-        return length * columns * item + q_tiles * self.dq_sum_bytes(problem)
-
-    def dq_sum_bytes(self, problem: Problem) -> int:
-        """Of a tile of dQ in the type of sums."""
-        return 0
-
-    def differentiating(self, name: str) -> MmaTile:
-        """The sizes of the kernels for the gradient of an array: of mma, for the same tiles."""
-        return MmaTile(
-            algo=self.algo, max_dim=self.max_dim, backward=True, block_q=self.block_q, slabs=2,
-            warps=self.block_k // 16, split=2, step_q=16 if self.block_q % 64 else 32,
-            load_unroll=4, stages=2 if self.max_dim <= 128 else 1, differentiated=name,
-        )  # fmt: skip
-
-    def constants(self, problem: Problem) -> dict[str, int | bool]:
-        """Sizes that every such kernel reads."""
-        head, value = self.widths(problem)
-        own = {"HEAD_WIDTH": head, "VALUE_WIDTH": value, "PERSISTS": self.persists}
-        return super().constants(problem) | own
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,6 +57,19 @@ class WgmmaGradientTile(HopperGradientTile):
     def kernel(self) -> str:
         """Name of the kernel, and of its file."""
         return "hopper_backward"
+
+    def walk_of(self, wanted: Wanted, problem: Problem) -> str:
+        """The file of the kernels that walk tiles for the gradient of an array."""
+        return WGMMA_WALK if wanted.label in walked(problem) else super().walk_of(wanted, problem)
+
+    def of_kernel(self, kernel: str) -> KernelTile:
+        """The row that has the sizes of one of the kernels."""
+        if file_of(kernel) != WGMMA_WALK:
+            return super().of_kernel(kernel)
+        return WgmmaArrayTile(
+            algo=self.algo, max_dim=self.max_dim, warps=self.warps, block_q=self.block_q,
+            differentiated=array_of(kernel), first=self,
+        )  # fmt: skip
 
     def padded_width(self, problem: Problem) -> int:
         """Columns of a key row: 64 or 128, since they are the rows of products for dQ."""
@@ -167,7 +137,7 @@ class WgmmaGradientTile(HopperGradientTile):
             Buffer("dk_sum", keys, k_tiles if problem.summed[1] > self.group(problem) else 0),
             Buffer("dv_sum", values, k_tiles if problem.summed[2] > self.group(problem) else 0),
             Buffer("turns", 4 * TURNS, q_tiles if self.adds_in_order(problem) else 0),
-            Buffer("tickets", 4),
+            Buffer("tickets", 4, 1 + len(walked(problem))),
             Buffer(
                 "located",
                 HEAD_BYTES + REGION_BYTES * problem.is_packed,
@@ -202,7 +172,7 @@ class WgmmaGradientTile(HopperGradientTile):
             "ORDERED": self.adds_in_order(problem),
             "GROUP": self.group(problem),
             "ROTATION": 2,
-            "TICKETS": 1,
+            "TICKETS": 1 + len(walked(problem)),
             "TURNS": TURNS,
             "TURNED_BYTES": self.turned_bytes(problem),
             "PRODUCER_REGISTERS": 24,

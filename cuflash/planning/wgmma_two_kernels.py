@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..operands.dtypes import ITEM_BYTES
-from .hopper import BARRIER_BYTES, WARPGROUP_ROWS
+from .array_gradients import WALK, Wanted
+from .hopper import BARRIER_BYTES, WARPGROUP_ROWS, HopperGradientTile
 from .problem import Device, Problem
 from .products import product
-from .tile import MASK_LIST_THREADS, Buffer, Launch, Tile, ceil_div
-from .wgmma_gradients import HopperGradientTile, WgmmaGradientTile
+from .tile import MASK_LIST_THREADS, Buffer, KernelTile, Launch, ceil_div
+from .wgmma_gradients import WgmmaGradientTile
 
 QUERIES = 2 * WARPGROUP_ROWS  # of a block of the second kernel
 
@@ -34,9 +35,13 @@ class WgmmaKeysTile(WgmmaGradientTile):
             algo=self.algo, max_dim=self.max_dim, warps=self.warps, block_q=QUERIES, first=self
         )
 
-    def of_kernel(self, kernel: str) -> Tile:
+    def of_kernel(self, kernel: str) -> KernelTile:
         """The row that has the sizes of one of the kernels."""
         return self.queries if kernel == self.queries.kernel else super().of_kernel(kernel)
+
+    def walk_of(self, wanted: Wanted, problem: Problem) -> str:
+        """The file of the kernels that walk tiles for the gradient of an array."""
+        return WALK
 
     @property
     def rows(self) -> int:

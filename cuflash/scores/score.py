@@ -95,6 +95,21 @@ class ScoreForm(NamedTuple):
         """Whether the derivative by the score is other than 1."""
         return not all(map(_is_addend, self.nodes))
 
+    def adds(self, variable: Node | None) -> bool:
+        """Whether the changed score is a sum with that read of an array, or infinite where it says
+        so: its derivative by what is read is 1, or 0 there.
+        """
+        if variable is None:
+            return False
+        reading = [x.depends_on(variable) for x in self.nodes]
+        first = reading.index(True)
+        later = self.nodes[first + 1 :]
+        return (
+            _is_sum_with(self.nodes[first], variable)
+            and not any(reading[first + 1 :])
+            and all(map(_is_addend, later))
+        )
+
     def __str__(self) -> str:
         text = ", then ".join(self.stages)
         return text + (f" in units of {self.unit}" if self.unit else "")
@@ -120,6 +135,21 @@ def _is_addend(node: Node) -> bool:
     (second,) = others
     added = node.operation == "+" and second.operation == "score" and not first.reads_score
     return added or (first.operation == "score" and not second.reads_score)
+
+
+def _is_sum_with(node: Node, variable: Node) -> bool:
+    """Whether it is the variable and what does not depend on it added to it, or infinite."""
+    if node.key == variable.key:
+        return True
+    if node.operation == "where":
+        return all(_is_sum_with(x, variable) or is_infinite(x) for x in node.inputs[1:])
+    if node.operation not in ("+", "-"):
+        return False
+    first, second = node.inputs
+    added = node.operation == "+" and not first.depends_on(variable)
+    return (added and _is_sum_with(second, variable)) or (
+        not second.depends_on(variable) and _is_sum_with(first, variable)
+    )
 
 
 _FINITE = {

@@ -9,6 +9,17 @@ __device__ __forceinline__ void init_all(Barrier (&barriers)[COUNT], u32 arrival
     for (int i = 0; i < COUNT; ++i) barriers[i].init(arrivals);
 }
 
+// The same of SLOTS buffers, a power of two, by the number of those used so far.
+template <int SLOTS>
+__device__ __forceinline__ int slot_of(u32 count) {
+    static_assert((SLOTS & SLOTS - 1) == 0, "a power of two");
+    return count % SLOTS;
+}
+template <int SLOTS>
+__device__ __forceinline__ u32 parity_of(u32 count) {
+    return count / SLOTS % 2;
+}
+
 // The slot that is next in a ring of SLOTS buffers, and the parity of its full barrier's phase. Its
 // empty barrier is a phase behind, at the other parity.
 template <int SLOTS>

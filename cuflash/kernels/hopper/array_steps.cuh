@@ -1,0 +1,211 @@
+// The producer of hopper_array_gradients.cu: what a block does step by step, and the copies. Reads the prelude.
+#pragma once
+#include "few_registers.cuh"
+#include "hopper/array_block.cuh"
+#include "hopper/array_elements.cuh"
+#include "hopper/producer.cuh"
+#include "hopper/tables.cuh"
+#include "hopper/tile_checks.cuh"
+#include "shared_rows.cuh"
+
+// The warp that works out steps. Blocks take items by tickets, each the next one when it has planned
+// its last: items that show nothing take no time but for their zeros. A lane has a head.
+struct StepWriter {
+    const Params& p;
+    SharedMemory& smem;
+    u32 count = 0;  // of steps
+
+    __device__ __forceinline__ StepWriter(const Params& p, SharedMemory& smem) : p(p), smem(smem) {}
+    static __device__ __forceinline__ int lane() { return afresh(threadIdx.x) % 32; }
+
+    // Lane 0 has the next item's ticket, some time later.
+    __device__ __forceinline__ int draw_ticket() const {
+        return lane() == 0 ? int(atomicAdd(p.tickets + TICKET, 1u)) : 0;
+    }
+    // The next slot, once all have read what was in it. By one lane.
+    __device__ __forceinline__ ArrayStep& slot() const {
+        smem.barriers.step_empty[slot_of<STEP_SLOTS>(count)].wait(parity_of<STEP_SLOTS>(count) ^ 1);
+        return smem.steps[slot_of<STEP_SLOTS>(count)];
+    }
+    __device__ __forceinline__ ArrayStep& slot_before() const {
+        return smem.steps[slot_of<STEP_SLOTS>(count - 1)];
+    }
+    __device__ __forceinline__ const GradientHead* located() const {
+        return reinterpret_cast<const GradientHead*>(p.located);
+    }
+    // What all steps have; `elements` as of the step.
+    __device__ __forceinline__ ArrayStep& write(bool exists, bool closes, u32 shown, u64 elements) {
+        ArrayStep& step = slot();
+        step.exists = exists, step.closes = closes, step.shown = shown;
+        step.item = smem.item, step.elements = elements;
+        step.follow(slot_before());
+        return step;
+    }
+    // A step without tiles.
+    __device__ __forceinline__ void write_end(bool exists) {
+        __syncwarp();  // the step before is there for all lanes
+        if (lane() == 0) {
+            write(exists, true, 0, ArrayStep::NO_ELEMENTS);
+            smem.barriers.step_full[slot_of<STEP_SLOTS>(count)].arrive();
+        }
+        ++count;
+    }
+    // The steps of up to 32 heads, of which this lane's has that index; -1 for none.
+    __device__ __forceinline__ void write_heads(int index) {
+        u64 elements = 0;
+        int bits[ITEM_TILES];
+        u32 shown = 0, cut = 0;
+        if (index >= 0) {
+            elements = elements_of(p, located()[index].head);
+            const QueryTiles<BLOCK_Q> tiles(p, located()[index].head, smem.item.key_tile, BLOCK_K,
+                                            0);
+#pragma unroll
+            for (int t = 0; t < ITEM_TILES; ++t) {
+                const int i = tiles.end - 1 - tiles.list.find(smem.item.first_query + t);
+                if (i < 0 || i >= tiles.count) continue;
+                const Visit visit = tiles[i];
+                if (visit.tile != smem.item.first_query + t) continue;
+                bits[t] = visit.bits;
+                shown |= 1u << t;
+                cut |= u32(tiles.is_cut(visit)) << t;
+            }
+        }
+#pragma unroll 1
+        for (u32 left = __ballot_sync(FULL_WARP, shown != 0); left != 0; left &= left - 1) {
+            __syncwarp();                             // the step before is there for all lanes
+            if (left << (31 - lane()) == 1u << 31) {  // this lane is the next one
+                ArrayStep& step = write(true, false, shown, elements);
+#pragma unroll
+                for (int t = 0; t < ITEM_TILES; ++t)
+                    if (shown >> t & 1) step.bits[t] = bits[t];
+                step.cut = cut;
+                Barrier& full = smem.barriers.step_full[slot_of<STEP_SLOTS>(count)];
+                full.arrive_and_expect(sizeof(GradientHead));
+                load_bytes(&step.located, located() + index, sizeof(GradientHead), full);
+            }
+            ++count;
+        }
+    }
+    // This lane's of the heads that share an entry's elements, from the `first` on; -1 for none. It takes
+    // divisions.
+    __device__ __forceinline__ int find_head(const SharedRows& heads, int first) const {
+        const int i = first + lane();
+        return i < heads.count ? heads[i] : -1;
+    }
+    __device__ __forceinline__ void write_all() {
+        if (lane() == 0) slot_before().begin(), smem.item = {}, smem.entry_end = 0;
+        int head = -1;  // the first of this lane's
+        int drawn = draw_ticket();
+#pragma unroll 1
+        for (;;) {
+            const int ticket = __shfl_sync(FULL_WARP, drawn, 0);
+            const int across = divide_up(p.query_tiles, ITEM_TILES),
+                      of_entry = p.key_tiles * across;
+            __syncwarp();  // all lanes have done with the item before
+            if (ticket >= smem.entry_end) {
+                const int entry = ticket / of_entry;
+                if (entry >= ARRAY_ENTRIES) break;
+                const SharedRows heads(p, array_axis_strides(p), entry);
+                head = find_head(heads, 0);
+                __syncwarp();  // all lanes have read where the entry ends
+                if (lane() == 0) {
+                    smem.item.offset = heads.offset, smem.shared_heads = heads.count;
+                    smem.entry_end = (entry + 1) * of_entry;
+                }
+                __syncwarp();  // the entry is there
+            }
+            drawn = draw_ticket();  // of the next item, while this one's steps are worked out
+            const int tile = ticket - (smem.entry_end - of_entry);
+            if (lane() == 0) {
+                smem.item.key_tile = tile / across;
+                smem.item.first_query = tile % across * ITEM_TILES;
+            }
+            __syncwarp();  // the item is there
+            write_heads(head);
+#pragma unroll 1
+            for (int first = 32; first < smem.shared_heads; first += 32)
+                write_heads(
+                    find_head({p, array_axis_strides(p), smem.entry_end / of_entry - 1}, first));
+            write_end(true);
+        }
+        write_end(false);
+    }
+};
+
+// The copying thread fills the buffers as they become empty.
+__device__ __forceinline__ void copy_steps(const Params& p, const GradientTables& tables,
+                                           SharedMemory& smem) {
+    Barriers& barriers = smem.barriers;
+    for (ArrayStepReader reader(smem);; reader.advance()) {
+        const ArrayStep& step = reader.next();
+        if (!step.exists) return;
+        const u32 shown = step.shown, heads = step.heads;
+        const int k_begin = step.item.key_tile * BLOCK_K;
+        bool is_first = true;
+#pragma unroll 1
+        for (int t = 0; shown >> t != 0; ++t) {
+            if (!(shown >> t & 1)) continue;
+            const u32 tiles = reader.tile_number(step, t);
+            const int q_tile = step.item.first_query + t, slot = slot_of<STAGES>(tiles);
+            const u32 parity = parity_of<STAGES>(tiles);
+            if (is_first) {
+                const int slot = slot_of<K_STAGES>(heads);
+                barriers.K_empty[slot].wait(parity_of<K_STAGES>(heads) ^ 1);
+                load_panels<KeyRows>(smem.K[slot], barriers.K_full[slot], &tables.k, k_begin,
+                                     step.located.k_position);
+            }
+            barriers.Q_empty[slot].wait(parity ^ 1);
+            Barrier& Q_full = barriers.Q_full[slot];
+            Q_full.arrive_and_expect(QueryRows::BYTES + ROW_STATS * sizeof(float));
+            load_expected_panels<QueryRows>(smem.Q[slot], Q_full, &tables.q, q_tile * BLOCK_Q,
+                                            step.located.q_position);
+            const i64 stats = query_tiles_at<BLOCK_Q>(p, step.located.head) + q_tile;
+            load_bytes(smem.row_stats[slot_of<STATS_SLOTS>(tiles)], p.row_stats + stats * ROW_STATS,
+                       ROW_STATS * sizeof(float), Q_full);
+            barriers.dO_empty[slot].wait(parity ^ 1);
+            load_panels<GradientRows>(smem.dO[slot], barriers.dO_full[slot], &tables.dout,
+                                      q_tile * BLOCK_Q, step.located.dout_position);
+            if (is_first) {  // last, since the values before are read longest
+                const int slot = slot_of<V_STAGES>(heads);
+                barriers.V_empty[slot].wait(parity_of<V_STAGES>(heads) ^ 1);
+                load_panels<ValueRows>(smem.V[slot], barriers.V_full[slot], &tables.v, k_begin,
+                                       step.located.v_position);
+            }
+            is_first = false;
+        }
+        reader.release();
+    }
+}
+
+// A side warp brings elements of a captured array, and looks for infinities and NaN in its part of the
+// values.
+__device__ __forceinline__ void serve_steps(const Params& p, SharedMemory& smem, int part) {
+    constexpr int BYTES = ValueRows::BYTES / SIDE_WARPS;
+    Barriers& barriers = smem.barriers;
+    const int lane = threadIdx.x % 32;
+    for (ArrayStepReader reader(smem);; reader.advance()) {
+        const ArrayStep& step = reader.next();
+        if (!step.exists) return;
+        const bool shows = step.shown != 0;
+        const u32 heads = step.heads;
+        if constexpr (READS_ROWS) {
+            if (step.is_fresh) {
+                barriers.elements_empty.wait(step.brought % 2 ^ 1);
+                load_elements(p, smem, step.located.head, step.item.first_query * BLOCK_Q,
+                              step.item.key_tile * BLOCK_K, part);
+            }
+        }
+        __syncwarp();  // all lanes have read the step
+        if (lane == 0) reader.release();
+        if (!CHECKS_VALUES || !shows) continue;
+        const int slot = slot_of<V_STAGES>(heads);
+        barriers.V_full[slot].wait(parity_of<V_STAGES>(heads));
+        const bool found = has_nonfinite_units<BYTES>(smem.V[slot] + part * BYTES, lane);
+        __syncwarp();  // all lanes have read the values
+        if (lane == 0) {
+            smem.found_nonfinite[slot][part] = found;
+            barriers.V_checked[slot].arrive();
+            barriers.V_empty[slot].arrive();
+        }
+    }
+}

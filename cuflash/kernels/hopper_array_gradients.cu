@@ -1,0 +1,229 @@
+// The gradient of an array that has an element for each query and key, as a bias has, on Hopper: sums
+// of dS times the derivative of the changed score by an element, over the heads that share it. `modify`
+// differentiates by that element here (planning/array_gradients.py).
+//
+//     S^T = K Q^T     P^T = exp(S^T - lse)     dP^T = V dO^T     sum += P^T slope (dP^T - delta)
+//
+// S^T and dP^T are computed once more, since to keep them takes a workspace as large as all scores. An
+// item is a tile of keys and ITEM_TILES tiles of queries; its sums stay in registers while the heads
+// pass by. So every sum has one order. Pairs that no head shows are written as zeros.
+//
+// Grid: one block per multiprocessor, which takes one item after the other. A block has a producer
+// warpgroup and two consumers, which have 64 keys each:
+//
+//     thread 0      copies tiles by TMA      K, V   [K_STAGES][BLOCK_K][D], [V_STAGES][BLOCK_K][DV]
+//                                            Q, dO  [STAGES][BLOCK_Q][D], [STAGES][BLOCK_Q][DV]
+//                   and what backward_rows has worked out of the queries
+//     warp 1        works out the steps: an item's heads, and which tiles they show
+//     warps 2, 3    bring the elements of a captured array, and look for infinities and NaN among
+//                  the values
+//     consumers     compute S^T, dP^T and the sums; nothing ties them together
+//
+// Floor of a step of 128 keys and 192 queries, D = DV = 128 and 64: the tensor cores take 3072 and 1536
+// clocks, exponentials 1536, the issue slots about 2000 (a pair takes 7 instructions for its weight and 3
+// for its term). From L2 come 160 and 80 KB, at 30 bytes a clock and multiprocessor 5460 and 2730 clocks:
+// hence items as large as registers allow. The gradient is written once. docs/hopper.md has what was
+// measured.
+#include "hopper/array_block.cuh"
+#include "hopper/array_elements.cuh"
+#include "hopper/array_steps.cuh"
+#include "hopper/array_stores.cuh"
+
+// Pairs of columns whose numbers are loaded together: ptxas loads no more ahead than to the next
+// __syncwarp, else registers are short.
+constexpr int AT_A_TIME = GradientStep::PAIRS / (BLOCK_Q > 64 ? 2 : 1);
+static_assert(AT_A_TIME % 2 == 0, "elements are loaded for two pairs");
+
+// Weights times the derivative by the element, from S^T. A hidden pair gets -0, if it is to be told
+// from others: where all numbers are finite its weight is 0 by itself, unless the derivative is not.
+template <bool CAREFUL>
+__device__ __forceinline__ void to_weights(Accumulator (&S)[Scores::ROWS][Scores::COLUMNS],
+                                           const GradientStep& now, const Params& p,
+                                           const GradientStep::Stats& log2_sums,
+                                           TurnedElements<>& elements, int t) {
+    const OfHead of_head = read_of_head(now.head, p);
+    const Accumulator multiplier = score_multiplier(p);
+#pragma unroll
+    for (int m = 0; m < GradientStep::PAIRS; ++m) {
+        const auto log2_sum = log2_sums[m];
+        if (m % AT_A_TIME == 0) __syncwarp();
+        if (m % 2 == 0) elements.load(t * BLOCK_Q + m * 8);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const int i = e / 2, j = 2 * m + e % 2;
+            const auto score =
+                score_of(S[i][j], of_head, now.head, column_place(now.tile, now.q_begin, j),
+                         now.k_begin + now.tile.row(i), p, elements.at(i, m, e % 2));
+            const Accumulator log2_weight =
+                multiply_add(score.value, multiplier, -log2_sum.at[e % 2]);
+            S[i][j] = exp2_of(log2_weight);
+            if constexpr (!ARRAY_IS_ADDED)  // never -0
+                S[i][j] = multiply_add(S[i][j], score.slope, Accumulator(0));
+            const bool hidden = SCORE_MAY_HIDE && score.value == -infinity<Accumulator>();
+            if ((CAREFUL || !ARRAY_IS_ADDED) && hidden) S[i][j] = Accumulator(-0.0);
+            if (CAREFUL && log2_sum.at[e % 2] == infinity<Accumulator>())
+                S[i][j] = Accumulator(-0.0);
+        }
+    }
+}
+
+// Adds the terms of a tile, from weights and dP^T. Of finite scores hidden pairs are those of weight 0:
+// else the query's O, and so delta, would be infinite like the value.
+template <bool CAREFUL>
+__device__ __forceinline__ void add_terms(Accumulator (&sums)[Scores::ROWS][Scores::COLUMNS],
+                                          const Accumulator (&dP)[Scores::ROWS][Scores::COLUMNS],
+                                          const Accumulator (&P)[Scores::ROWS][Scores::COLUMNS],
+                                          const GradientStep& now,
+                                          const GradientStep::Stats& deltas,
+                                          bool scores_are_finite = false) {
+#pragma unroll
+    for (int m = 0; m < GradientStep::PAIRS; ++m) {
+        if (m % AT_A_TIME == 0) __syncwarp();
+        const auto delta = deltas[m];
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+            const int i = e / 2, j = 2 * m + e % 2;
+            const Accumulator rest =
+                (now.kept.has(i, j) ? dP[i][j] : Accumulator(0)) - delta.at[e % 2];
+            const bool hidden =
+                is_negative_zero(P[i][j]) || (scores_are_finite && P[i][j] == Accumulator(0));
+            if (CAREFUL)
+                sums[i][j] += hidden ? Accumulator(0) : P[i][j] * rest;
+            else
+                sums[i][j] = multiply_add(P[i][j], rest, sums[i][j]);
+        }
+    }
+}
+
+// What a consumer does.
+__device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int consumer) {
+    Barriers& barriers = smem.barriers;
+    const bool speaks = threadIdx.x % 32 == 0;  // for its warp
+    const Scores tile(threadIdx.x % WARPGROUP);
+    const u64 K =
+        KeyRows::descriptor(SHARED_BASE + shared_at::K) + consumer * KeyRows::rows(SLAB / 16);
+    const u64 V =
+        ValueRows::descriptor(SHARED_BASE + shared_at::V) + consumer * ValueRows::rows(SLAB / 16);
+    const u64 Q = QueryRows::descriptor(SHARED_BASE + shared_at::Q);
+    const u64 dO = GradientRows::descriptor(SHARED_BASE + shared_at::dO);
+
+    ArraySums sums;
+    Accumulator S[Scores::ROWS][Scores::COLUMNS], dP[Scores::ROWS][Scores::COLUMNS];
+    TurnedElements<> elements(tile, consumer * SLAB);
+
+    const auto clear_sums = [&] {
+#pragma unroll
+        for (int t = 0; t < ITEM_TILES; ++t) clear_rows(sums[t]);
+    };
+    clear_sums();
+    for (ArrayStepReader reader(smem);; reader.advance()) {
+        const ArrayStep& step = reader.next();
+        if (!step.exists) break;
+        const u32 shown = step.shown;
+        const auto k_begin = [&] { return step.item.key_tile * BLOCK_K + consumer * SLAB; };
+        const int K_slot = slot_of<K_STAGES>(step.heads), V_slot = slot_of<V_STAGES>(step.heads);
+        if (step.gives_back) {
+            __syncwarp();  // all lanes have read the elements
+            if (speaks) barriers.elements_empty.arrive();
+        }
+        if (step.is_fresh) barriers.elements_full.wait(step.brought % 2);
+        if (shown != 0) barriers.K_full[K_slot].wait(parity_of<K_STAGES>(step.heads));
+#pragma unroll
+        for (int t = 0; t < ITEM_TILES; ++t) {
+            if (!(shown >> t & 1)) continue;
+            const bool is_last = shown >> (t + 1) == 0;
+            const u32 tiles = reader.tile_number(step, t);
+            const int slot = slot_of<STAGES>(tiles);
+            const u32 parity = parity_of<STAGES>(tiles);
+            barriers.Q_full[slot].wait(parity);
+            open_products();
+            multiply_shared<KeyRows, QueryRows>(S, K + K_slot * (KeyRows::BYTES >> 4),
+                                                Q + slot * (QueryRows::BYTES >> 4));
+            commit_products();
+            barriers.V_full[V_slot].wait(parity_of<V_STAGES>(step.heads));
+            barriers.dO_full[slot].wait(parity);
+            open_products();
+            multiply_shared_values<ValueRows, GradientRows>(
+                dP, V + V_slot * (ValueRows::BYTES >> 4), dO + slot * (GradientRows::BYTES >> 4));
+            commit_products();
+
+            const float* const row_stats = smem.row_stats[slot_of<STATS_SLOTS>(tiles)];
+            const u32 numbers = SHARED_BASE + shared_at::row_stats +
+                                slot_of<STATS_SLOTS>(tiles) * (ROW_STATS * sizeof(float));
+            const GradientStep::Stats log2_sums(tile, numbers);
+            const GradientStep::Stats deltas(tile, numbers + BLOCK_Q * sizeof(float));
+            GradientStep now{p, tile, step.located.head, (step.item.first_query + t) * BLOCK_Q,
+                             k_begin()};
+            now.draw_kept();
+            const bool careful = step.cut >> t & 1 || row_stats[NONFINITE] != 0;
+            wait_products<1>(S);
+            __syncwarp();  // all lanes have read the numbers of the tile before
+            if (speaks) {
+                barriers.Q_empty[slot].arrive();
+                if (is_last) barriers.K_empty[K_slot].arrive();
+            }
+            if (careful) {
+                to_weights<true>(S, now, p, log2_sums, elements, t);
+                settle(S);  // or both changes are made at a time, for which there are no registers
+                now.hide(S, TileBits(p, now.head, step.bits[t], consumer * SLAB, now.k_begin,
+                                     now.q_begin));
+            } else {
+                to_weights<false>(S, now, p, log2_sums, elements, t);
+            }
+            wait_products<0>(dP);
+            bool check = false;  // whether hidden pairs meet infinite values
+            if (CHECKS_VALUES) {
+                barriers.V_checked[V_slot].wait(parity_of<V_STAGES>(step.heads));
+#pragma unroll
+                for (int part = 0; part < SIDE_WARPS; ++part)
+                    check |= smem.found_nonfinite[V_slot][part] != 0;
+            }
+            __syncwarp();  // all lanes have read what the side warps found
+            if (speaks) {
+                barriers.dO_empty[slot].arrive();
+                if (is_last) barriers.V_empty[V_slot].arrive();
+            }
+            if (careful || check)
+                add_terms<true>(sums[t], dP, S, now, deltas, !careful);
+            else
+                add_terms<false>(sums[t], dP, S, now, deltas);
+        }
+        if (step.closes) {
+            store_sums(sums, tile, p, array_gradient(p) + step.item.offset,
+                       step.item.first_query * BLOCK_Q, k_begin() + 16 * tile.warp,
+                       smem.gradient[threadIdx.x / 32 - 4][0]);
+            clear_sums();
+        }
+        __syncwarp();  // all lanes have read the step, and the numbers of its queries
+        if (speaks) reader.release();
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    hopper_array_gradients(const __grid_constant__ Params p,
+                           const __grid_constant__ GradientTables tables) {
+    SharedMemory& smem = *static_cast<SharedMemory*>(__cvta_shared_to_generic(SHARED_BASE));
+    const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
+    if (threadIdx.x == 0) {
+        extern __shared__ __align__(1024) unsigned char bytes[];
+        if (shared_address(bytes) != SHARED_BASE) __trap();
+        smem.barriers.init();
+        publish_barriers();
+        prefetch(&tables.q), prefetch(&tables.k), prefetch(&tables.v), prefetch(&tables.dout);
+    }
+    __syncthreads();  // the barriers exist for all
+
+    if (warpgroup == 0) {
+        release_registers<PRODUCER_REGISTERS>();
+        const int warp = threadIdx.x / 32;
+        if (threadIdx.x == COPYING_THREAD)
+            copy_steps(p, tables, smem);
+        else if (warp == STEPS_WARP)
+            StepWriter(p, smem).write_all();
+        else if (warp >= FIRST_SIDE_WARP)
+            serve_steps(p, smem, warp - FIRST_SIDE_WARP);
+        return;
+    }
+    claim_registers<CONSUMER_REGISTERS>();
+    consume(p, smem, warpgroup - 1);
+}
