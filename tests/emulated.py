@@ -50,9 +50,10 @@ def attention(
     q_lengths=None, kv_lengths=None, q_offset=None, scale=None, enable_gqa=False, return_lse=True,
     split_keys=None, page_table=None, bias=None, score_mod=None, alibi_slopes=None, sinks=None,
     dropout_p=0.0, seed=None, out=None, mode="check", schedule=0, row=None, device=H200,
+    truncates=False,
 ):  # fmt: skip
-    """attention() as `device` would run it; `row` forces a row of the table, `mode` and `schedule`
-    (its seed) are the emulator's.
+    """attention() as `device` would run it; `row` forces a row of the table, `mode`, `schedule`
+    (its seed) and `truncates` are the emulator's.
 
     New results are never-written memory to the kernel; `out=` counts as written, gaps included.
     """
@@ -70,7 +71,7 @@ def attention(
     arrays = forward_arrays(q, k, v, out, given_lse, *lengths, offsets, page_table) | scored
     count = 1 + return_lse
     asked = arrays, options, count, mask, number
-    return Result(*_run(ForwardCall, *asked, mode, schedule, row, device))
+    return Result(*_run(ForwardCall, *asked, mode, schedule, row, device, truncates))
 
 
 def attention_varlen(
@@ -205,7 +206,9 @@ def merge(outs, lses, *, out=None, mode="check", seed=0):
     return arrays["out"], arrays["lse"], call.plan
 
 
-def _run(kind, arrays, options, count, mask, number, mode, schedule, row, device):
+def _run(
+    kind, arrays, options, count, mask, number, mode, schedule, row, device, truncates=False
+):  # fmt: skip
     """The first results of a call, padded with None, its plan and the emulator's counts."""
     mask = as_mask(mask)
     asked = Arguments(kind.operands, arrays, mask, seed=number)
@@ -234,8 +237,12 @@ def _run(kind, arrays, options, count, mask, number, mode, schedule, row, device
         for name in ("seed_number", "first_query_number", "first_key_number", "first_head"):
             params[name] = asked.addresses[name]
     _place_mask(params, mask, plan, memory)
-    tables = {x.name: _tables(plan, x.name, call.layout, arrays, memory) for x in plan.kernels}
-    stats = _launch(plan, params, tables, memory, mode, schedule)
+    parts = {name: np.empty(size, np.uint8) for name, size in plan.workspace}
+    for name, part in parts.items():
+        params[name] = memory.place(part, initialised=False)
+    held = arrays | {name: x.view(np.float16) for name, x in parts.items() if x.size % 2 == 0}
+    tables = {x.name: _tables(plan, x.name, call.layout, held, memory) for x in plan.kernels}
+    stats = _launch(plan, params, tables, memory, mode, schedule, truncates)
     for name, _ in call.staged:
         if name in results:
             results[name][...] = arrays[name]
@@ -271,18 +278,15 @@ def _place_mask(params, mask, plan, memory) -> None:
                 params[mask_field_of(capture)] = memory.place(x)
 
 
-def _launch(plan, params, tables, memory, mode, seed) -> dict:
+def _launch(plan, params, tables, memory, mode, seed, truncates) -> dict:
     """Run the plan's kernels one after the other; the counts of the one that does the work."""
-    for name, size in plan.workspace:
-        part = np.empty(size, np.uint8)
-        params[name] = memory.place(part, initialised=False)
     stats = {}
     for kernel in plan.kernels:
         module = Module(plan.source(kernel.name), mode=mode, arch=plan.device.arch * 10)
         module.launch(
             kernel.name, kernel.grid, kernel.threads,
             [params, *tables[kernel.name]],
-            shared_bytes=kernel.shared_bytes, seed=seed, memory=memory,
+            shared_bytes=kernel.shared_bytes, seed=seed, memory=memory, truncates=truncates,
         )  # fmt: skip
         if kernel.name == plan.kernel:
             stats = module.stats

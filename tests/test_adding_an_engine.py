@@ -34,7 +34,7 @@ def test_the_engine_of_the_page(tmp_path):
     module, line = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (package / "planning" / "naive.py").write_text(module)
     plan = package / "planning" / "plan.py"
-    text, count = re.subn(r"^_ENGINE_MODULES = .*\n", line, plan.read_text(), flags=re.MULTILINE)
+    text, count = re.subn(r"(?m)^_ENGINE_MODULES = \([^)]*\)\n", line, plan.read_text())
     assert count == 1
     plan.write_text(text)
     path = f"{tmp_path}:{ROOT / 'tests'}"

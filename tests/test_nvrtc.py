@@ -23,6 +23,7 @@ from cuflash.planning.plan import TILES, Plan, Tile, make_plan
 from cuflash.planning.problem import Device, Problem
 from cuflash.scores.score import softcap
 
+PLANES = "hopper_planes_forward"
 REGISTERS = 65536  # of a multiprocessor
 ARCHES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_100", "sm_120")
 
@@ -151,6 +152,11 @@ def every_row() -> list[Kernel]:
     made = mma + masked(mma[::2]) + capped(mma[1::2]) + split(mma) + paged(mma)
     made += dropping([x for x in mma if x.row.engine == "mma"])[::5]  # wgmma's: test_dropout.py
     made += [*packed(mma)[::6], mma[0]._replace(sequences=64, name="sequence_starts")]
+    planes = [x for x in kernels("sm_90a", ["float32"]) if x.row.kernel == PLANES]
+    fa3 = [x for x in planes if x.row.algo == "fa3"]
+    main = [x for x in fa3 if not x.name]
+    made += fa3 + masked(main)[:-2] + capped(main[1:2]) + dropping(main[1:2])
+    made += [x._replace(row=dataclasses.replace(x.row, span=1024)) for x in main[::2]]
     return made + turns + split(simt)[::3]
 
 
@@ -221,7 +227,8 @@ def check(kernel: Kernel) -> None:
     assert cost.spills <= spills, f"{kernel}: {cost}"
     assert cost.registers <= 255
     # Registers are given out in units of 8 per thread.
-    of_block = -(-cost.registers // 8) * 8 * kernel.row.threads
+    threads = {x.name: x.threads for x in kernel.plan.kernels}[kernel.name or kernel.plan.kernel]
+    of_block = -(-cost.registers // 8) * 8 * threads
     blocks = 1 if kernel.name else kernel.row.min_blocks
     assert of_block * blocks <= REGISTERS, f"{kernel}: {cost}"
 

@@ -17,6 +17,7 @@ from cuflash import reference
 from cuflash.masks.band import Band
 from cuflash.operands.dtypes import ITEM_BYTES
 from cuflash.planning.plan import TILES, Plan, make_plan
+from cuflash.planning.planes import PlanesTile
 from cuflash.planning.problem import CPU, SHARED_BYTES, Device, Problem
 
 H200 = Device(90, "NVIDIA H200", multiprocessors=132)
@@ -330,6 +331,8 @@ def test_tiles_that_lie_across_blocks_of_masks_do_not_serve():
         assert "\nrejected   fa2 mma 128x48, 4 warps, 2 stages: its tiles of 128x48" in str(plan)
     for row in GPU_ROWS + BACKWARD_ROWS:
         of_row = problem(row.dtypes[0], mask="blocks", d=1, backward=row.backward)
+        if isinstance(row, PlanesTile):  # whose tiles must also be those of the kernel behind
+            continue
         assert ("lie across" in row.reject(of_row, H200)) == (row.scored[1] == 48)
 
 
@@ -482,7 +485,8 @@ def hopper(p=None, device=H200, algo="fa3"):
 def test_hopper_serves_or_says_why_not():
     assert hopper() == hopper(algo="fa2") == hopper(problem("bfloat16", d=256, e=8)) == ""
     assert hopper(algo="fa1") == hopper(problem("bfloat16", d=8, e=256), algo="fa1") == ""
-    assert hopper(problem("float32")) == "serves float16, bfloat16, not float32"
+    assert hopper(problem("float32")) == ""
+    assert hopper(problem("float32"), algo="fa1") == "serves float16, bfloat16, not float32"
     assert hopper(device=Device(80)) == "needs sm_90, the device is sm_80"
     assert hopper(device=Device(100)) == "needs sm_90, the device is sm_100"
     assert hopper(device=Device(90, has_features=False)) == "needs NVRTC 12.9 or later"
@@ -528,7 +532,8 @@ def test_hopper_serves_what_fills_it():
         assert (plan.algo, plan.kernel) == (algo or "fa3", "hopper_forward")
         assert plan.engine == "wgmma"
         assert plan.compile_options == ("-arch=sm_90a",)
-    assert all(row.reads_once for row, _ in make_plan(large, H200).rejected if row.max_dim == 64)
+    rejected = [row for row, _ in make_plan(large, H200).rejected if "bfloat16" in row.dtypes]
+    assert all(row.reads_once for row in rejected if row.max_dim == 64)
     assert make_plan(large, H200, engine="mma").engine == "mma"
     for p in (dataclasses.replace(large, backward=True), backward()):  # however few the blocks are
         gradients = make_plan(p, H200)
@@ -555,8 +560,8 @@ def test_mma_serves_what_hopper_does_not_and_the_plan_says_why(algo, changes, de
         dataclasses.replace(large, **changes), dataclasses.replace(H200, **device), algo
     )
     assert (plan.algo, plan.engine, plan.compile_options) == ("fa2", "mma", ())
-    reasons = [why for row, why in plan.rejected if row.engine == "wgmma"]
-    assert set(reasons) == {reason}
+    of_type = [x for x in plan.rejected if plan.problem.dtype in x[0].dtypes]
+    assert {why for row, why in of_type if row.engine == "wgmma"} == {reason}
     assert f": {reason}\n" in f"{plan}\n"
 
 

@@ -13,7 +13,8 @@ from ..masks.band import MAX_SHIFT
 from ..operands.layout import LENGTHS, MAX_LENGTH, Layout, MaskLayout
 from ..planning.params import OPERANDS, params_dtype
 from ..planning.plan import Plan
-from ..planning.problem import Problem
+from ..planning.planes import again_tiles
+from ..planning.problem import Problem, own_strides
 from ..planning.visible import mask_field_of
 from ..scores.emit import field_of
 from ..scores.score import Score
@@ -83,6 +84,11 @@ def pack(
     if problem.mask:
         params["mask_axis_stride"][0, : len(layout.axes)] = layout.axis_strides["mask"]
         params["mask_rows"], params["mask_columns"] = plan.tile.scored_tiles(problem)
+    if problem.has_planes:
+        for name in "qkv":
+            in_heads, params[f"{name}_planes_heads"] = own_strides(layout, name)
+            params[f"{name}_planes_stride"][0, : len(layout.axes)] = in_heads
+        params["again_tiles"] = again_tiles(problem)
     if layout.pages is not None:
         names = "pages", "k_page_stride", "v_page_stride", "page_table_stride"
         for name, value in zip(names, layout.pages):

@@ -204,18 +204,22 @@ def prepare(call: Call, device_id: int) -> Launcher:
     starts = plan.workspace_offsets
     given = len(names) - len(workspace_pointers(plan.problem))
     offsets = [starts.get(name) for name in names[given:]]
+    maps_workspace = any(x.planes > 1 for x in plan.map_boxes(plan.kernel))
     pack_operands = struct.Struct(f"{given}Q").pack_into
     pack_all = struct.Struct(f"{len(names)}Q").pack_into
 
     def launch(addresses: dict[str, int], base: int) -> None:
         params: Any = template.copy()  # several threads may be here
+        places = addresses
         if base:
             parts = [0 if x is None else base + x for x in offsets]
             pack_all(params, 0, *addresses.values(), *parts)
+            if maps_workspace:
+                places = addresses | dict(zip(names[given:], parts))
         else:
             pack_operands(params, 0, *addresses.values())
         for start, more in kernels:
-            start((params,) if more is None else (params, *more(addresses)))
+            start((params,) if more is None else (params, *more(places)))
 
     return launch
 

@@ -71,7 +71,8 @@ def table_maker(
     """A function of the operands' addresses that makes the kernel's argument, of `size` bytes."""
     encode = _encode_function()
     order_address = struct.pack("Q", 0 if order is None else order.data.ptr)
-    type_code = {"float16": 6, "bfloat16": 9}[dtype]  # CUtensorMapDataType
+    # CUtensorMapDataType; planes of float32 are halves.
+    type_code = {"float16": 6, "bfloat16": 9, "float32": 6}[dtype]
     fixed = []
     for slot, x in enumerate(maps.values()):
         rank = len(x.dims)

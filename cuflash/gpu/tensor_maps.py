@@ -7,7 +7,7 @@ from typing import NamedTuple
 from ..operands.dtypes import CHUNK_BYTES, ITEM_BYTES
 from ..operands.layout import Layout, PageLayout
 from ..planning.plan import Plan
-from ..planning.problem import MAP_AXES
+from ..planning.problem import MAP_AXES, own_strides
 
 MAP_BYTES = 128
 ORDER_BYTES = 64  # of the pointer to the order of work, which forward kernels have, as aligned
@@ -29,21 +29,31 @@ class TensorMap(NamedTuple):
 
 
 def tensor_maps(plan: Plan, layout: Layout, kernel: str | None = None) -> dict[str, TensorMap]:
-    """The maps of one of a plan's kernels, by default of the one that does the work."""
-    p, item, maps = plan.problem, ITEM_BYTES[plan.problem.dtype], {}
+    """The maps of one of a plan's kernels, by default of the one that does the work.
+
+    Of operands in planes they are of these, where they lie in the workspace.
+    """
+    p, maps = plan.problem, {}
     extents = {
         "q": (p.query_length, p.head_dim),
         "k": (p.key_length, p.head_dim),
         "v": (p.key_length, p.value_dim),
         "dout": (p.query_length, p.value_dim),
     }
-    for name, rows, width, packed in plan.map_boxes(kernel or plan.kernel):
+    for name, rows, width, packed, planes in plan.map_boxes(kernel or plan.kernel):
         length, columns = extents[name]
+        item = ITEM_BYTES[p.dtype] // planes
         panel = 64 if width % 64 == 0 else 32
         axes = list(zip(layout.axes, layout.axis_strides[name]))
         if layout.pages is not None and name != "q":
             length, axes = p.page_size, _pool_axes(axes, name, layout.pages)
-        axes = [(length, layout.rows[name]), *axes]
+        step = layout.rows[name]
+        if planes > 1:  # side by side in a row, one row behind the other
+            step = columns = planes * width
+            in_heads, _ = own_strides(layout, name)
+            axes = [(size, x * length * step) for size, x in zip(layout.axes, in_heads)]
+            name = f"{name}_planes"
+        axes = [(length, step), *axes]
         dims = [size if step else 1 for size, step in axes]
         steps = [step * item for _, step in axes]
         box = [rows] + [1] * MAP_AXES

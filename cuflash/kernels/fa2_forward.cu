@@ -16,6 +16,7 @@
 // docs/kernels.md says what bounds its speed, and what counted.
 #include "nonfinite.cuh"
 #include "numeric.cuh"
+#include "planes/factors.cuh"
 #include "ptx/overlap.cuh"
 #include "tiles/copies.cuh"
 #include "tiles/guarded_softmax.cuh"
@@ -92,11 +93,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
     if (SPLIT) admit_kernel_behind();
     const int warp = threadIdx.x / 32;
-    const Work work(p, blockIdx.x, p.query_tiles * (SPLIT ? p.parts : 1), GROUP);
-    const int part = SPLIT ? work.tile / p.query_tiles : 0;
-    const int tile_index = SPLIT ? work.tile % p.query_tiles : work.tile;
+    int query_tiles = p.query_tiles;
+    if constexpr (AFTER_PLANES) query_tiles = tiles_behind(p);
+    const Work work(p, blockIdx.x, query_tiles * (SPLIT ? p.parts : 1), GROUP);
+    const int part = SPLIT ? work.tile / query_tiles : 0;
+    const int tile_index = SPLIT ? work.tile % query_tiles : work.tile;
     const RegionTile place =
-        query_tile_at<BLOCK_Q, PACKED>(p, tile_index / GROUP_TILES, p.query_tiles / GROUP_TILES);
+        query_tile_at<BLOCK_Q, PACKED>(p, tile_index / GROUP_TILES, query_tiles / GROUP_TILES);
     if (!place.exists()) return;
     Head head = locate_head(p, work.head * GROUP + tile_index % GROUP_TILES * PACKED, place.region);
     take_part(p, head, part);
@@ -105,6 +108,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int first_row = warp * Tile::WARP_ROWS;
     const int block_row = query_tile * BLOCK_Q, row_begin = block_row + first_row;
     if (!has_work(p, head, block_row, block_row + BLOCK_Q)) return;
+    if constexpr (AFTER_PLANES)
+        if (!is_left_out(p, head, block_row, block_row + BLOCK_Q)) return;
     const KeyTiles<BLOCK_K> tiles(p, head, query_tile, BLOCK_Q);
     const Accumulator multiplier = score_multiplier(p);
 

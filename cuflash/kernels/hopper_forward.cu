@@ -37,6 +37,7 @@
 #include "hopper/turns.cuh"
 #include "uniform.cuh"
 #include "tiles/warpgroup.cuh"
+#include "hopper/of_halves.cuh"
 #include "hopper/block.cuh"
 
 // O += weight * value for the infinities and NaN among the values that a row sees: the products saw

@@ -51,7 +51,7 @@ def estimate(tile: Tile, problem: Problem, device: Device) -> float:
     begun = min(ceil_div(slots, tiles), groups) * tile.parts(problem)  # parts that begin together
     first = begun * tile.block_k * _key_bytes(problem) / rate
     *rest, work = sorted((makespan + first, loaded, stored))
-    work += tile.start_time + OVERLAP * rest[-1]
+    work += tile.start_time + tile.extra_time(problem) + OVERLAP * rest[-1]
     if tile.span:
         rows = problem.head_count * problem.query_length * tile.parts(problem)
         work += MERGE + 2 * rows * problem.value_dim * ITEM_BYTES[problem.accumulator] / PART_RATE

@@ -42,6 +42,15 @@ _WORKSPACE = {
            "located": "void*", "nonfinite_keys": "unsigned int*"},
 }  # fmt: skip
 
+# Planes of float32 operands, the ranges of their numbers, which heads planes hold, and which rows
+# are worked on again.
+_PLANES = {"q_planes": "void*", "k_planes": "void*", "v_planes": "void*", "plane_ranges": "void*",
+           "held_heads": "void*", "again": "unsigned int*"}  # fmt: skip
+_PLANE_SCALARS = (
+    (("q_planes_stride", "k_planes_stride", "v_planes_stride"), "i8 axes", "long long"),  # in heads
+    (("q_planes_heads", "k_planes_heads", "v_planes_heads", "again_tiles"), "i4", "int"),
+)
+
 _ARRAY_SUMS = {"array_sums": "Accumulator*"}
 
 # Fields behind the pointers, as (names, NumPy type, C type). "Accumulator" as the NumPy type
@@ -100,6 +109,8 @@ def _pointer_types(problem: Problem) -> tuple[dict[str, str], dict[str, str], di
     workspace = {**_MASK_WORKSPACE[problem.mask], **_WORKSPACE[problem.backward]}
     if problem.backward and problem.mask:
         workspace |= _QUERY_LISTS
+    if problem.has_planes:
+        workspace |= _PLANES
     if problem.is_packed:
         workspace |= _STARTS
     if problem.wrt:
@@ -136,6 +147,8 @@ def _fields(problem: Problem) -> Iterator[tuple[tuple[str, ...], str, str]]:
         yield (f"{x.field}_step",), "i8 2", "long long"
         if x.keeps_sequences:
             yield (f"{x.field}_entry_stride",), "i8", "long long"
+    if problem.has_planes:
+        yield from _PLANE_SCALARS
     if problem.page_size:
         yield from _PAGE_SCALARS
     if problem.dropout:

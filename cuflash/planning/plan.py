@@ -26,7 +26,15 @@ WORKSPACE_ALIGNMENT = 256  # bytes
 MOST_OTHERS = 6  # which a plan prints
 
 # The modules of the engines, the fastest first. Hopper's engine has three.
-_ENGINE_MODULES = ("wgmma", "wgmma_gradients", "wgmma_two_kernels", "mma", "simt", "numpy")
+_ENGINE_MODULES = (
+    "wgmma",
+    "planes",
+    "wgmma_gradients",
+    "wgmma_two_kernels",
+    "mma",
+    "simt",
+    "numpy",
+)
 # The first row that fits serves; so faster rows come first, and rows for smaller shared memories
 # and larger head dims follow. Sizes measured on an H200 with NVRTC 13.0: asv_bench/tile_sweep.py
 # ranks a row's neighbours. `fill` keeps large tiles for problems that give every multiprocessor a

@@ -155,6 +155,8 @@ class Problem:
         And the integer type of what says where sequences begin.
     wrt : tuple of Wanted
         Gradients that are asked for beside those of q, k and v.
+    own_heads : tuple of int
+        Heads of q, k and v, where those that share rows count once; by default none do.
     """
 
     dtype: str
@@ -186,6 +188,16 @@ class Problem:
     longest: tuple[int, int] = (0, 0)
     offsets: str = ""
     wrt: tuple[Wanted, ...] = ()
+    own_heads: tuple[int, ...] = ()
+
+    @property
+    def has_planes(self) -> bool:
+        """Whether kernels may take the operands in planes (planes.py)."""
+        return self.dtype == "float32" and not (self.backward or self.page_size)
+
+    def heads_of(self, operand: str) -> int:
+        """Heads of q, k or v: those that share rows count once."""
+        return self.own_heads["qkv".index(operand)] if self.own_heads else self.head_count
 
     @property
     def is_packed(self) -> bool:
@@ -303,6 +315,15 @@ def _unmappable(layout: Layout, queries: int, keys: int, backward: bool) -> str:
     return ""
 
 
+def own_strides(layout: Layout, operand: str) -> tuple[tuple[int, ...], int]:
+    """Strides along the axes in heads of an operand that share no rows, and how many there are."""
+    strides, count = [], 1
+    for size, step in reversed(list(zip(layout.axes, layout.axis_strides[operand]))):
+        strides.append(count if step else 0)
+        count *= size if step else 1
+    return tuple(strides[::-1]), count
+
+
 def _group(layout: Layout, names: tuple[str, ...]) -> int:
     """How many heads in a row share the operands of these names."""
     if not layout.axes:
@@ -365,4 +386,5 @@ def make_problem(
         longest=layout.packing.longest if layout.packing else (0, 0),
         offsets=offsets,
         wrt=wrt,
+        own_heads=tuple(own_strides(layout, name)[1] for name in "qkv"),
     )

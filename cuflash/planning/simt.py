@@ -109,5 +109,12 @@ _BACKWARD = (
     *_both(dtypes=EVERY,  max_dim=256, block_q=16, warps=4, row_lanes=16, lane_rows=2, stages=1),
     *_both(dtypes=EVERY,  max_dim=512, block_q=16, warps=4, row_lanes=16, lane_rows=1, stages=1),
 )
+# Behind kernels on planes, by the head dims that these serve: tiles are theirs.
+BEHIND_PLANES = {
+    64:  _fa2(max_dim=64,  block_k=64, warps=4, row_lanes=8,  lane_rows=8, min_blocks=2,
+              after_planes=True),
+    128: _fa2(max_dim=128, block_k=64, warps=8, row_lanes=16, lane_rows=8, after_planes=True),
+    256: _fa2(max_dim=256, block_k=32, warps=8, row_lanes=16, lane_rows=8, after_planes=True),
+}
 # fmt: on
 ROWS = (*_FORWARD, *_BACKWARD)

@@ -83,13 +83,15 @@ class Launch(NamedTuple):
 
 class MapBox(NamedTuple):
     """What one copy by a tensor map moves of an operand; `columns` are those of a row in shared
-    memory, which may take several copies. Rows are of `packed` heads side by side.
+    memory, which may take several copies. Rows are of `packed` heads side by side. What has several
+    planes of halves is float32 of the caller's.
     """
 
     operand: str
     rows: int
     columns: int
     packed: int = 1
+    planes: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,6 +239,10 @@ class Tile:
         columns = max(problem.head_dim + problem.value_dim, 1.5 * self.max_dim)  # else exponentials
         flops = 2 * self.block_q * self.block_k * columns
         return flops * self.blocks_per_multiprocessor * MULTIPROCESSORS / (self.rate * 1e6)
+
+    def extra_time(self, problem: Problem) -> float:
+        """Microseconds of the kernels before and behind."""
+        return 0.0
 
     def query_lead(self, problem: Problem) -> int:
         """Rows of a head's first tile of queries that lie before its first query."""

@@ -8,6 +8,8 @@ from ..operands.dtypes import CHUNK_BYTES, ITEM_BYTES
 from .problem import Problem
 from .tile import Buffer, KernelTile, Launch, ceil_div
 
+AGAIN_ROWS = 128  # queries that are worked on again together (planes.py)
+
 
 @dataclass(frozen=True, kw_only=True)
 class WarpTile(KernelTile):
@@ -30,6 +32,8 @@ class WarpTile(KernelTile):
         (guarded_softmax.cuh) needs more registers.
     row_lanes, lane_rows : int
         Lanes that share a row, and rows of a lane.
+    after_planes : bool
+        Whether it works on what a kernel on planes has left out (planes.py).
     """
 
     load_unroll: int = 2
@@ -38,6 +42,7 @@ class WarpTile(KernelTile):
     maxima: bool = False
     row_lanes: int = 1
     lane_rows: int = 1
+    after_planes: bool = False
 
     @property
     def rows(self) -> int:
@@ -191,7 +196,9 @@ class WarpTile(KernelTile):
             "ROW_LANES": self.row_lanes,
             "LANE_ROWS": self.lane_rows,
         }
-        if self.backward:
+        if not self.backward:
+            own |= {"AFTER_PLANES": self.after_planes, "AGAIN_ROWS": AGAIN_ROWS}
+        else:
             ordered = self.adds_in_order(problem)
             own |= {
                 "STEP_Q": self.step_q,

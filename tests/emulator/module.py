@@ -119,7 +119,9 @@ class Module:
         build.run(["g++", *flags, *include, "-c", str(text), "-o", str(compiled)])
         build.run(["g++", "-shared", str(compiled), "-o", str(target)])
 
-    def launch(self, kernel, grid, block, args, shared_bytes=0, seed=0, memory=None):
+    def launch(
+        self, kernel, grid, block, args, shared_bytes=0, seed=0, memory=None, truncates=False
+    ):
         """Run a kernel over a grid.
 
         Parameters
@@ -138,6 +140,8 @@ class Module:
             and always the first thread that can run. Others: random order.
         memory : Memory
             Where the addresses lie; tensor maps place their arrays there.
+        truncates : bool
+            Whether wgmma cuts off of sums what an H200's does, else they are rounded.
 
         Raises
         ------
@@ -152,6 +156,7 @@ class Module:
         self._check_sizes(kernel, packed)
         buffers, pointers = _aligned(packed)
         self._runtime.emu_module_range(ctypes.c_void_p(self._begin), ctypes.c_void_p(self._end))
+        self._runtime.emu_truncate(int(truncates))
         failed = self._runtime.emu_launch(
             entry, pointers, grid, block, int(shared_bytes), int(seed), int(self.mode == "check")
         )

@@ -1,5 +1,5 @@
 // The block of hopper_forward.cu but for its consumers: its shared memory, its barriers, and the
-// producer's threads. Reads the prelude.
+// producer's threads. Reads the prelude, and hopper/of_halves.cuh or planes/of_planes.cuh.
 #pragma once
 #include "hopper/barriers.cuh"
 #include "few_registers.cuh"
@@ -12,8 +12,6 @@
 #include "hopper/work_list.cuh"
 #include "ptx/named_barrier.cuh"
 #include "tiles/warpgroup.cuh"
-
-using Tile = WarpgroupTile<Element, BLOCK_K, HEAD_DIM, HEAD_DIM_V>;
 
 // A value tile that is cut has "landed" when its copy is there, and is "full" when it is cleared.
 // For "full" the copying thread or the clearing warps arrive, for "empty" the warps that read: 4 of
@@ -125,7 +123,7 @@ __device__ __forceinline__ void copy_tiles(const Params& p, const Tables& tables
                 Q_parity ^= 1;
             }
             barriers.V_empty[slot].wait(ring.parity ^ 1);
-            const bool cut = SCORE_MAY_HIDE || item.keys.is_cut(visit);
+            const bool cut = CLEARS && (SCORE_MAY_HIDE || item.keys.is_cut(visit));
             if (!cut && speaks) barriers.V_full[slot].arrive();  // for the second warp that clears
             tiles.load<Tile::Values>(i, smem.V[slot],
                                      cut ? barriers.V_landed[slot] : barriers.V_full[slot],
@@ -150,7 +148,7 @@ __device__ __forceinline__ void clear_tiles(SharedMemory& smem) {
         for (int i = 0; i < item.keys.count(); ++i) {
             const int slot = ring.slot;
             ring.advance();
-            if (!SCORE_MAY_HIDE && !item.keys.is_cut(item.keys[i])) continue;
+            if (!CLEARS || !SCORE_MAY_HIDE && !item.keys.is_cut(item.keys[i])) continue;
             barriers.V_landed[slot].wait(parities >> slot & 1);
             parities ^= 1 << slot;
             clear_values<Tile::Values::BYTES>(

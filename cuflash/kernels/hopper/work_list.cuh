@@ -1,5 +1,5 @@
 // What the blocks of a persistent kernel work on: items of one list, each a head's tile of queries.
-// Reads the prelude: Params and the sizes of tiles.
+// Reads the prelude: Params and the sizes of tiles; and what block.cuh reads.
 #pragma once
 #include "few_registers.cuh"
 #include "hopper/located_head.cuh"
@@ -148,7 +148,7 @@ struct Part {
 };
 
 // One item: a tile of queries of one head, and the key tiles that it visits.
-struct Item : LocatedHead {
+struct Item : LocatedHead, HeadFactors {
     int exists;     // 0 behind the last one
     int row_begin;  // maybe below 0
     KeyTiles<BLOCK_K> keys;
@@ -172,6 +172,7 @@ struct Item : LocatedHead {
         if (query_tile < 0) return false;
         // Where the last tile of queries would be a partial one the first is: it sees fewer keys.
         row_begin = query_tile * BLOCK_Q - query_lead(p, head);
+        if (!find_head(p, head, row_begin, row_begin + BLOCK_Q, *this)) return false;
         keys = KeyTiles<BLOCK_K>(p, head, query_tile, row_begin, row_begin + BLOCK_Q);
 #pragma unroll 1
         for (int i = 0; i < CONSUMERS; ++i) {

@@ -26,7 +26,7 @@ __device__ __forceinline__ A row_sum(A x) {
     return x;
 }
 
-template <typename A, int ROWS, int ROW_THREADS>
+template <typename A, int ROWS, int ROW_THREADS, int LAZY = LAZINESS>
 struct OnlineSoftmax {
     A origin[ROWS], sum[ROWS];
 
@@ -37,8 +37,8 @@ struct OnlineSoftmax {
 
     // Turns scores into P = exp2(multiplier * (score - origin)) and returns whether earlier sums
     // and outputs must be multiplied by `rescale`, the same answer for the whole warp. `origin` is
-    // a maximum of the row that may be out of date by LAZINESS in the exponent: P then reaches
-    // 2^LAZINESS, which costs no accuracy, and the rescaling of O, rarely due after the first keys,
+    // a maximum of the row that may be out of date by LAZY in the exponent: P then reaches
+    // 2^LAZY, which costs no accuracy, and the rescaling of O, rarely due after the first keys,
     // is skipped. A row that has seen no key keeps origin = -infinity and subtracts 0 instead, so
     // that its P are exp2(-infinity) = 0 and not NaN.
     //
@@ -56,7 +56,7 @@ struct OnlineSoftmax {
 #pragma unroll
             for (int j = 1; j < COLUMNS; ++j) largest[i] = larger(largest[i], S[i][j]);
             largest[i] = row_maximum<ROW_THREADS>(largest[i]);
-            stale |= (largest[i] - origin[i]) * multiplier > A(LAZINESS);
+            stale |= (largest[i] - origin[i]) * multiplier > A(LAZY);
             subtracted[i] = origin[i] == -infinity<A>() ? A(0) : origin[i] * multiplier;
             far |= is_far(subtracted[i]);
         }

@@ -1,0 +1,14 @@
+// What hopper/block.cuh is told by a kernel whose operands are halves: how tiles lie, what it must know
+// of a head beside, and whether values may hold infinities or NaN, which are cleared. Reads the prelude.
+#pragma once
+#include "seams/sequence.cuh"
+#include "tiles/warpgroup.cuh"
+
+using Tile = WarpgroupTile<Element, BLOCK_K, HEAD_DIM, HEAD_DIM_V>;
+struct HeadFactors {};
+// Whether a head is worked on here.
+__device__ __forceinline__ bool find_head(const Params&, const Head&, int, int, HeadFactors&) {
+    return true;
+}
+
+constexpr bool CLEARS = true;

@@ -1,0 +1,155 @@
+// FlashAttention-2 forward (Dao 2023, Algorithm 1) of float32 on Hopper's tensor cores: each number
+// is two halves (planes/plane_range.cuh), and a product of tiles three products of planes.
+//
+// Grid, producer and buffers are those of hopper_forward.cu: one block per (head, query tile) with
+// algo fa2, one per multiprocessor with fa3, CONSUMERS warpgroups of 64 queries each. A tile in
+// shared memory is two, of either plane. A consumer does one step after the other:
+//
+//     S = Ql Kh^T + Qh Kl^T + Qh Kh^T        as one group of products, times the head's factor
+//     P = softmax's weights of S, in two planes, in registers
+//     O += (Ph Vl + Pl Vh) 2^-11 + Ph Vh     each from 0, some columns at a time, added in float32
+//
+// Meanwhile the tensor cores work for another consumer. Heads that planes do not hold are passed
+// by, and rows with small weights are marked where values are sparse. fa2_forward.cu, which is
+// launched behind, works on these.
+//
+// docs/exact.md derives what planes hold, and the floor.
+#include "numeric.cuh"
+#include "params_ahead.cuh"
+#include "ptx/overlap.cuh"
+#include "tiles/softmax.cuh"
+#include "seams/key_tiles.cuh"
+#include "seams/score.cuh"
+#include "seams/output.cuh"
+#include "uniform.cuh"
+#include "planes/of_planes.cuh"
+#include "hopper/block.cuh"
+
+// A weight is at most 2^LAZY of its row's origin, and half precision ends at 2^16.
+constexpr int LAZY = 1;
+static_assert(LAZY + Tile::WEIGHT_EXPONENT < 16, "planes of weights are finite");
+
+extern "C" __global__ void __launch_bounds__(THREADS, 1)
+    hopper_planes_forward(const __grid_constant__ Params p, const __grid_constant__ Tables tables) {
+    extern __shared__ __align__(1024) unsigned char bytes[];
+    SharedMemory& smem = *reinterpret_cast<SharedMemory*>(bytes);
+    Barriers& barriers = smem.barriers;
+    const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
+    bring_params<THREADS / 32>(p);
+    if (threadIdx.x == 0) {
+        barriers.init();
+        smem.items.init(ITEM_READERS);
+        publish_barriers();
+        prefetch(&tables.q), prefetch(&tables.k), prefetch(&tables.v);
+    }
+    __syncthreads();  // the barriers exist for all
+    if (SPLIT) admit_kernel_behind();
+
+    if (warpgroup == 0) {
+        if constexpr (MOVES_REGISTERS) release_registers<PRODUCER_REGISTERS>();
+        if (threadIdx.x == PLANNING_THREAD)
+            plan_items(p, tables.order, smem);
+        else if (is_copier())
+            copy_tiles(p, tables, smem);
+        else if (is_clearer())
+            clear_tiles(smem);
+        return;
+    }
+    if constexpr (MOVES_REGISTERS) claim_registers<CONSUMER_REGISTERS>();
+    const int consumer = warpgroup - 1;
+    const bool speaks = threadIdx.x % 32 == 0;  // for its warp
+    const Tile tile(threadIdx.x % WARPGROUP);
+    const u64 Q = Tile::Queries::descriptor(shared_address(smem.Q[consumer]));
+    const u64 K = Tile::Keys::descriptor(shared_address(smem.K));
+    const u64 V = Tile::Values::descriptor(shared_address(smem.V));
+    const Accumulator multiplier = score_multiplier(p);
+
+    OnlineSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS, LAZY> softmax;
+    Accumulator O_regs[Tile::ROWS][Tile::VALUE_COLUMNS];
+    ItemReader<Item> reader(smem.items);
+    const Item* item;
+    Head head;
+    KeyTiles<BLOCK_K> keys{};  // of this consumer's queries
+    int row_begin;
+    u32 parity = 0;  // of the phase that Q's barriers are in
+    Ring<STAGES> now;
+    Accumulator score_factor, value_factor;
+    bool sparse = false, small = false;  // the values; some weight
+
+    using Columns = Tile::FromFirstColumn;
+    const Columns columns{tile};
+    LoadedRows<Tile, Tile::ROWS, Tile::COLUMNS> rows;     // of captured arrays
+    LoadedBits<Columns, Tile::ROWS, Tile::COLUMNS> bits;  // of the mask
+    // Passes by so many key tiles: gives back the buffers.
+    const auto pass_by = [&](int count) {
+#pragma unroll 1
+        for (; count > 0; --count) {
+            barriers.K_full[now.slot].wait(now.parity);
+            barriers.V_full[now.slot].wait(now.parity);
+            __syncwarp();  // all lanes have found them full
+            if (speaks) barriers.K_empty[now.slot].arrive(), barriers.V_empty[now.slot].arrive();
+            now.advance();
+        }
+    };
+    const auto visit_keys = [&](int i) {
+        const Visit visit = keys[i];
+        Accumulator S_regs[Tile::ROWS][Tile::COLUMNS], rescale[Tile::ROWS];
+        barriers.K_full[now.slot].wait(now.parity);
+        open_products();
+        tile.score(S_regs, Q, K + now.slot * (Tile::Keys::BYTES >> 4));
+        rows.load(tile, p, head, row_begin, visit.tile * BLOCK_K);
+        const TileBits tile_bits(p, head, visit.bits, consumer * SLAB, row_begin,
+                                 visit.tile * BLOCK_K);
+        bits.load(columns, tile_bits, tile.column(0));
+        wait_products<0>(S_regs);
+        if (speaks) barriers.K_empty[now.slot].arrive();
+        if (i + 1 == keys.count() && speaks) barriers.Q_empty[consumer].arrive();
+        const Accumulator factors[] = {score_factor, score_factor};
+        scale_rows(S_regs, factors);
+        const int k_begin = (SCORE_IS_MODIFIED ? uniform(visit.tile) : visit.tile) * BLOCK_K;
+        modify_scores(S_regs, tile, p, head, row_begin, k_begin, rows);
+        if (keys.is_cut_by_band(visit))
+            hide_outside_band(S_regs, columns, p, head, row_begin, k_begin + tile.column(0));
+        if (MASKED && visit.bits >= 0)
+            bits.hide(S_regs, -infinity<Accumulator>(), columns, tile_bits, tile.column(0));
+        if (softmax.update(S_regs, multiplier, rescale)) scale_rows(O_regs, rescale);
+        drop_probabilities(S_regs, tile, p, head, row_begin, k_begin);
+        if (sparse && tile.has_small_weights(S_regs)) small = true;
+        u32 P_regs[2 * Tile::CHUNKS][4];
+        tile.split_probabilities(P_regs, S_regs);
+        barriers.V_full[now.slot].wait(now.parity);
+        tile.accumulate(O_regs, P_regs, V + now.slot * (Tile::Values::BYTES >> 4), value_factor);
+        if (speaks) barriers.V_empty[now.slot].arrive();
+        now.advance();
+    };
+
+    for (;;) {
+        item = &reader.next();
+        if (!item->exists) break;
+        head = uniform(item->head);
+        keys.list = uniform(item->keys.list);
+        const Part part = uniform(item->parts[consumer]);
+        static_cast<KeySpan&>(keys) = part.keys;
+        row_begin = uniform(item->row_begin) + consumer * SLAB;
+        score_factor = item->score_factor;
+        value_factor = item->value_factor / (1 << Tile::WEIGHT_EXPONENT);
+        sparse = item->sparse, small = false;
+        softmax = {};
+        clear_rows(O_regs);
+        const int passed_by = part.before + part.after;
+        if (keys.count() + passed_by > 0) {
+            barriers.Q_full[consumer].wait(parity);
+            parity ^= 1;
+            if (VARLEN) clear_foreign_rows(smem, p, *item, consumer);
+        }
+        pass_by(part.before);
+#pragma unroll 1
+        for (int i = 0; i < keys.count(); ++i) visit_keys(i);
+        if (keys.count() == 0 && passed_by > 0 && speaks) barriers.Q_empty[consumer].arrive();
+        pass_by(part.after);
+        store_rows(O_regs, softmax, tile, p, item->head, row_begin, item->output);
+        if (__any_sync(FULL_WARP, small) && speaks) leave_out(p, head, row_begin, row_begin + SLAB);
+        __syncwarp();  // all lanes have read the item
+        if (speaks) reader.release(*item);
+    }
+}

@@ -1,0 +1,30 @@
+// The range of the numbers in some rows of a head, for planes.cu.
+//
+// Grid: a block for every PLANE_ROWS rows of a head of q, then k, then v. Of operands that several
+// heads share each head is looked at once.
+#include "planes/block_range.cuh"
+#include "planes/plane_chunk.cuh"
+#include "tiles/copies.cuh"
+
+template <int COLUMNS>
+__device__ __forceinline__ PlaneRange range_of(const PlaneChunk& chunk) {
+    constexpr int UNITS = COLUMNS / UNIT;
+    PlaneRange range;
+#pragma unroll 4
+    for (int i = chunk.begin * UNITS + threadIdx.x; i < chunk.end * UNITS; i += PLANE_THREADS) {
+        const auto unit = *reinterpret_cast<const Vector<float>*>(
+            chunk.rows + i / UNITS * chunk.row_stride + i % UNITS * UNIT);
+#pragma unroll
+        for (int e = 0; e < UNIT; ++e) range.add(unit.at[e]);
+    }
+    return range;
+}
+
+extern "C" __global__ void __launch_bounds__(PLANE_THREADS)
+    plane_ranges(const __grid_constant__ Params p) {
+    const PlaneChunk chunk = find_chunk(p);
+    const PlaneRange range = range_of_block<PLANE_THREADS>(
+        chunk.is_values ? range_of<HEAD_DIM_V>(chunk) : range_of<HEAD_DIM>(chunk));
+    const int part = chunk.part + chunk.begin / PLANE_ROWS;
+    if (threadIdx.x == 0) static_cast<PlaneRange*>(p.plane_ranges)[part] = range;
+}

@@ -1,0 +1,50 @@
+// Two planes of halves for every float of q, k and v (planes/plane_range.cuh), and what the kernels
+// behind must know of each head.
+//
+// Grid: as in plane_ranges.cu, which has run before.
+#include "planes/block_range.cuh"
+#include "planes/plane_chunk.cuh"
+#include "tiles/copies.cuh"
+
+template <int COLUMNS, int WIDTH, int SHIFT>
+__device__ __forceinline__ void write_planes(const PlaneChunk& chunk, int exponent) {
+    constexpr int UNITS = WIDTH / UNIT;
+    const float factor = power_of_two(exponent);
+#pragma unroll 4
+    for (int i = chunk.begin * UNITS + threadIdx.x; i < chunk.end * UNITS; i += PLANE_THREADS) {
+        const int row = i / UNITS, column = i % UNITS * UNIT;
+        Vector<float> unit{};
+        if (column < COLUMNS)
+            unit = *reinterpret_cast<const Vector<float>*>(chunk.rows + row * chunk.row_stride +
+                                                           column);
+        Vector<__half, UNIT> high, low;
+#pragma unroll
+        for (int e = 0; e < UNIT; ++e) {
+            const float x = unit.at[e] * factor;
+            high.at[e] = narrow<__half>(x);
+            low.at[e] = narrow<__half>((x - widen(high.at[e])) * (1 << SHIFT));
+        }
+        unsigned short* const planes = chunk.planes + i64(row) * 2 * WIDTH + column;
+        *reinterpret_cast<Vector<__half, UNIT>*>(planes) = high;
+        *reinterpret_cast<Vector<__half, UNIT>*>(planes + WIDTH) = low;
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(PLANE_THREADS)
+    planes(const __grid_constant__ Params p) {
+    const PlaneChunk chunk = find_chunk(p);
+    PlaneRange range;
+    for (int i = threadIdx.x; i < chunk.parts; i += PLANE_THREADS)
+        range.add(static_cast<const PlaneRange*>(p.plane_ranges)[chunk.part + i]);
+    const HeldHead held = HeldHead::of(range_of_block<PLANE_THREADS>(range), chunk.is_values);
+    if (threadIdx.x == 0 && chunk.begin == 0)
+        static_cast<HeldHead*>(p.held_heads)[chunk.head] = held;
+    for (int i = blockIdx.x * PLANE_THREADS + threadIdx.x; i < p.head_count * p.again_tiles;
+         i += gridDim.x * PLANE_THREADS)
+        p.again[i] = 0;
+    if (held.flags & HeldHead::UNHELD) return;
+    if (chunk.is_values)
+        write_planes<HEAD_DIM_V, PLANE_WIDTH_V, VALUE_SHIFT>(chunk, held.exponent);
+    else
+        write_planes<HEAD_DIM, PLANE_WIDTH, 0>(chunk, held.exponent);
+}

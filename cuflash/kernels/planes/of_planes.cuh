@@ -1,0 +1,10 @@
+// What hopper/block.cuh is told by a kernel whose operands are planes of float32: see hopper/of_halves.cuh.
+#pragma once
+#include "planes/factors.cuh"
+#include "planes/planes_tile.cuh"
+
+using Tile = PlanesTile<BLOCK_K, HEAD_DIM, HEAD_DIM_V>;
+using HeadFactors = PlaneFactors;
+
+// Planes have no infinities or NaN.
+constexpr bool CLEARS = false;

@@ -1,0 +1,59 @@
+// The range of a head's numbers, and what that says of its planes.
+//
+// A float x is held as two halves, x = 2^-e (high + low 2^-shift): high is x 2^e rounded, low is what
+// is left, times 2^shift, rounded. The largest number of a head times 2^e lies in [2^14, 2^15).
+#pragma once
+#include "numeric.cuh"
+
+constexpr int LARGEST_EXPONENT = 14;  // of a head's numbers as planes hold them
+constexpr int VALUE_SHIFT = 11;       // of low planes of values and of weights; others have none
+
+__device__ __forceinline__ float power_of_two(int exponent) {
+    return __int_as_float((exponent + 127) << 23);
+}
+// Of the bits of a normal number without its sign.
+__device__ __forceinline__ int exponent_of(u32 bits) { return int(bits >> 23) - 127; }
+
+// Magnitudes as bits of floats, which compare as integers. Subnormal numbers are 0.
+struct PlaneRange {
+    u32 most = 0;            // infinity or more if there are infinities or NaN
+    u32 least = 0xffffffff;  // but for zeros: that less 1, so that zeros are the largest
+    u32 zeros = 0;           // 1 if there are zeros
+
+    __device__ __forceinline__ void add(float x) {
+        u32 bits = __float_as_uint(x) & 0x7fffffff;
+        if (bits < 0x00800000) bits = 0;
+        most = max(most, bits), least = min(least, bits - 1), zeros |= bits == 0;
+    }
+    __device__ __forceinline__ void add(const PlaneRange& other) {
+        most = max(most, other.most), least = min(least, other.least), zeros |= other.zeros;
+    }
+};
+
+// What the kernels know of a head of q, k or v.
+struct HeldHead {
+    int exponent;  // e above
+    int flags;
+    static constexpr int UNHELD = 1;  // no planes hold it
+    static constexpr int SPARSE = 2;  // of values: some are 0, or far below the largest
+
+    // An error of 2^-36 beside a number held is at most 2^-20 of it down to 2^-16. Of queries and keys
+    // the sum of a product's errors counts instead (factors_of).
+    static constexpr int LEAST_VALUE = -16;
+    static constexpr int SPARSE_BELOW = LARGEST_EXPONENT - 24;
+    static constexpr int LARGEST = 100;  // exponent of a head's largest number, at most
+    // At least, of values: what their sums are multiplied by, 2^-39 times that, is a normal number.
+    static constexpr int SMALLEST = -80;
+    // Of smaller queries and keys: scores are then far too small to matter.
+    static constexpr int SMALL_EXPONENT = 60;
+
+    static __device__ __forceinline__ HeldHead of(const PlaneRange& range, bool is_values) {
+        const int largest = exponent_of(range.most), exponent = LARGEST_EXPONENT - largest;
+        if (range.most >= 0x7f800000 || largest > LARGEST) return {0, UNHELD};
+        if (!is_values) return {min(exponent, SMALL_EXPONENT), 0};
+        if (range.most == 0) return {0, SPARSE};
+        const int least = exponent_of(range.least + 1) + exponent;
+        if (largest < SMALLEST || least < LEAST_VALUE) return {0, UNHELD};
+        return {exponent, range.zeros || least < SPARSE_BELOW ? SPARSE : 0};
+    }
+};

@@ -1,0 +1,327 @@
+"""float32 on Hopper's tensor cores, in planes of halves: results within the bounds of float32 on
+what planes hold, and on what they do not, which goes another way.
+"""
+
+import os
+
+import numpy as np
+import pytest
+from cases import H200, on_row
+from emulator import available
+from tolerance import assert_forward_close
+
+import cuflash
+from cuflash.planning.plan import TILES, Plan
+from cuflash.planning.planes import PlanesTile
+
+ROWS = [row for row in TILES if isinstance(row, PlanesTile)]
+HEADS = 2
+
+
+def row_of(dim, block_k, algo="fa2"):
+    """The row of the table for a head dim, or up to the next one that has rows."""
+    (row,) = (row for row in ROWS if (row.max_dim, row.block_k, row.algo) == (dim, block_k, algo))
+    return row
+
+
+def normal(queries, keys, dim, seed=0):
+    rng = np.random.default_rng(seed)
+    lengths = queries, keys, keys
+    return [rng.standard_normal((HEADS, n, dim), np.float32) for n in lengths]
+
+
+def power(exponents):
+    """A column of powers of two."""
+    return np.ldexp(np.float32(1), np.round(exponents).astype(int)).astype(np.float32)[:, None]
+
+
+def a_channel_of_q(q, k, v):
+    q[0, :, 3], k[0, :, 3] = 2.0**60, 0
+
+
+def a_channel_of_k(q, k, v):
+    k[0, :, 3] *= np.float32(2.0**60)
+    q[0, :, 3] = 0
+
+
+def rows_of_q(q, k, v):
+    q *= power(np.linspace(-80, 0, q.shape[1]))
+
+
+def rows_of_k(q, k, v):
+    k *= power(np.linspace(0, -80, k.shape[1]))
+
+
+def large_rows_of_k(q, k, v):
+    k[1] *= power(np.linspace(0, 80, k.shape[1]))
+
+
+def rows_of_v(q, k, v):
+    v[0] *= power(np.linspace(0, -80, v.shape[1]))
+
+
+def subnormal_queries(q, k, v):
+    q *= np.float32(1e-39)
+
+
+def tiny_operands(q, k, v):
+    for x in (q, k):
+        x *= np.float32(1e-30)
+
+
+def near_the_end(q, k, v):
+    np.abs(v, out=v)
+    v *= np.float32(2.0**96)
+
+
+def small_values(q, k, v):
+    v[0] *= np.float32(2.0**-85)
+    v[1] *= np.float32(2.0**-78)
+
+
+def far_apart(q, k, v):
+    q *= np.float32(2.0**100)
+    k *= np.float32(2.0**-100)
+
+
+def infinite_values(q, k, v):
+    v[0, 5, 7], v[0, -1, 0] = np.inf, np.nan
+
+
+def nan_among_keys(q, k, v):
+    k[1, 5, 7], k[1, -1, 0] = np.nan, np.nan
+
+
+def infinite_queries(q, k, v):
+    q[1, 5, 7] = -np.inf
+
+
+def sharp_scores(q, k, v):
+    q *= 100
+
+
+def grown_scores(q, k, v):
+    q *= np.float32(1e5)
+
+
+def weights_as_results(q, k, v):
+    """Small weights are results of their own where values are 0 but for one."""
+    q *= 10
+    v[...] = np.eye(*v.shape[1:], dtype=np.float32)
+
+
+def rectified_values(q, k, v):
+    np.maximum(v, 0, out=v)
+
+
+def numbers_far_and_wide(q, k, v):
+    rng = np.random.default_rng(1)
+    for x in (q, k, v):
+        x[0] *= np.ldexp(1, rng.integers(-20, 1, x[0].shape)).astype(np.float32)
+
+
+def all_positive(q, k, v):
+    for x in (q, k, v):
+        np.abs(x, out=x)
+
+
+# Operands, and which heads planes hold.
+HARD = {
+    a_channel_of_q: (0, 1), a_channel_of_k: (0, 1), rows_of_q: (1, 1), rows_of_k: (1, 1),
+    large_rows_of_k: (1, 0), rows_of_v: (0, 1), subnormal_queries: (1, 1), tiny_operands: (1, 1),
+    near_the_end: (1, 1), small_values: (0, 1), far_apart: (0, 0), infinite_values: (0, 1),
+    nan_among_keys: (1, 0), infinite_queries: (1, 0), sharp_scores: (1, 1), grown_scores: (0, 0),
+    weights_as_results: (1, 1), rectified_values: (1, 1), numbers_far_and_wide: (0, 1),
+    all_positive: (1, 1),
+}  # fmt: skip
+
+
+def hard_operands(change, *sizes):
+    q, k, v = normal(*sizes)
+    change(q, k, v)
+    return q, k, v
+
+
+hard = pytest.mark.parametrize("change", HARD, ids=lambda change: change.__name__)
+
+
+# ------------------------------------------------------------------------------ the emulator
+emulated_only = pytest.mark.skipif(available() is not None, reason=str(available()))
+
+
+def emulated(q, k, v, row, **options):
+    """Results are within bounds, with sums as an H200 cuts them off; the emulator's counts."""
+    import emulated
+
+    result = emulated.attention(q, k, v, row=row, truncates=True, **options)
+    meaning = {x: options[x] for x in options.keys() - {"mode", "schedule"}}
+    assert_forward_close(result.out, result.lse, q, k, v, plan=result.plan, **meaning)
+    return result.stats
+
+
+@emulated_only
+@hard
+@pytest.mark.parametrize("causal", [False, True])
+def test_emulator_hard(change, causal):
+    """One tile of queries, three of keys: heads in planes take as many products as heads do."""
+    row, sizes = row_of(64, 64), (70, 140, 64)
+    stats = emulated(*hard_operands(change, *sizes), row, causal=causal, mode="fast")
+    every = emulated(*normal(*sizes), row, causal=causal, mode="fast")["wgmma"]
+    assert stats["wgmma"] == every * sum(HARD[change]) / HEADS
+
+
+@emulated_only
+@pytest.mark.parametrize(
+    ("dim", "block_k", "sizes"),
+    [
+        (32, 128, (130, 300, 24)),
+        (64, 96, (200, 200, 64)),
+        (128, 80, (70, 170, 96)),
+        (256, 48, (70, 100, 256)),
+    ],
+)
+def test_emulator_rows(dim, block_k, sizes):
+    """Other rows of the table, and blocks that persist, in check mode."""
+    row = row_of(dim, block_k, "fa3")
+    assert emulated(*normal(*sizes), row, causal=True)["wgmma"] > 0
+
+
+def one_sign(keys, dim):
+    """Values of one sign, weights nearly alike: a sum that tensor cores cut off all along would be
+    off by -2.3e-5 (keys / 4096), for 8192 keys four times the bound.
+    """
+    q, k, _ = normal(64, keys, dim)
+    return q / 8, k, 1 - np.random.default_rng(0).random(k.shape, np.float32)
+
+
+@emulated_only
+def test_emulator_long_sums_do_not_drift():
+    assert emulated(*one_sign(8192, 32), row_of(64, 128), mode="fast")["wgmma"] > 0
+
+
+def plant(monkeypatch, change):
+    """Have the kernel on planes run as `change` makes its text."""
+    real = Plan.source
+
+    def source(plan, kernel=None):
+        text = real(plan, kernel)
+        return change(text) if (kernel or plan.kernel) == plan.kernel else text
+
+    monkeypatch.setattr(Plan, "source", source)
+
+
+@emulated_only
+def test_emulator_long_sums_drift_without_sums_of_their_own(monkeypatch):
+    """The test above fails where tensor cores add to O itself."""
+    changes = [
+        ("multiply_registers<Values>(sums[SUMS - 1], P,", "multiply_registers<Values>(O, P,"),
+        (
+            "sum = multiply_add(sums[step % SUMS][i][j], units[step % 2], sum);",
+            "if (step == 0) sum += sums[0][i][j] / (1 << VALUE_SHIFT);",
+        ),
+        ("store_rows(O_regs,", "scale_rows(O_regs, O_unit), store_rows(O_regs,"),
+        (
+            "pass_by(part.after);",
+            "pass_by(part.after); const Accumulator O_unit[] = {value_factor, value_factor};",
+        ),
+    ]
+
+    def chained(text):
+        for old, new in changes:
+            assert text.count(old) == 1
+            text = text.replace(old, new)
+        head, name, product = text.partition("void multiply_registers(")
+        return head + name + product.replace("sum, 0, 0", "sum, 1, 0", 1)
+
+    plant(monkeypatch, chained)
+    with pytest.raises(AssertionError, match="out of bounds"):
+        emulated(*one_sign(8192, 32), row_of(64, 128), mode="fast")
+
+
+@emulated_only
+def test_emulator_small_weights_need_their_marks(monkeypatch):
+    assert weights_as_results in HARD  # where it is right with them
+    plant(monkeypatch, lambda text: text.replace("small = true;", "small = false;"))
+    with pytest.raises(AssertionError, match="out of bounds"):
+        emulated(*hard_operands(weights_as_results, 70, 140, 64), row_of(64, 64), mode="fast")
+
+
+# ------------------------------------------------------------------------------ a GPU
+@pytest.fixture(scope="session")
+def cupy():
+    module = pytest.importorskip("cupy")
+    if not module.cuda.is_available():
+        if os.environ.get("CUFLASH_REQUIRE_GPU") == "1":
+            pytest.fail("no CUDA device")
+        pytest.skip("no CUDA device")
+    return module
+
+
+def on_gpu(cupy, row, q, k, v, **options):
+    """out, lse and which heads planes hold, from a row of the table."""
+    import copy
+    import dataclasses
+
+    from cuflash.calls.arguments import Arguments, Options, forward_arrays
+    from cuflash.calls.call import ForwardCall
+    from cuflash.calls.run import find_call, launch_module
+
+    device = [cupy.asarray(x) for x in (q, k, v)]
+    arrays = forward_arrays(*device, None, False, None, None, None, None)
+    arguments = Arguments(ForwardCall.operands, arrays, None)
+    asked = Options(None, "simt", options.get("causal", False), None, None, None, None, False)
+    call = copy.copy(find_call(ForwardCall, arguments, asked))
+    call.plan = on_row(call.plan, row)
+    call.workspace_bytes, call.launch = call.plan.workspace_bytes, None
+    arguments.workspace = cupy.zeros(call.workspace_bytes, np.uint8)
+    out, lse = launch_module().run(call, arguments, 2)
+    return out.get(), lse.get(), dataclasses.replace(call.plan)
+
+
+@pytest.mark.gpu
+@hard
+@pytest.mark.parametrize("causal", [False, True])
+def test_gpu_hard(cupy, change, causal):
+    q, k, v = hard_operands(change, 300, 700, 64)
+    out, lse, plan = on_gpu(cupy, row_of(64, 128), q, k, v, causal=causal)
+    assert_forward_close(out, lse, q, k, v, plan=plan, causal=causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_gpu_normal(cupy, row):
+    for dim in (row.max_dim, row.max_dim - 24):
+        for causal in (False, True):
+            q, k, v = normal(500, 900, dim)
+            out, lse, plan = on_gpu(cupy, row, q, k, v, causal=causal)
+            assert_forward_close(out, lse, q, k, v, plan=plan, causal=causal)
+
+
+@pytest.mark.gpu
+def test_gpu_long_sums_do_not_drift(cupy):
+    q, k, v = one_sign(1 << 16, 64)
+    out, lse, plan = on_gpu(cupy, row_of(64, 128), q, k, v)
+    assert_forward_close(out, lse, q, k, v, plan=plan)
+
+
+def test_the_plan_says_what_it_costs():
+    x = np.zeros((4, 16, 4096, 64), np.float32)
+    plan = cuflash.plan(x, x, x, device=H200)
+    assert plan.engine == "wgmma"
+    assert [kernel.name for kernel in plan.kernels] == [
+        "plane_ranges", "planes", "hopper_planes_forward", "fa2_forward",
+    ]  # fmt: skip
+    sizes = dict(plan.workspace)
+    assert sum(sizes[f"{name}_planes"] for name in "qkv") == 3 * x.nbytes
+    assert plan.workspace_bytes < 3.01 * x.nbytes
+
+
+def test_what_stays_on_fma_units():
+    """Little work, and what must have the same bits in any batch."""
+    x = np.zeros((1, 8, 128, 64), np.float32)
+    assert cuflash.plan(x, x, x, device=H200).engine == "simt"
+    x = np.zeros((4, 16, 4096, 64), np.float32)
+    plan = cuflash.plan(x, x, x, split_keys=256, device=H200)
+    assert plan.engine == "simt"
+    assert "bits of a sequence would depend on its neighbours" in str(plan)
+    assert cuflash.plan(x, x, x, engine="simt", device=H200).engine == "simt"
