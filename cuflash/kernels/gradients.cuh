@@ -29,9 +29,12 @@
 #include "tiles/query_sums.cuh"
 #include "tiles/units.cuh"
 
+using TensorCoreQuerySums =
+    typename Select<SAME<Element, double>,
+                    DoubleMmaQuerySums<WARPS, BLOCK_Q, BLOCK_K, KeyTile::PADDED_D>,
+                    MmaQuerySums<Element, WARPS, BLOCK_Q, BLOCK_K, KeyTile::PADDED_D>>::type;
 using QuerySums =
-    typename Select<ENGINE_IS_MMA,
-                    MmaQuerySums<Element, WARPS, BLOCK_Q, BLOCK_K, KeyTile::PADDED_D>,
+    typename Select<ENGINE_IS_MMA, TensorCoreQuerySums,
                     SimtQuerySums<Accumulator, WARPS, BLOCK_Q, BLOCK_K, KeyTile::PADDED_D>>::type;
 
 static_assert(STEP_Q == BLOCK_Q || ENGINE_IS_MMA, "simt leaves dS where accumulate() has put it");

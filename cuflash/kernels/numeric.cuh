@@ -2,6 +2,7 @@
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include "double_exp2.cuh"
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -74,7 +75,6 @@ __device__ __forceinline__ float exp2_of(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-__device__ __forceinline__ double exp2_of(double x) { return exp2(x); }
 __device__ __forceinline__ float log_of(float x) { return logf(x); }
 __device__ __forceinline__ double log_of(double x) { return log(x); }
 __device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }

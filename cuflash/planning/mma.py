@@ -1,4 +1,4 @@
-"""The engine of tensor cores: mma.sync on halves, from sm_80 on."""
+"""The engine of tensor cores: mma.sync on halves and on doubles, from sm_80 on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..operands.dtypes import HALF, ITEM_BYTES
+from ..operands.dtypes import DOUBLE, HALF, ITEM_BYTES
 from .problem import Device, Problem
 from .tile import ceil_div, round_up
 from .warps import WarpTile
@@ -40,11 +40,12 @@ class MmaTile(WarpTile):
         return round_up(problem.head_dim, 16), round_up(problem.value_dim, 16)
 
     def dq_per_thread(self, problem: Problem) -> int:
-        """Sums of a dQ tile that one thread holds: a warp has 32 queries, every so many-th group
-        of 16 columns.
+        """Sums of a dQ tile that one thread holds: a warp has 32 queries, or all 16 there are, and
+        every so many-th group of 16 columns.
         """
-        across = self.warps * 32 // self.block_q
-        return 16 * ceil_div(self.widths(problem)[0], 16 * across)
+        rows = min(32, self.block_q)
+        across = self.warps * rows // self.block_q
+        return rows // 2 * ceil_div(self.widths(problem)[0], 16 * across)
 
     def sum_widths(self, problem: Problem) -> tuple[int, int]:
         """Columns of dK and dV, whose groups of 16 the warps that share keys deal out."""
@@ -56,7 +57,7 @@ class MmaTile(WarpTile):
 
         Threads hold the sums of a tile: where warps share no keys, twice as many do so.
         """
-        if self.split > 1:
+        if self.split > 1 or self.dtypes == DOUBLE:
             return super().differentiating(name)
         step = 32 if self.block_q <= 64 else 16  # of more queries sums take more registers
         shared = replace(self, warps=2 * self.warps, split=2, step_q=step, min_blocks=1)
@@ -69,6 +70,8 @@ class MmaTile(WarpTile):
 
 _fa2 = partial(MmaTile, algo="fa2")
 _fa1 = partial(MmaTile, algo="fa1")
+_double_fa2 = partial(_fa2, dtypes=DOUBLE)
+_double_fa1 = partial(_fa1, dtypes=DOUBLE)
 
 
 def _both(**sizes: Any) -> tuple[MmaTile, MmaTile]:
@@ -109,5 +112,15 @@ _BACKWARD = (
     *_both(max_dim=256, block_q=64,  step_q=16, warps=8, slabs=2, split=4, stages=2),
     *_both(max_dim=256, block_q=64,  step_q=16, warps=8, slabs=2, split=4, stages=1),
 )
+_DOUBLE = (
+    _double_fa2(max_dim=64,  block_k=32, warps=8, slabs=1, stages=2, rate=30, item_time=5.0,
+                start_time=12.0),
+    _double_fa2(max_dim=128, block_k=32, warps=8, slabs=1, stages=1, rate=30, item_time=5.0,
+                start_time=12.0),
+    _double_fa1(max_dim=64,  block_k=64, warps=8, slabs=1, stages=2, step_k=32),
+    _double_fa1(max_dim=128, block_k=32, warps=8, slabs=1, stages=2, step_k=16),
+    *_both(dtypes=DOUBLE, max_dim=64,  block_q=32, warps=8, slabs=1, split=1, stages=1),
+    *_both(dtypes=DOUBLE, max_dim=128, block_q=16, step_q=8, warps=8, slabs=1, split=2, stages=2),
+)
 # fmt: on
-ROWS = (*_FORWARD, *_BACKWARD)
+ROWS = (*_FORWARD, *_BACKWARD, *_DOUBLE)

@@ -11,6 +11,9 @@
 #pragma once
 #include "tiles/softmax.cuh"
 
+__device__ __forceinline__ float divide_roughly(float a, float b) { return __fdividef(a, b); }
+__device__ __forceinline__ double divide_roughly(double a, double b) { return a / b; }
+
 template <typename A, int ROWS, int ROW_THREADS>
 struct GuardedSoftmax : OnlineSoftmax<A, ROWS, ROW_THREADS> {
     using Exact = OnlineSoftmax<A, ROWS, ROW_THREADS>;
@@ -71,7 +74,7 @@ struct GuardedSoftmax : OnlineSoftmax<A, ROWS, ROW_THREADS> {
         if (__any_sync(FULL_WARP, lost)) return false;
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
-            const A raised = origin[i] + __fdividef(__log2f(excess[i]), multiplier);
+            const A raised = origin[i] + divide_roughly(A(__log2f(excess[i])), multiplier);
             rescale[i] = exp2_of((origin[i] - raised) * multiplier);
             origin[i] = raised;
             sum[i] = (sum[i] + added[i]) * rescale[i];
