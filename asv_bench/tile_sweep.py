@@ -41,7 +41,7 @@ from cuflash.calls.arguments import Arguments, Options
 from cuflash.calls.call import BackwardCall, ForwardCall
 from cuflash.calls.run import find_call
 from cuflash.gpu import launch
-from cuflash.operands.dtypes import HALF, SINGLE
+from cuflash.operands.dtypes import DOUBLE, HALF, SINGLE
 from cuflash.planning.mma import MmaTile
 from cuflash.planning.plan import TILES, Plan
 from cuflash.planning.simt import SimtTile
@@ -316,7 +316,7 @@ def candidates(name: str) -> list[Tile]:
     """The table's rows for a case and its own, each kernel once."""
     case, found = CASES[name], []
     kind = (case.algo, case.engine, case.backward)
-    dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[case.dtype]
+    dtype = bench.DTYPES[case.dtype].name
     rows = [t for t in TILES if (t.algo, t.engine, t.backward) == kind and dtype in t.dtypes]
     for row in (*rows, *CANDIDATES.get(name, ())):
         if (
@@ -361,7 +361,8 @@ class Shape:
         if case.backward:
             self.dout, *gradients = (self._draw() for _ in range(4))
             self.results = tuple(gradients)
-            out = self.out.cupy, cupy.empty(sizes[:3], cupy.float32)
+            kind = np.float64 if case.dtype == "fp64" else np.float32
+            out = self.out.cupy, cupy.empty(sizes[:3], kind)
             cuflash.attention(*inputs, causal=self.causal, return_lse=True, out=out)
             self.read = (self.dout.cupy, *inputs, *out)
             kind, missing = BackwardCall, (None,)  # dlse
