@@ -40,12 +40,14 @@ class MmaTile(WarpTile):
         return round_up(problem.head_dim, 16), round_up(problem.value_dim, 16)
 
     def dq_per_thread(self, problem: Problem) -> int:
-        """Sums of a dQ tile that one thread holds: a warp has 32 queries, or all 16 there are, and
-        every so many-th group of 16 columns.
+        """Sums of a dQ tile that one thread holds: a warp has 32 queries and every so many-th group
+        of 16 columns. Of doubles it has 16 queries where it would have no columns left.
         """
-        rows = min(32, self.block_q)
+        rows, groups = 32, self.widths(problem)[0] // 16
+        if self.dtypes == DOUBLE and (self.block_q % 32 or self.warps * 32 // self.block_q > groups):
+            rows = 16
         across = self.warps * rows // self.block_q
-        return rows // 2 * ceil_div(self.widths(problem)[0], 16 * across)
+        return rows // 2 * ceil_div(groups, across)
 
     def sum_widths(self, problem: Problem) -> tuple[int, int]:
         """Columns of dK and dV, whose groups of 16 the warps that share keys deal out."""
@@ -118,9 +120,10 @@ _DOUBLE = (
     _double_fa2(max_dim=128, block_k=32, warps=8, slabs=1, stages=1, rate=30, item_time=5.0,
                 start_time=12.0),
     _double_fa1(max_dim=64,  block_k=64, warps=8, slabs=1, stages=2, step_k=32),
-    _double_fa1(max_dim=128, block_k=32, warps=8, slabs=1, stages=2, step_k=16),
+    _double_fa1(max_dim=128, block_k=32, warps=4, slabs=1, stages=2, step_k=16),
     *_both(dtypes=DOUBLE, max_dim=64,  block_q=32, warps=8, slabs=1, split=1, stages=1),
-    *_both(dtypes=DOUBLE, max_dim=128, block_q=16, step_q=8, warps=8, slabs=1, split=2, stages=2),
+    *_both(dtypes=DOUBLE, max_dim=128, block_q=32, step_q=16, warps=8, slabs=1, split=2, stages=1,
+           one_score_tile=True),
 )
 # fmt: on
 ROWS = (*_FORWARD, *_BACKWARD, *_DOUBLE)

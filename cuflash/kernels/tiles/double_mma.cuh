@@ -213,7 +213,9 @@ struct DoubleMmaTile {
 template <int WARPS, int BLOCK_Q, int BLOCK_K, int D>
 struct DoubleMmaQuerySums {
     static constexpr int PADDED_D = round_up(D, 16), PITCH = pitch<double>(PADDED_D);
-    static constexpr int SLABS = BLOCK_Q % 32 == 0 ? 2 : 1, DOWN = BLOCK_Q / (16 * SLABS);
+    // 32 queries, unless warps would have no columns left.
+    static constexpr bool HAS_TWO = BLOCK_Q % 32 == 0 && WARPS * 32 / BLOCK_Q <= PADDED_D / 16;
+    static constexpr int SLABS = HAS_TWO ? 2 : 1, DOWN = BLOCK_Q / (16 * SLABS);
     static constexpr int ACROSS = WARPS / DOWN;
     static constexpr int GROUPS = round_up(PADDED_D / 16, ACROSS) / ACROSS;
     static constexpr int ROWS = 2 * SLABS, COLUMNS = 4 * GROUPS, COLUMN_GROUP = 2;
