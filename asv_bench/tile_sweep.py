@@ -355,6 +355,7 @@ class Shape:
 
     def __init__(self, case: Case, shape, deterministic: bool):
         *sizes, self.causal = shape
+        self.device_id = cupy.cuda.Device().id
         self.case, self.sizes, self.deterministic = case, sizes, deterministic
         self.q, self.k, self.v, self.out = (self._draw() for _ in "qkvo")
         inputs = self.q.cupy, self.k.cupy, self.v.cupy
