@@ -35,11 +35,7 @@ struct GuardedSoftmax : OnlineSoftmax<A, ROWS, ROW_THREADS> {
             for (int i = 0; i < ROWS; ++i) {
                 const A subtracted = origin[i] * multiplier;
                 added[i] = A(0);
-#pragma unroll
-                for (int j = 0; j < COLUMNS; ++j) {
-                    S[i][j] = exp2_of(multiply_add(S[i][j], multiplier, -subtracted));
-                    added[i] += S[i][j];
-                }
+                exponentiate(S[i], multiplier, subtracted, added[i]);
                 large |= added[i] > GUARD;
             }
             if (!__any_sync(FULL_WARP, large)) {
