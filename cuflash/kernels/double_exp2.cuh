@@ -2,8 +2,8 @@
 // none waits for the one before.
 #pragma once
 
-// Turns each x into 2^x, GROUP of them side by side. At most 0.9 ulp; what is below the smallest normal
-// number, 2^-1022, becomes 0.
+// Turns each x into 2^x, GROUP of them side by side. At most 0.9 ulp; what is not above the smallest
+// normal number, 2^-1022, becomes 0.
 //
 // x = n + f with an integer n and |f| <= 1/2, both exact: adding 3 * 2^51 rounds x to an integer, which
 // then is the lower word. 2^f is a polynomial of degree 11, 1 + f g(f), where g interpolates
