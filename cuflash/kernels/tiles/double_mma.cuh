@@ -1,16 +1,15 @@
 // Products of a warp's slab of rows in double on tensor cores: mma.sync m16n8k16 from sm_90 on, and as
 // eight products of m8n8k4 before.
 //
-// A lane's scores lie as tiles/mma.cuh draws them. There is no ldmatrix for doubles: a lane loads its
-// operands itself, 16 bytes at a time. What is summed over may come in any order that both operands
-// share, and columns of sums in any order: these orders let each load bring two numbers that the lane
-// needs, and eight lanes of a load meet eight different bank groups. With lane = 4 g + q, of 16 numbers
-// that are summed over, lane q has
+// What a lane holds lies as tiles/mma.cuh draws it. There is no ldmatrix for doubles: a lane loads its
+// operands itself, one number at a time, since the instruction wants them in adjacent registers in an
+// order in which they do not lie in memory. What is summed over may come in any order that both operands
+// share. With lane = 4 g + q, of 16 numbers that are summed over, lane q has
 //
-//     of scores, whose operands are rows         4 q to 4 q + 3
-//     of sums, whose left operand are scores     2 q, 2 q + 1, 8 + 2 q, 8 + 2 q + 1
+//     of scores, whose operands are rows         8 (q % 2) + q / 2 + 2 e      for e = 0, 1, 2, 3
+//     of sums, whose left operand are scores     8 (e / 2) + 2 q + e % 2
 //
-// and of 16 columns of sums, lane g loads 2 g and 2 g + 1, so that lane q holds the sums 4 q to 4 q + 3.
+// with which the 16 lanes of half a load meet 16 different pairs of banks.
 #pragma once
 #include "numeric.cuh"
 #include "ptx/mma.cuh"
@@ -35,24 +34,27 @@ __device__ __forceinline__ Vector<double> load_two(const double* source) {
     return *reinterpret_cast<const Vector<double>*>(source);
 }
 
-// The right operand of sums of 16 columns: b[t] is that of the lane's columns with remainder t by 2.
-// `rows` point at the lane's first row and columns.
-__device__ __forceinline__ void load_summed(double (&b)[2][4], const double* rows, int row_pitch) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-        const Vector<double> two = load_two(rows + (e / 2 * 8 + e % 2) * row_pitch);
-        b[0][e] = two.at[0], b[1][e] = two.at[1];
-    }
-}
+// Which of 16 numbers that scores sum over a lane has first, and which of those that sums do.
+__device__ __forceinline__ int first_of_scores(int lane) { return lane % 2 * 8 + lane % 4 / 2; }
+__device__ __forceinline__ int first_of_sums(int lane) { return lane % 4 * 2; }
 
-// C[slab's 16 rows][16 columns from 16 * group on] += A B.
-template <int ROWS, int COLUMNS>
-__device__ __forceinline__ void multiply_columns(double (&C)[ROWS][COLUMNS], int slab, int group,
-                                                 const double (&a)[8], const double (&b)[2][4]) {
-    const int i = 2 * slab, j = 4 * group;
+// The e-th of those that sums do, behind the first.
+constexpr __host__ __device__ int next_of_sums(int e) { return e / 2 * 8 + e % 2; }
+
+// C[slabs of 16 rows][8 columns from 8 * tile on] += A B. `rows` point at the lane's first row and column
+// of B.
+template <int SLABS, int ROWS, int COLUMNS>
+__device__ __forceinline__ void add_products(double (&C)[ROWS][COLUMNS], int tile,
+                                             const double (&a)[SLABS][8], const double* rows,
+                                             int row_pitch) {
+    double b[4];
 #pragma unroll
-    for (int t = 0; t < 2; ++t)
-        multiply(C[i][j + t], C[i][j + t + 2], C[i + 1][j + t], C[i + 1][j + t + 2], a, b[t]);
+    for (int e = 0; e < 4; ++e) b[e] = rows[next_of_sums(e) * row_pitch];
+#pragma unroll
+    for (int slab = 0; slab < SLABS; ++slab) {
+        const int i = 2 * slab, j = 2 * tile;
+        multiply(C[i][j], C[i][j + 1], C[i + 1][j], C[i + 1][j + 1], a[slab], b);
+    }
 }
 
 // As MmaTile (tiles/mma.cuh).
@@ -78,16 +80,14 @@ struct DoubleMmaTile {
     __device__ __forceinline__ int row(int i) const { return i / 2 * 16 + i % 2 * 8 + lane / 4; }
     __device__ __forceinline__ int column(int j) const { return j / 2 * 8 + lane % 4 * 2 + j % 2; }
     __device__ __forceinline__ int value_column(int j) const {
-        return (j / 4 * SPLIT + part()) * 16 + lane % 4 * 4 + j % 4;
+        return SPLIT == 1 ? column(j) : (j / 4 * SPLIT + part()) * 16 + column(j % 4);
     }
     // Which of the warps that share the rows this is.
-    static __device__ __forceinline__ int part() {
-        return SPLIT == 1 ? 0 : threadIdx.x / 32 % SPLIT;
-    }
+    static __device__ __forceinline__ int part() { return threadIdx.x / 32 % SPLIT; }
 
     // Q_slab: the warp's rows in shared memory. Call when they have arrived.
     __device__ __forceinline__ void take_queries(const double* Q_slab) {
-        Q_rows = Q_slab + lane / 4 * PITCH + lane % 4 * 4;
+        Q_rows = Q_slab + lane / 4 * PITCH + first_of_scores(lane);
         if constexpr (QUERIES_IN_REGISTERS) {
 #pragma unroll
             for (int slab = 0; slab < SLABS; ++slab)
@@ -98,11 +98,8 @@ struct DoubleMmaTile {
     }
     __device__ __forceinline__ void load_queries(double (&a)[8], int slab, int depth) const {
 #pragma unroll
-        for (int r = 0; r < 4; ++r) {
-            const Vector<double> two =
-                load_two(Q_rows + (slab * 16 + r % 2 * 8) * PITCH + depth * 16 + r / 2 * 2);
-            a[r / 2 * 4 + r % 2] = two.at[0], a[r / 2 * 4 + 2 + r % 2] = two.at[1];
-        }
+        for (int r = 0; r < 8; ++r)
+            a[r] = Q_rows[(slab * 16 + r % 2 * 8) * PITCH + depth * 16 + r / 2 * 2];
     }
 
     // S = Q K^T for the STEP_K keys from K_smem on.
@@ -111,7 +108,7 @@ struct DoubleMmaTile {
         for (int i = 0; i < ROWS; ++i)
 #pragma unroll
             for (int j = 0; j < COLUMNS; ++j) S[i][j] = 0.0;
-        const double* const K_rows = K_smem + lane / 4 * PITCH + lane % 4 * 4;
+        const double* const K_rows = K_smem + lane / 4 * PITCH + first_of_scores(lane);
 #pragma unroll
         for (int depth = 0; depth < DEPTHS; ++depth) {
             double a[SLABS][8];
@@ -128,11 +125,7 @@ struct DoubleMmaTile {
             for (int keys = 0; keys < STEP_K / 8; ++keys) {
                 double b[4];
 #pragma unroll
-                for (int r = 0; r < 2; ++r) {
-                    const Vector<double> two =
-                        load_two(K_rows + keys * 8 * PITCH + depth * 16 + r * 2);
-                    b[2 * r] = two.at[0], b[2 * r + 1] = two.at[1];
-                }
+                for (int e = 0; e < 4; ++e) b[e] = K_rows[keys * 8 * PITCH + depth * 16 + 2 * e];
 #pragma unroll
                 for (int slab = 0; slab < SLABS; ++slab) {
                     const int i = 2 * slab, j = 2 * keys;
@@ -146,7 +139,7 @@ struct DoubleMmaTile {
     __device__ __forceinline__ void accumulate(double (&O)[ROWS][VALUE_COLUMNS],
                                                const double (&P)[ROWS][COLUMNS],
                                                const double* V_smem) const {
-        const double* const V_rows = V_smem + lane % 4 * 2 * VALUE_PITCH + lane / 4 * 2;
+        const double* const V_rows = V_smem + first_of_sums(lane) * VALUE_PITCH + lane / 4;
 #pragma unroll
         for (int keys = 0; keys < STEP_K / 16; ++keys) {
             double a[SLABS][8];
@@ -164,8 +157,8 @@ struct DoubleMmaTile {
                                                          const double* P_slab,
                                                          const double* V_smem) const {
         constexpr int P_PITCH = pitch<double>(STEPS);
-        const double* const P_rows = P_slab + lane / 4 * P_PITCH + lane % 4 * 2;
-        const double* const V_rows = V_smem + lane % 4 * 2 * VALUE_PITCH + lane / 4 * 2;
+        const double* const P_rows = P_slab + lane / 4 * P_PITCH + first_of_sums(lane);
+        const double* const V_rows = V_smem + first_of_sums(lane) * VALUE_PITCH + lane / 4;
 #pragma unroll
         for (int keys = 0; keys < STEPS / 16; ++keys) {
             double a[SLABS][8];
@@ -199,12 +192,10 @@ struct DoubleMmaTile {
                                                     const double (&a)[SLABS][8],
                                                     const double* V_rows) const {
 #pragma unroll
-        for (int group = 0; group < VALUE_COLUMNS / 4; ++group) {
-            if (VALUE_GROUPS % SPLIT != 0 && group * SPLIT + part() >= VALUE_GROUPS) break;
-            double b[2][4];
-            load_summed(b, V_rows + (group * SPLIT + part()) * 16, VALUE_PITCH);
-#pragma unroll
-            for (int slab = 0; slab < SLABS; ++slab) multiply_columns(O, slab, group, a[slab], b);
+        for (int tile = 0; tile < VALUE_COLUMNS / 2; ++tile) {
+            const int group = tile / 2 * SPLIT + (SPLIT == 1 ? 0 : part());
+            if (VALUE_GROUPS % SPLIT != 0 && group >= VALUE_GROUPS) break;
+            add_products(O, tile, a, V_rows + group * 16 + tile % 2 * 8, VALUE_PITCH);
         }
     }
 };
@@ -228,17 +219,16 @@ struct DoubleMmaQuerySums {
         return (down * SLABS + i / 2) * 16 + lane / 4 * 2 + i % 2;
     }
     __device__ __forceinline__ int value_column(int j) const {
-        return (j / 4 * ACROSS + across) * 16 + lane % 4 * 4 + j % 4;
+        return (j / 4 * ACROSS + across) * 16 + j % 4 / 2 * 8 + lane % 4 * 2 + j % 2;
     }
 
     __device__ __forceinline__ void multiply_tiles(double (&dQ)[ROWS][COLUMNS],
                                                    const double* dS_smem,
                                                    const double* K_smem) const {
         constexpr int S_PITCH = pitch<double>(BLOCK_Q);
-        const int key = lane % 4 * 2;
-        const double* const dS_rows =
-            dS_smem + key * S_PITCH + down * SLABS * 16 + lane / 4 * 2;
-        const double* const K_rows = K_smem + key * PITCH + across * 16 + lane / 4 * 2;
+        const int key = first_of_sums(lane);
+        const double* const dS_rows = dS_smem + key * S_PITCH + down * SLABS * 16 + lane / 4 * 2;
+        const double* const K_rows = K_smem + key * PITCH + across * 16 + lane / 4;
 #pragma unroll
         for (int k = 0; k < BLOCK_K; k += 16) {
             double a[SLABS][8];
@@ -247,17 +237,14 @@ struct DoubleMmaQuerySums {
 #pragma unroll
                 for (int e = 0; e < 4; ++e) {
                     const Vector<double> two =
-                        load_two(dS_rows + (k + e / 2 * 8 + e % 2) * S_PITCH + slab * 16);
+                        load_two(dS_rows + (k + next_of_sums(e)) * S_PITCH + slab * 16);
                     a[slab][2 * e] = two.at[0], a[slab][2 * e + 1] = two.at[1];
                 }
 #pragma unroll
-            for (int group = 0; group < GROUPS; ++group) {
-                if (PADDED_D / 16 % ACROSS != 0 && group * ACROSS + across >= PADDED_D / 16) break;
-                double b[2][4];
-                load_summed(b, K_rows + k * PITCH + group * ACROSS * 16, PITCH);
-#pragma unroll
-                for (int slab = 0; slab < SLABS; ++slab)
-                    multiply_columns(dQ, slab, group, a[slab], b);
+            for (int tile = 0; tile < COLUMNS / 2; ++tile) {
+                const int group = tile / 2 * ACROSS;
+                if (PADDED_D / 16 % ACROSS != 0 && group + across >= PADDED_D / 16) break;
+                add_products(dQ, tile, a, K_rows + k * PITCH + group * 16 + tile % 2 * 8, PITCH);
             }
         }
     }
