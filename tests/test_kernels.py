@@ -104,13 +104,13 @@ def is_twin(case):
 def thinned(cases):
     """A GPU runs all cases. Here a tenth of twins and of offsets (one integer of a head) is enough,
     a quarter of bfloat16 on simt, whose float32 is the same but for its loads, and half of splits
-    and head dims. So is an eighth of float64 on mma, whose kernels are those of halves but for
+    and head dims. So is a twelfth of float64 on mma, whose kernels are those of halves but for
     the products.
     """
 
     def step(case):
         if (case.engine, case.dtype) == ("mma", "float64"):
-            return 8
+            return 12
         if case.family == "offsets" or is_twin(case):
             return 10
         if (case.engine, case.dtype) == ("simt", "bfloat16"):
@@ -146,7 +146,8 @@ def test_case(group):
 def run_backward(case, **more):
     dout, q, k, v, out, lse, dlse = case.inputs()
     given = {"dlse": dlse, "grads_out": case.grads_out(SENTINEL)}
-    given["device"] = FEW if case.algo == "fa3" else H200
+    large = case.algo == "fa3" or (case.engine, case.dtype) == ("mma", "float64")
+    given["device"] = FEW if large else H200
     return attention_backward(dout, q, k, v, out, lse, **given, **case.call(), **more)
 
 

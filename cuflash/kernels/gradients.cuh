@@ -27,6 +27,7 @@
 #include "dq_turns.cuh"
 #include "key_scores.cuh"
 #include "nonfinite.cuh"
+#include "ptx/named_barrier.cuh"
 #include "tiles/query_sums.cuh"
 #include "tiles/units.cuh"
 
@@ -46,6 +47,11 @@ static_assert(is_laid_out<Accumulator>(tile_bytes::dq_sum, QUERY_SUMS) &&
                   is_laid_out<Accumulator>(tile_bytes::dk_sum, KEY_SUMS) &&
                   is_laid_out<Accumulator>(tile_bytes::dv_sum, VALUE_SUMS),
               "the plan's tiles in the workspace are those of the kernels");
+
+// All warps that share keys come here.
+__device__ __forceinline__ void meet_sharers() {
+    meet(1 + threadIdx.x / (32 * WARP_SPLIT), 32 * WARP_SPLIT);
+}
 
 struct Gradients {
     Accumulator dK_regs[ROWS][KeyTile::VALUE_COLUMNS];
@@ -163,16 +169,20 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
             if constexpr (SHARE_P) {
                 values.publish(P_smem + warp_row * S_PITCH + step, S_PITCH, P_regs);
                 if constexpr (ONE_SCORE_TILE) {
-                    __syncthreads();  // P of all keys is there
+                    meet_sharers();  // P of these keys is there
                     values.template accumulate_published<BLOCK_Q>(
                         gradients.dV_regs, P_smem + warp_row * S_PITCH, dO);
-                    __syncthreads();  // nobody reads P any more
+                    meet_sharers();  // nobody reads it any more
                 }
             } else {
                 values.accumulate(gradients.dV_regs, P_regs, dO_step);
                 keys.accumulate(gradients.dK_regs, dS_regs, Q_step);
             }
             keys.publish(dS_slab + step, S_PITCH, dS_regs);
+            if constexpr (ONE_SCORE_TILE) {
+                meet_sharers();  // dS of these keys is there
+                keys.template accumulate_published<BLOCK_Q>(gradients.dK_regs, dS_slab, Q);
+            }
         }
 
         u32* const turn = p.turns + first_tile + visit.tile;
@@ -183,14 +193,13 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
         __syncthreads();  // dS of all keys is there; it is this block's turn
         if (ORDERED && i > 0 && threadIdx.x == 0)
             pass_turn(p.turns + first_tile + tiles[i - 1].tile, key_tile + 1);
-        if constexpr (SHARE_P) {
-            if constexpr (!ONE_SCORE_TILE)
-                values.template accumulate_published<BLOCK_Q>(gradients.dV_regs,
-                                                              P_smem + warp_row * S_PITCH, dO);
+        if constexpr (SHARE_P && !ONE_SCORE_TILE) {
+            values.template accumulate_published<BLOCK_Q>(gradients.dV_regs,
+                                                          P_smem + warp_row * S_PITCH, dO);
             keys.template accumulate_published<BLOCK_Q>(gradients.dK_regs, dS_slab, Q);
         }
         if constexpr (STAGES == 1) {
-            if (SHARE_P) __syncthreads();  // nobody reads these queries any more
+            if (SHARE_P && !ONE_SCORE_TILE) __syncthreads();  // nobody reads these queries any more
             if (more) load_queries(0, tiles[i + 1].tile);
             commit_copies();
         }

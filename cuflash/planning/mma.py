@@ -114,16 +114,26 @@ _BACKWARD = (
     *_both(max_dim=256, block_q=64,  step_q=16, warps=8, slabs=2, split=4, stages=2),
     *_both(max_dim=256, block_q=64,  step_q=16, warps=8, slabs=2, split=4, stages=1),
 )
+# Rates are the sweep's of 2048 and 4096 tokens, without the loads and stores of an item.
 _DOUBLE = (
-    _double_fa2(max_dim=64,  block_k=32, warps=8, slabs=1, stages=2, rate=30, item_time=5.0,
-                start_time=12.0),
-    _double_fa2(max_dim=128, block_k=32, warps=8, slabs=1, stages=1, rate=30, item_time=5.0,
-                start_time=12.0),
+    _double_fa2(max_dim=64,  block_k=64, warps=8, slabs=1, stages=2, step_k=32,
+                queries_in_registers=True, rate=43, item_time=3.7, start_time=12.0),
+    _double_fa2(max_dim=64,  block_k=32, warps=4, slabs=1, stages=2, min_blocks=2,
+                rate=43, item_time=8.0, start_time=7.0),
+    _double_fa2(max_dim=128, block_k=32, warps=8, slabs=1, stages=1,
+                rate=48, item_time=9.2, start_time=12.0),
+    _double_fa2(max_dim=128, block_k=16, warps=4, slabs=1, stages=1, min_blocks=2,
+                rate=45, item_time=11.5, start_time=7.0),
     _double_fa1(max_dim=64,  block_k=64, warps=8, slabs=1, stages=2, step_k=32),
     _double_fa1(max_dim=128, block_k=32, warps=4, slabs=1, stages=2, step_k=16),
-    *_both(dtypes=DOUBLE, max_dim=64,  block_q=32, warps=8, slabs=1, split=1, stages=1),
+    _double_fa1(max_dim=128, block_k=16, warps=4, slabs=1, stages=2),
+    *_both(dtypes=DOUBLE, max_dim=64,  block_q=32, step_q=16, warps=8, slabs=1, split=1, stages=1,
+           fill=0.5),
+    *_both(dtypes=DOUBLE, max_dim=64,  block_q=16, warps=4, slabs=1, split=1, stages=2,
+           min_blocks=2),
     *_both(dtypes=DOUBLE, max_dim=128, block_q=32, step_q=16, warps=8, slabs=1, split=2, stages=1,
-           one_score_tile=True),
+           one_score_tile=True, load_unroll=1),
+    *_both(dtypes=DOUBLE, max_dim=128, block_q=32, step_q=8, warps=8, slabs=1, split=4, stages=1),
 )
 # fmt: on
 ROWS = (*_FORWARD, *_BACKWARD, *_DOUBLE)
