@@ -41,7 +41,7 @@ from cuflash.calls.arguments import Arguments, Options
 from cuflash.calls.call import BackwardCall, ForwardCall
 from cuflash.calls.run import find_call
 from cuflash.gpu import launch
-from cuflash.operands.dtypes import DOUBLE, HALF, SINGLE
+from cuflash.operands.dtypes import HALF, SINGLE
 from cuflash.planning.mma import MmaTile
 from cuflash.planning.plan import TILES, Plan
 from cuflash.planning.simt import SimtTile

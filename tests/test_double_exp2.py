@@ -1,4 +1,4 @@
-"""2^x in double (double_exp2.cuh) against longdouble over its range. test_gpu.py runs it as well."""
+"""2^x in double (double_exp2.cuh) against longdouble over its range; test_gpu.py has it, too."""
 
 import numpy as np
 import pytest
@@ -32,7 +32,11 @@ def points():
     rng = np.random.default_rng(0)
     halves = np.arange(-1021.5, 1023, 1)
     around = [np.nextafter(halves, end) for end in (-np.inf, np.inf)]
-    few = rng.uniform(-60, 0, 1 << 16), rng.uniform(-1, 1, 1 << 16), rng.uniform(-1e-3, 1e-3, 1 << 13)
+    few = (
+        rng.uniform(-60, 0, 1 << 16),
+        rng.uniform(-1, 1, 1 << 16),
+        rng.uniform(-1e-3, 1e-3, 1 << 13),
+    )
     x = np.concatenate([rng.uniform(-1022, 1024, 1 << 16), *few, halves, *around])
     x = np.concatenate([x, rng.choice([-1, 1], 1 << 12) * np.geomspace(1e-320, 1, 1 << 12)])
     return np.resize(x, -(-x.size // 32) * 32)

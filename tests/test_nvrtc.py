@@ -29,7 +29,8 @@ ARCHES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_100", "sm_120")
 # Bytes of stack and spills that a kernel may use at the head dim its row is for, as measured with
 # NVRTC 13.0. What is not listed must use none. On sm_90a, which the table is tuned on, mma kernels,
 # and simt kernels up to head dim 128 but for float64, cannot be listed, except what does the work
-# of backward: it keeps two tiles of sums in registers and may spill a little.
+# of backward: it keeps two tiles of sums in registers and may spill a little; and on mma what has a
+# mask, a softcap, packed sequences or parts of the keys in float64.
 BUDGETS_FILE = Path(__file__).with_name("budgets.csv")
 
 
@@ -111,7 +112,10 @@ class Kernel(NamedTuple):
     def must_not_spill(self) -> bool:
         if self.row.backward and not self.name:
             return False
-        small = self.head_dim <= 128 and self.dtype != "float64"
+        if self.dtype == "float64":  # of 128 columns sums alone take half of the registers
+            varied = self.mask or self.capped or self.sequences or self.row.packed > 1
+            return self.arch == "sm_90a" and self.row.engine == "mma" and not varied
+        small = self.head_dim <= 128
         return self.arch == "sm_90a" and (self.row.engine in ("mma", "wgmma") or small)
 
 
@@ -140,7 +144,8 @@ def kernels(arch, dtypes) -> list[Kernel]:
 
 def every_row() -> list[Kernel]:
     """All rows for sm_90a: mma and wgmma in bf16, without and with a mask, softcap, dropout, packed
-    heads or parts of the keys; simt in one of two types. fa2 and fa3 on wgmma are one source.
+    heads or parts of the keys; mma in float64; simt in one of two types. fa2 and fa3 on wgmma are
+    one source.
     """
     halves = [x for x in kernels("sm_90a", ["bfloat16"]) if x.row.engine != "simt"]
     mma = [x for x in halves if (x.row.algo, x.row.engine) != ("fa2", "wgmma")]
@@ -151,7 +156,19 @@ def every_row() -> list[Kernel]:
     made = mma + masked(mma[::2]) + capped(mma[1::2]) + split(mma) + paged(mma)
     made += dropping([x for x in mma if x.row.engine == "mma"])[::5]  # wgmma's: test_dropout.py
     made += [*packed(mma)[::6], mma[0]._replace(sequences=64, name="sequence_starts")]
-    return made + turns + split(simt)[::3]
+    return made + turns + split(simt)[::3] + doubles()
+
+
+def doubles() -> list[Kernel]:
+    """What does the work of the rows of float64 on mma, and some of it with a mask and the like."""
+    made = [x for x in kernels("sm_90a", ["float64"]) if x.row.engine == "mma" and not x.name]
+    return made + varied(made)[::4]
+
+
+def varied(made: list[Kernel]) -> list[Kernel]:
+    """The main kernels of `made` with a mask, softcap, parts of the keys, dropout, or packed."""
+    found = masked(made) + capped(made) + split(made) + dropping(made) + packed(made)
+    return [x for x in found if not x.name]
 
 
 def paged(made: list[Kernel]) -> list[Kernel]:
@@ -253,6 +270,8 @@ def whole_matrix() -> dict[str, Kernel]:
     made += masked(halves) + capped(halves) + split(halves) + paged(halves) + dropping(halves)
     made += packed(halves)
     made += split([x for x in kernels("sm_90a", ["float32", "float64"]) if x.row.engine == "simt"])
+    of_doubles = [x for x in kernels("sm_90a", ["float64"]) if x.row.engine == "mma"]
+    made += varied([x for x in of_doubles if not x.name])
     names = {str(kernel): kernel for kernel in made}
     assert len(names) == len(made)  # a name tells a row
     return names

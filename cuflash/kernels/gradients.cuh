@@ -67,7 +67,8 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
     constexpr int Q_TILE = BLOCK_Q * KeyTile::PITCH, O_TILE = BLOCK_Q * ValueTile::PITCH;
     constexpr int S_PITCH = pitch<Shared>(BLOCK_Q), S_TILE = BLOCK_K * S_PITCH;
     constexpr bool SHARE_P = WARP_SPLIT > 1;
-    static_assert(!ONE_SCORE_TILE || STEPS == BLOCK_Q, "all of P has been in the tile before dS is");
+    static_assert(!ONE_SCORE_TILE || STEPS == BLOCK_Q,
+                  "all of P has been in the tile before dS is");
     static_assert(is_laid_out<Shared>(tile_bytes::K, K_TILE) &&
                       is_laid_out<Shared>(tile_bytes::V, V_TILE) &&
                       is_laid_out<Shared>(tile_bytes::Q, Q_TILE) &&
@@ -80,7 +81,8 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
     Shared* const Q_smem = reinterpret_cast<Shared*>(smem + shared_at::Q);
     Shared* const dO_smem = reinterpret_cast<Shared*>(smem + shared_at::dO);
     Shared* const dS_smem = reinterpret_cast<Shared*>(smem + shared_at::dS);
-    Shared* const P_smem = ONE_SCORE_TILE ? dS_smem : reinterpret_cast<Shared*>(smem + shared_at::P);
+    Shared* const P_smem =
+        ONE_SCORE_TILE ? dS_smem : reinterpret_cast<Shared*>(smem + shared_at::P);
     Accumulator* const row_stats_smem = reinterpret_cast<Accumulator*>(smem + shared_at::row_stats);
 
     const int warp_row = first_row_of_warp();
@@ -170,8 +172,8 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
                 values.publish(P_smem + warp_row * S_PITCH + step, S_PITCH, P_regs);
                 if constexpr (ONE_SCORE_TILE) {
                     meet_sharers();  // P of these keys is there
-                    values.template accumulate_published<BLOCK_Q>(
-                        gradients.dV_regs, P_smem + warp_row * S_PITCH, dO);
+                    values.template accumulate_published<BLOCK_Q>(gradients.dV_regs,
+                                                                  P_smem + warp_row * S_PITCH, dO);
                     meet_sharers();  // nobody reads it any more
                 }
             } else {

@@ -44,7 +44,9 @@ class MmaTile(WarpTile):
         of 16 columns. Of doubles it has 16 queries where it would have no columns left.
         """
         rows, groups = 32, self.widths(problem)[0] // 16
-        if self.dtypes == DOUBLE and (self.block_q % 32 or self.warps * 32 // self.block_q > groups):
+        if self.dtypes == DOUBLE and (
+            self.block_q % 32 or self.warps * 32 // self.block_q > groups
+        ):
             rows = 16
         across = self.warps * rows // self.block_q
         return rows // 2 * ceil_div(groups, across)
@@ -117,12 +119,12 @@ _BACKWARD = (
 # Rates are the sweep's of 2048 and 4096 tokens, without the loads and stores of an item.
 _DOUBLE = (
     _double_fa2(max_dim=64,  block_k=64, warps=8, slabs=1, stages=2, step_k=32,
-                queries_in_registers=True, rate=43, item_time=3.7, start_time=12.0),
+                rate=42, item_time=3.1, start_time=12.0),
     _double_fa2(max_dim=64,  block_k=32, warps=4, slabs=1, stages=2, min_blocks=2,
                 rate=43, item_time=8.0, start_time=7.0),
-    _double_fa2(max_dim=128, block_k=32, warps=8, slabs=1, stages=1,
+    _double_fa2(max_dim=128, block_k=32, warps=8, slabs=1, stages=1, load_unroll=1,
                 rate=48, item_time=9.2, start_time=12.0),
-    _double_fa2(max_dim=128, block_k=16, warps=4, slabs=1, stages=1, min_blocks=2,
+    _double_fa2(max_dim=128, block_k=16, warps=4, slabs=1, stages=1, min_blocks=2, load_unroll=1,
                 rate=45, item_time=11.5, start_time=7.0),
     _double_fa1(max_dim=64,  block_k=64, warps=8, slabs=1, stages=2, step_k=32),
     _double_fa1(max_dim=128, block_k=32, warps=4, slabs=1, stages=2, step_k=16),

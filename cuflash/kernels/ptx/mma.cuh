@@ -50,8 +50,7 @@ __device__ __forceinline__ void multiply_deep(double& c0, double& c1, double& c2
 
 // mma.sync.m8n8k4 in double, sm_80 on.
 __device__ __forceinline__ void multiply_flat(double& c0, double& c1, double a, double b) {
-    asm volatile(
-        "mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
-        : "+d"(c0), "+d"(c1)
-        : "d"(a), "d"(b));
+    asm volatile("mma.sync.aligned.m8n8k4.row.col.f64.f64.f64.f64 {%0, %1}, {%2}, {%3}, {%0, %1};"
+                 : "+d"(c0), "+d"(c1)
+                 : "d"(a), "d"(b));
 }

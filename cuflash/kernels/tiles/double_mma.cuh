@@ -166,8 +166,8 @@ struct DoubleMmaTile {
             for (int slab = 0; slab < SLABS; ++slab)
 #pragma unroll
                 for (int r = 0; r < 4; ++r) {
-                    const Vector<double> two =
-                        load_two(P_rows + (slab * 16 + r % 2 * 8) * P_PITCH + keys * 16 + r / 2 * 8);
+                    const Vector<double> two = load_two(P_rows + (slab * 16 + r % 2 * 8) * P_PITCH +
+                                                        keys * 16 + r / 2 * 8);
                     a[slab][r / 2 * 4 + r % 2] = two.at[0];
                     a[slab][r / 2 * 4 + 2 + r % 2] = two.at[1];
                 }

@@ -34,11 +34,9 @@
 
 // A warp's rows against STEP columns at a time: scores over D, sums of DV columns.
 template <int STEP, int D, int DV>
-using TensorCoreTileOf =
-    typename Select<SAME<Element, double>,
-                    DoubleMmaTile<WARP_SLABS, STEP, D, DV, QUERIES_IN_REGISTERS, WARP_SPLIT>,
-                    MmaTile<Element, WARP_SLABS, STEP, D, DV, QUERIES_IN_REGISTERS, WARP_SPLIT>>::type;
+using TensorCoreTileOf = typename Select<
+    SAME<Element, double>, DoubleMmaTile<WARP_SLABS, STEP, D, DV, QUERIES_IN_REGISTERS, WARP_SPLIT>,
+    MmaTile<Element, WARP_SLABS, STEP, D, DV, QUERIES_IN_REGISTERS, WARP_SPLIT>>::type;
 template <int STEP, int D, int DV>
-using TileOf =
-    typename Select<ENGINE_IS_MMA, TensorCoreTileOf<STEP, D, DV>,
-                    SimtTile<Accumulator, ROW_LANES, LANE_ROWS, STEP, D, DV>>::type;
+using TileOf = typename Select<ENGINE_IS_MMA, TensorCoreTileOf<STEP, D, DV>,
+                               SimtTile<Accumulator, ROW_LANES, LANE_ROWS, STEP, D, DV>>::type;
