@@ -104,13 +104,13 @@ def is_twin(case):
 def thinned(cases):
     """A GPU runs all cases. Here a tenth of twins and of offsets (one integer of a head) is enough,
     a quarter of bfloat16 on simt, whose float32 is the same but for its loads, and half of splits
-    and head dims. So is a twelfth of float64 on mma, whose kernels are those of halves but for
+    and head dims. So is a quarter of float64 on mma, whose kernels are those of halves but for
     the products.
     """
 
     def step(case):
         if (case.engine, case.dtype) == ("mma", "float64"):
-            return 12
+            return 4
         if case.family == "offsets" or is_twin(case):
             return 10
         if (case.engine, case.dtype) == ("simt", "bfloat16"):
