@@ -259,6 +259,7 @@ def test_no_products_for_keys_that_no_query_sees(algo, band, length):
         *[("fa3", "wgmma", "float16", dim) for dim in (32, 64, 80, 256)],
         ("fa3", "wgmma", "bfloat16", 64), ("fa1", "wgmma", "float16", 64),
         *[("fa2", "mma", "float16", dim) for dim in (64, 128, 256)],
+        ("fa2", "mma", "float64", 64),
         ("fa2", "mma", "bfloat16", 32), ("fa1", "mma", "float16", 64),
         ("fa2", "simt", "float32", 64), ("fa1", "simt", "float32", 64),
     ],
