@@ -1,7 +1,7 @@
 """`python -m cuflash`: what is here, a checked run of all that works here, and its times.
 
-`python -m cuflash check` is the same. `python -m cuflash compare` is another command: see
-compare/contenders.py. `python -m cuflash precompile` is :func:`cuflash.precompile`.
+`python -m cuflash check` is the same. Other commands are `compare`, see compare/contenders.py,
+`precompile`, which is :func:`cuflash.precompile`, and `launch`, see distributed/launcher.py.
 """
 
 from __future__ import annotations
@@ -222,10 +222,13 @@ def precompile_command(arguments: Sequence[str]) -> int:
         parser.error(f"kernels are compiled for a GPU: {missing}")
     begin = time.perf_counter()
     try:
+        sequences = options.pop("sequences")
+        if sequences is not None:
+            options["cu_seqlens_q"] = np.zeros(sequences + 1, np.int32)
         for name in ("q_lengths", "kv_lengths"):
             if options[name]:
                 batch = np.broadcast_shapes(q[:-3], k[:-3], v[:-3])
-                options[name] = np.zeros(batch, options[name])
+                options[name] = np.zeros(batch if sequences is None else sequences, options[name])
         kernels = precompile((q, k, v), **options)
     except (ValueError, TypeError, NotImplementedError) as error:
         parser.error(str(error))
@@ -268,6 +271,10 @@ def precompile_line() -> argparse.ArgumentParser:
     add("--q-offset", type=int)
     add("--q-lengths", choices=("int32", "int64"), help="type of an array of lengths")
     add("--kv-lengths", choices=("int32", "int64"), help="type of an array of lengths")
+    add("--sequences", type=int, metavar="B",
+        help="packed ones, of int32 offsets: shapes are then T,H,D")  # fmt: skip
+    add("--max-seqlen-q", type=int, metavar="N", help="the most queries of one")
+    add("--max-seqlen-k", type=int, metavar="M", help="the most keys of one")
     return parser
 
 
@@ -289,7 +296,7 @@ def _window(text: str) -> tuple[int | None, ...]:
 
 
 def command_line() -> argparse.ArgumentParser:
-    """The commands; contenders.py and :func:`precompile_line` have the options of their own."""
+    """The commands; others than `check` have options of their own."""
     parser = argparse.ArgumentParser(
         prog="python -m cuflash", description="Attention for NumPy and CuPy arrays."
     )
@@ -301,6 +308,9 @@ def command_line() -> argparse.ArgumentParser:
     )
     commands.add_parser(
         "compare", add_help=False, help="compare with what else there is, as tables and pictures"
+    )
+    commands.add_parser(
+        "launch", add_help=False, help="run a script on several ranks, a process for each"
     )
     commands.add_parser(
         "precompile", add_help=False, help="compile kernels before the first call needs them"
@@ -316,6 +326,10 @@ def command() -> int:
         from .compare.contenders import main as compare
 
         return compare(arguments[1:])
+    if name == "launch":
+        from .distributed.launcher import main as launch
+
+        return launch(arguments[1:])
     if name == "precompile":
         return precompile_command(arguments[1:])
     parser.parse_args(arguments)

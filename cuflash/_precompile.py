@@ -14,6 +14,7 @@ import numpy as np
 from .calls.arguments import Arguments, Options, split_dropout, split_scores
 from .calls.arrays import as_integers, as_mask, as_window, of_batch, split_offset
 from .calls.call import BackwardCall, Call, ForwardCall
+from .calls.packed import packed_specs
 from .calls.run import launch_module
 from .extras import HOW_TO_INSTALL_CUPY
 from .keywords import explains_keywords
@@ -91,10 +92,15 @@ def precompile(
     seed: Integer | AnyArray | None = None,
     split_keys: int | None = None,
     page_table: AnyArray | None = None,
+    cu_seqlens_q: Integers | None = None,
+    cu_seqlens_k: Integers | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
     deterministic: bool = True,
     wrt: Names = (),
 ) -> list[CompiledKernel]:
-    """Compile what :func:`attention` needs for operands of these shapes and types.
+    """Compile what :func:`attention` or, with `cu_seqlens_q`, :func:`attention_varlen` needs for
+    operands of these shapes and types.
 
     Otherwise the first call of a kind does so. CuPy keeps the kernels on disk for other processes,
     in `~/.cupy/kernel_cache` or where `CUPY_CACHE_DIR` says. No memory is taken for operands.
@@ -111,7 +117,7 @@ def precompile(
         Number of the CUDA device, which has to be there; by default the current one.
     backward : bool
         Compile the kernels of :func:`attention_backward` as well, as :func:`attention_vjp`
-        calls it.
+        calls it; of packed sequences, those of their functions.
     aligned : bool
         Operands and results start on multiples of 16 bytes, and rows lie such multiples apart
         where a row of the shape has so many bytes. New arrays are like that, and views of these
@@ -128,6 +134,9 @@ def precompile(
     bias, score_mod, alibi_slopes, sinks, q_lengths, kv_lengths, q_offset, page_table
         As given to :func:`attention`. Of arrays only shape, strides and type count, so that those
         of `numpy.empty` do.
+    cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+        As given to :func:`attention_varlen`, for whose operands the shapes then are, such as
+        (Tq, H, D). Of offsets, too, only shape and type count.
     deterministic, wrt
         As given to :func:`attention_backward`.
 
@@ -147,9 +156,9 @@ def precompile(
 
     Notes
     -----
-    Lengths, the batch, the number of key heads, `causal` and `window` only decide which tiles are
-    best, so that the kernels of one shape serve many. Another device, another version of CuPy, of
-    its compiler or of cuflash needs others.
+    Lengths, the batch, the number of key heads, the tokens and the number of packed sequences,
+    `causal` and `window` only decide which tiles are best, so that the kernels of one shape serve
+    many. Another device, another version of CuPy, of its compiler or of cuflash needs others.
 
     Operands in rarer layouts, such as rows in reverse order, axes repeated by a stride of 0 or
     more than three leading axes of irregular strides, may run other kernels: their first call
@@ -174,6 +183,13 @@ def precompile(
     >>> shapes = [((1, 32, n, 128), (1, 8, 8192, 128), (1, 8, 8192, 128)) for n in (1, 512, 4096)]
     >>> kernels = cuflash.precompile(
     ...     shapes, "bfloat16", causal=True, enable_gqa=True, kv_lengths=np.zeros(1, np.int32)
+    ... )  # doctest: +SKIP
+
+    Up to 16,384 tokens of 64 packed sequences, none of them longer than 4,096:
+
+    >>> kernels = cuflash.precompile(
+    ...     (16384, 32, 128), "bfloat16", causal=True, backward=True,
+    ...     cu_seqlens_q=np.zeros(65, np.int32), max_seqlen_q=4096,
     ... )  # doctest: +SKIP
     """
     triples, dtypes = _triples(shapes), _dtypes(dtype)
@@ -201,6 +217,9 @@ def precompile(
         kinds.append((BackwardCall, of_gradients))
     elif as_names(wrt):
         raise ValueError("wrt goes with backward=True: a forward call has no gradients")
+    others_of_packed = cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    if cu_seqlens_q is None and any(x is not None for x in others_of_packed):
+        raise ValueError("cu_seqlens_k, max_seqlen_q and max_seqlen_k go with cu_seqlens_q")
     launch = _launch_module()
     number = launch.device_number(device)
     facts, others = launch.device_facts(number), arguments.specs()
@@ -209,9 +228,17 @@ def precompile(
         for triple in triples:
             for element in dtypes:
                 specs = (Spec.contiguous(shape, element) for shape in triple)
-                given = dict(zip("qkv", specs)) | others
+                given, longest = dict(zip("qkv", specs)), None
+                if cu_seqlens_q is not None:
+                    given, longest = packed_specs(
+                        given, cu_seqlens_q, *others_of_packed, page_table is not None
+                    )
+                given |= others
                 for kind, asked in kinds:
-                    call = kind(given, asked, facts, arguments.mask_kind, bool(aligned))
+                    call = kind(
+                        given, asked._replace(longest=longest), facts, arguments.mask_kind,
+                        bool(aligned), arguments.predicate,
+                    )  # fmt: skip
                     if not call.is_empty:
                         yield call.plan
 

@@ -261,18 +261,20 @@ def attention_varlen_backward(
         As given to :func:`attention_varlen`.
     dlse : array, shape (H, Tq), optional
         Gradient with respect to `lse`. By default the loss does not depend on `lse`.
-    grads_out : (array, array, array), optional
-        Where to write dq, dk and dv; None for one that is to be new.
+    grads_out : (array, array, array, ...), optional
+        Where to write dq, dk, dv and those of `wrt`; None for one that is to be new.
     workspace : array, optional
         As in :func:`attention_backward`, at least `plan(..., cu_seqlens_q=...,
         backward=True).workspace_bytes`.
     **options
-        As of :func:`attention_backward`, with positions counted in each sequence.
+        As of :func:`attention_backward`, with positions counted in each sequence. Gradients of
+        `wrt` take time and memory by `max_seqlen_q` and `max_seqlen_k`: give these with it.
 
     Returns
     -------
     dq, dk, dv : array
-        Each of the shape and type of its operand; 0 for tokens of no sequence.
+        Each of the shape and type of its operand; 0 for tokens of no sequence. Behind them come the
+        gradients of `wrt`, in its order.
 
     Raises
     ------
@@ -382,9 +384,9 @@ def attention_varlen_vjp(
     out : array, shape (Tq, H, Dv)
         As of :func:`attention_varlen`; with `return_lse` the pair (out, lse).
     vjp : function
-        `vjp(dout, dlse=None)` returns (dq, dk, dv), as :func:`attention_varlen_backward` does. It
-        holds the operands, offsets, mask, out and lse themselves: do not change them before it is
-        called. It may be called any number of times.
+        `vjp(dout, dlse=None)` returns (dq, dk, dv) and the gradients of `wrt`, as
+        :func:`attention_varlen_backward` does. It holds the operands, offsets, mask, out and lse
+        themselves: do not change them before it is called. It may be called any number of times.
 
     Raises
     ------

@@ -81,11 +81,33 @@ def checked_seed(value: Any) -> int:
     return number
 
 
+class PlacedSeed(NamedTuple):
+    """The seed of a call whose operands are part of a larger one's.
+
+    Its query 0, key 0 and head 0 are these of the larger call. Queries and keys begin at multiples
+    of BLOCK, of which kernels make the bits together.
+    """
+
+    seed: Any  # an int; None where an array on the device has it
+    query: int = 0
+    key: int = 0
+    head: int = 0
+
+    @property
+    def first_numbers(self) -> tuple[int, int, int]:
+        """What kernels add to the number of a query, of a pair of keys, and of a head."""
+        return self.query // 2, self.key // 4, self.head
+
+
 class Dropout(NamedTuple):
-    """Dropout of one call: a weight is dropped with the probability `p`."""
+    """Dropout of one call: a weight is dropped with the probability `p`.
+
+    `first` are query, key and head of a larger call at which its operands begin.
+    """
 
     p: float
     seed: int
+    first: tuple[int, int, int] = (0, 0, 0)
 
     @property
     def threshold(self) -> int:
@@ -104,6 +126,10 @@ class Dropout(NamedTuple):
         with the keys c, c + 1, c + 8 and c + 9, for an even c: a word for each key, which query r
         takes as it is, and r + 8 with its halves exchanged.
         """
+        query, key, head = self.first
+        queries = range(queries.start + query, queries.stop + query)
+        keys = range(keys.start + key, keys.stop + key)
+        place = place[0], place[1] + head
         rows, columns = (np.arange(x.start // BLOCK, -(-x.stop // BLOCK)) for x in (queries, keys))
         of_query = rows[:, None] * 8 + np.arange(8)
         of_key = columns[:, None] * 4 + np.arange(4)

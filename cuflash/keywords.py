@@ -20,6 +20,10 @@ _KERNEL = "algo= and engine= choose the kernel"
 _ON_KEYS = "kv_lengths= says how many keys are valid"
 _ON_QUERIES = "q_lengths= says how many queries are valid"
 _POSITIONS = "leave the name out, or call it"
+_CACHE = "caches are k and v; append_kv() writes to them, kv_lengths= says how many keys they hold"
+_APART = "q, k and v are given one by one: views of one array, such as qkv[:, :, 0], are fine"
+_LEFT = "mask=(positions >= start[:, None])[:, None, None] hides the keys before one"
+_ROTARY = "rotate q and k beforehand, keys before they are written to a cache"
 
 # Of PyTorch and its flex_attention, flash-attn, JAX, xformers, cuDNN and Triton's tutorial.
 ELSEWHERE = {
@@ -36,6 +40,7 @@ ELSEWHERE = {
     "s_aux": "sinks= takes a score for each head",
     "learnable_sink": "sinks= takes a score for each head",
     "block_mask": _MASK,
+    "mask_mod": f"{_MASK}: BlockMask.from_function(mask_mod, ...)",
     "key_padding_mask": "kv_lengths= hides padding at the end, mask=seen[:, None, None] any keys "
     "that seen, of shape (B, M), is False for",
     "dropout": _DROPOUT,
@@ -50,7 +55,19 @@ ELSEWHERE = {
     "query_seq_lengths": _ON_QUERIES,
     "key_value_seq_lengths": _ON_KEYS,
     "seqused_k": _ON_KEYS,
+    "seqused_q": _ON_QUERIES,
     "cache_seqlens": f"{_ON_KEYS}, those just appended included",
+    "k_cache": _CACHE,
+    "v_cache": _CACHE,
+    "cache_batch_idx": "page_table=cache_batch_idx[:, None] makes each entry of the cache a page",
+    "cache_leftpad": _LEFT,
+    "leftpad_k": _LEFT,
+    "rotary_cos": _ROTARY,
+    "rotary_sin": _ROTARY,
+    "rotary_interleaved": _ROTARY,
+    "qkv": _APART,
+    "kv": _APART,
+    "num_splits": "split_keys= says how many keys a block works on, 0 for all of them",
     "cu_seqlens": _PACKED,
     "cu_seqlens_q": _PACKED,
     "cu_seqlens_k": _PACKED,

@@ -32,6 +32,7 @@ from cuflash.gpu.work_order import work_order
 from cuflash.masks.tile_lists import tile_lists
 from cuflash.planning.append import OPERANDS
 from cuflash.planning.plan import Plan
+from cuflash.planning.visible import mask_field_of
 from cuflash.scores.emit import field_of
 
 
@@ -207,7 +208,8 @@ def merge(outs, lses, *, out=None, mode="check", seed=0):
 def _run(kind, arrays, options, count, mask, number, mode, schedule, row, device):
     """The first results of a call, padded with None, its plan and the emulator's counts."""
     mask = as_mask(mask)
-    call = find_call(kind, Arguments(kind.operands, arrays, mask, seed=number), options, device)
+    asked = Arguments(kind.operands, arrays, mask, seed=number)
+    call = find_call(kind, asked, options, device)
     plan = call.plan if row is None else on_row(call.plan, row)
     results, fresh = {}, set()
     for name, spec in call.results[:count]:
@@ -222,14 +224,15 @@ def _run(kind, arrays, options, count, mask, number, mode, schedule, row, device
         fresh.add(name)
 
     memory = Memory()
-    held = call.captured, call.dropout_p, call.targets
+    held = call.captured, call.dropout_p, call.targets, call.mask_held
     params = pack(plan, call.layout, call.scale, call.score, *held)
     fields = {x.operand: field_of(x.capture) for x in call.captured}
     fields |= {x.operand: y.field for x, y in zip(call.targets, plan.problem.wrt)}
     for name, x in arrays.items():
         params[fields.get(name, name)] = memory.place(x, initialised=name not in fresh)
-    if number is not None:
-        params["seed_number"] = number
+    if "seed_number" in params.dtype.names:
+        for name in ("seed_number", "first_query_number", "first_key_number", "first_head"):
+            params[name] = asked.addresses[name]
     _place_mask(params, mask, plan, memory)
     tables = {x.name: _tables(plan, x.name, call.layout, arrays, memory) for x in plan.kernels}
     stats = _launch(plan, params, tables, memory, mode, schedule)
@@ -262,6 +265,10 @@ def _place_mask(params, mask, plan, memory) -> None:
         lists = tile_lists(turned, *plan.tile.scored, plan.is_longest_first)
         for name, x in lists._asdict().items():
             params[f"mask_{name}"] = 0 if x is None or not x.size else memory.place(x)
+        held = mask.predicate.held if mask.predicate else ()
+        for capture, x in zip(plan.problem.mask_form.captures, held, strict=True):
+            if capture.is_array:
+                params[mask_field_of(capture)] = memory.place(x)
 
 
 def _launch(plan, params, tables, memory, mode, seed) -> dict:

@@ -399,6 +399,12 @@ def test_keywords_of_other_libraries(function, name):
         ("attn_bias", "bias= takes an array of float, which is added to scores"),
         ("return_residual", "return_lse=True"),
         ("implementation", "algo= and engine="),
+        ("num_splits", "split_keys= says how many keys a block works on"),
+        ("cache_batch_idx", "page_table=cache_batch_idx[:, None]"),
+        ("cache_leftpad", "mask=(positions >= start[:, None])[:, None, None] hides the keys"),
+        ("rotary_cos", "rotate q and k beforehand"),
+        ("k_cache", "append_kv() writes to them, kv_lengths="),
+        ("qkv", "views of one array, such as qkv[:, :, 0], are fine"),
     ],
 )
 def test_what_stands_for_a_keyword(name, words):

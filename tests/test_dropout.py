@@ -16,7 +16,7 @@ from tolerance import assert_backward_close, assert_forward_close
 import cuflash
 from cuflash import reference
 from cuflash.calls import run as calls
-from cuflash.dropout import BLOCK, ROUNDS, Dropout, philox
+from cuflash.dropout import BLOCK, ROUNDS, Dropout, PlacedSeed, philox
 from cuflash.masks.band import Band
 from cuflash.planning.plan import make_plan
 from cuflash.planning.problem import Problem
@@ -176,6 +176,42 @@ def test_the_same_bits_of_packed_heads_and_parts_of_the_keys(engine):
     for n in (1, 3, 21):
         same_bits(recovered(run, engine, n, 136, 32))
     assert max(packed) > 1
+
+
+PLACED = PlacedSeed(SEED, query=48, key=1 << 20, head=3)
+
+
+def kept_of_placed(shape):
+    """Bits of the part of a larger call that PLACED names."""
+    dropout = Dropout(P, SEED, (PLACED.query, PLACED.key, PLACED.head))
+    kept = np.empty(shape, bool)
+    for batch, head in np.ndindex(shape[:2]):
+        kept[batch, head] = dropout.keeps((batch, head), range(shape[2]), range(shape[3]))
+    return kept
+
+
+def test_a_part_of_a_larger_call_has_its_bits():
+    whole = dropout_keep(SEED, (2, 7, 160, 96), P)
+    part = Dropout(P, SEED, (32, 16, 3)).keeps((1, 2), range(5, 100), range(7, 70))
+    np.testing.assert_array_equal(part, whole[1, 5, 37:132, 23:86])
+
+
+@pytest.mark.parametrize("engine", ["numpy", *(pytest.param(x, marks=EMULATED) for x in TYPES)])
+def test_the_same_bits_of_a_part_of_a_larger_call(engine):
+    """Forward by what values it returns, backward by which dout reach dV."""
+    dtype = numpy_dtype(TYPES.get(engine, "float64"))
+    q, eye = np.zeros((2, 2, 64, 32), dtype), np.eye(64, dtype=dtype)
+    v = np.broadcast_to(eye, (2, 2, 64, 64))
+    options = {"engine": engine, "dropout_p": P, "seed": PLACED}
+    expected = kept_of_placed((2, 2, 64, 64))
+    if engine == "numpy":
+        out, lse = cuflash.attention(q, q, v, return_lse=True, **options)
+        _, _, dv = cuflash.attention_backward(v, q, q, v, out, lse, **options)
+    else:
+        out, lse, *_ = attention(q, q, v, mode="fast", **options)
+        _, _, dv, *_ = attention_backward(v, q, q, v, out, lse, mode="fast", **options)
+    np.testing.assert_array_equal(out != 0, expected)
+    np.testing.assert_array_equal(dv.mT != 0, expected)
 
 
 @EMULATED

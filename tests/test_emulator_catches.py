@@ -844,9 +844,10 @@ STATS = {"algo": "fa1", "engine": "simt"}  # of key tiles that hold several step
 BAND = {"causal": True, "window": (70, None)}
 ORDER = {**BACKWARD, "engine": "simt"}  # another order shows in the last bit
 WRONG_MASKS = [
-    ("bits one column on", r">> column % 32", ">> (column + 1) % 32", {}),
-    ("bits of the second word of a row left out", r"column / 32\] >>", "0] >>", {}),
-    ("bits one column on, backward", r">> column % 32", ">> (column + 1) % 32", BACKWARD),
+    ("bits one column on", r"shift = column % 32", "shift = (column + 1) % 32", {}),
+    ("bits of the second word of a row left out", r"WORDS \+ column / 32\]", "WORDS]", {}),
+    ("bits one column on, backward", r"shift = column % 32", "shift = (column + 1) % 32",
+     BACKWARD),
     ("nothing hidden", r"bits\.hide\(S, -infinity.*?;", "", GIVEN),
     ("nothing hidden, backward", r"if \(CUT\) bits\.hide\(S.*?;", "", BACKWARD),
     ("tiles with bits not cut", r"visit\.bits >= 0 \|\| ", "", GIVEN),
@@ -1042,7 +1043,7 @@ HOPPER = [
      r"if (speaks) reader.release(*item); \1", {}),
     ("O is not rescaled", r"if \(stale\) scale_rows\(O_regs, rescale\);", "", {"growth": 1}),
     ("O goes on from one item to the next", r"clear_rows\(O_regs\);", "", {}),
-    ("exponentials are not guarded", r"large \|= added\[i\] > GUARD", "large |= false",
+    ("exponentials are not guarded", r": added\[i\] > GUARD;", ": false;",
      {"growth": 40}),
     ("sums are not rescaled", r"sum\[i\] = \(sum\[i\] \+ added\[i\]\) \* rescale\[i\]",
      "sum[i] = sum[i] + added[i] * rescale[i]", {"growth": 1}),
@@ -1052,8 +1053,8 @@ HOPPER = [
      {"growth": 40, "window": (300, 0)}),
     ("lost scores stay lost", r"score_again\(\);", "", {"growth": 40}),
     ("another swizzle", r"row % 8 : row % 8 / 2", "row % 4 : row % 8 / 2", {"growth": 40}),
-    ("scores worked out again are not masked", r"adjust_scores\(i, keys\[i\]\);", "",
-     {"growth": 40, "window": (300, 0)}),
+    ("scores worked out again are not masked",
+     r"adjust_scores\(i, keys\[i\], rows\.exact\(\)\);", "", {"growth": 40, "window": (300, 0)}),
     ("keys are given back while a lane reads them",
      r"__syncwarp\(\);(?=  // all lanes have read K)", "", {"growth": 40}),
     ("lanes keep what they should pass on", r"upper \? low : high, step",

@@ -12,6 +12,7 @@ import numpy as np
 import packed_cases
 import pytest
 import test_double_exp2
+import test_packed_wrt
 from cases import (
     BACKWARD_CASES,
     BACKWARD_KERNELS,
@@ -541,6 +542,40 @@ def test_capture_with_a_mask(cupy, algo, engine):
     graph.launch(stream)
     stream.synchronize()
     assert_forward_close(out, None, q, k, v, mask=other)
+
+
+@EACH_KERNEL
+def test_a_mask_that_kernels_evaluate(cupy, algo, engine):
+    """Documents, seen causally; also when a captured graph runs it."""
+    kernel, dtype, dim = wants(algo, engine)
+    ids = np.repeat(np.arange(5), [300, 90, 410, 1, 199])
+    mask = cuflash.BlockMask.from_function(
+        lambda b, h, q, k: (ids[q] == ids[k]) & (k <= q + h), (4, 1000, 1000), 64
+    )
+    q, k, v, dout = (random(cupy, dtype, 2, 4, 1000, dim, seed=i) for i in range(4))
+    out, lse = cuflash.attention(q, k, v, mask=mask, return_lse=True, **kernel)
+    plan = cuflash.plan(q, k, v, mask=mask, **kernel)
+    assert plan.problem.mask_form.text
+    assert_forward_close(out, lse, q, k, v, mask=mask, plan=plan)
+    if (algo, engine) != ("fa1", "wgmma"):
+        grads = cuflash.attention_backward(dout, q, k, v, out, lse, mask=mask, **kernel)
+        assert_backward_close(grads, dout, q, k, v, mask=mask)
+    again, workspace = cupy.zeros_like(out), cupy.empty(max(16, plan.workspace_bytes), np.uint8)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        given = {"mask": mask, "out": again, "workspace": workspace, **kernel}
+        cuflash.attention(q, k, v, **given)  # the first call of this kind compiles
+        stream.synchronize()
+        again.fill(0)
+        stream.begin_capture()
+        try:
+            cuflash.attention(q, k, v, **given)
+        finally:
+            graph = stream.end_capture()
+        graph.launch(stream)
+        stream.synchronize()
+    cupy.testing.assert_array_equal(again.view(np.uint8), out.view(np.uint8))
 
 
 def test_masks_from_arrays_on_the_device(cupy):
@@ -1673,3 +1708,31 @@ def test_packed_without_keys(cupy):
     expected = np.full((4, 6), -np.inf)
     expected[:, 1:4] = np.arange(4)[:, None]
     np.testing.assert_array_equal(lse.get(), expected)
+
+
+@EACH_BACKWARD_KERNEL
+def test_packed_gradients_of_arrays(cupy, algo, engine):
+    _, dtype, dim = wants(algo, engine)
+
+    def on_gpu(*inputs, **options):
+        arrays = [to_device(cupy, x) for x in inputs[:6]]
+        given = options_on_device(cupy, options)
+        found = cuflash.attention_varlen_backward(*arrays, *inputs[6:], **given)
+        return [x.get() for x in found[3:]]
+
+    test_packed_wrt.check_together(on_gpu, dtype, dim, {"algo": algo, "engine": engine})
+
+
+def test_packed_gradients_of_sinks_without_keys(cupy):
+    """As NumPy has them: nothing but that of lse."""
+    starts, none = np.array([1, 3, 3, 4]), np.zeros(4, int)
+    found = {}
+    for module in (np, cupy):
+        q, k = module.zeros((6, 4, 64), np.float16), module.zeros((0, 4, 64), np.float16)
+        options = {"sinks": module.zeros((3, 1)), "max_seqlen_q": 3, "max_seqlen_k": 3}
+        out, lse = cuflash.attention_varlen(q, k, k, starts, none, return_lse=True, **options)
+        dlse = module.arange(24, dtype=np.float32).reshape(4, 6)
+        *_, found[module] = cuflash.attention_varlen_backward(
+            out, q, k, k, out, lse, starts, none, dlse=dlse, wrt=("sinks",), **options
+        )
+    np.testing.assert_allclose(found[cupy].get(), found[np])

@@ -347,6 +347,32 @@ def test_pointers_of_a_block_mask(launch, kind, algo, causal):
         assert params[name] != 0
 
 
+@kinds
+def test_pointers_of_a_mask_that_kernels_evaluate(launch, kind):
+    """Behind its lists come the arrays that its function reads; numbers and sizes are fields."""
+    ids, least, table = np.repeat([0, 1], [40, 60]), 1, np.arange(90) % 5 != 1
+
+    def f(b, h, q, k):
+        return (ids[q] >= least) & table[k] | (k < q)
+
+    mask = cuflash.BlockMask.from_function(f, (100, 90), 32)
+    plan, params = run_masked(launch, kind, mask, algo="fa2")
+    names = pointers(plan.problem)
+    assert names[len(kind.operands) :][:4] == LISTS
+    held = dict(
+        zip(("mask_held_0", "mask_held_1", "mask_held_2"), mask.predicate.held, strict=True)
+    )
+    assert [x for x in names if x in held] == [x for x, y in held.items() if np.ndim(y)]
+    for name, value in held.items():
+        if np.ndim(value):
+            np.testing.assert_array_equal(values_at(params[name]), value)
+            assert params[f"{name}_size"] == len(value)
+        else:
+            assert params[name] == least == value
+    for name, _ in plan.workspace:
+        assert params[name] - params[plan.workspace[0][0]] == plan.workspace_offsets[name]
+
+
 def test_lists_are_made_once(launch):
     mask, other = (cuflash.BlockMask.causal((100, 90), block_size=32) for _ in range(2))
 

@@ -196,12 +196,19 @@ def test_the_check_with_and_without_its_name(monkeypatch, capsys, arguments):
     [
         (
             ["--help"],
-            ["usage: python -m cuflash [-h] [--version] COMMAND", "check", "compare", "precompile"],
+            [
+                "usage: python -m cuflash [-h] [--version] COMMAND",
+                "check",
+                "compare",
+                "launch",
+                "precompile",
+            ],
         ),
         (["-h"], ["usage: python -m cuflash [-h]"]),
         (["--version"], [f"cuflash {cuflash.__version__}\n"]),
         (["check", "--help"], ["usage: python -m cuflash check", "Returns 1 if a check fails"]),
         (["compare", "--help"], ["usage: python -m cuflash compare", "--quick"]),
+        (["launch", "--help"], ["usage: python -m cuflash launch [-h] -n SIZE", "MASTER_PORT"]),
         (["precompile", "--help"], ["usage: python -m cuflash precompile", "--shape B,H,N,D"]),
     ],
 )

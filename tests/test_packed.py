@@ -11,7 +11,7 @@ from cases import FEW, H200
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_cases import assert_gradients_close, assert_sequences_close, in_emulator
-from test_emulator_catches import must_be_caught
+from test_emulator_catches import must_be_caught, plant
 
 import cuflash
 
@@ -87,6 +87,23 @@ def test_emulator_equals_the_batch(algo, engine, more):
     )
     for a, b in zip(own[:3], grads[:3], strict=True):
         assert a.tobytes() == b.swapaxes(1, 2).reshape(a.shape).tobytes()
+
+
+@needs_emulator
+def test_finite_sequences_take_no_slow_way(monkeypatch):
+    """Rows behind a sequence do not make a tile count as one with infinities."""
+    found = plant(
+        monkeypatch,
+        (r"(?<=if \(found_nonfinite\) )add_nonfinite", "__trap(), add_nonfinite"),
+    )
+    starts = np.array([0, 70, 90, 200])
+    q, k, v, dout = np.random.default_rng(0).standard_normal((4, 200, 1, 64)).astype(np.float16)
+    options = {"algo": "fa3", "engine": "wgmma", "device": FEW, "causal": True}
+    result = emulated.attention_varlen(q, k, v, starts, starts, **options)
+    emulated.attention_varlen_backward(
+        dout, q, k, v, result.out, result.lse, starts, starts, **options
+    )
+    assert any(found), "no kernel has this text any more"
 
 
 WRONG_OFFSETS = [
@@ -416,12 +433,3 @@ def test_plan_of_given_arrays():
     assert plan.engine == "numpy"
     with pytest.raises(ValueError, match="out has shape"):
         cuflash.plan(q, k, v, cu_seqlens_q=[0, 9], out=out[1:])
-
-
-def test_arrays_of_scores_have_no_gradients():
-    q, bias = np.zeros((5, 1, 8)), np.zeros((5, 5))
-    out, lse = cuflash.attention_varlen(q, q, q, [0, 5], return_lse=True)
-    with pytest.raises(ValueError, match="packed sequences have no gradients of these arrays"):
-        cuflash.attention_varlen_backward(
-            q, q, q, q, out, lse, [0, 5], max_seqlen_q=5, max_seqlen_k=5, bias=bias, wrt=("bias",)
-        )

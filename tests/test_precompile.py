@@ -114,6 +114,76 @@ def test_options_change_what_is_compiled(compiler):
     assert len(set(found)) == len(found)
 
 
+PACKED = ((90, 8, 64), (70, 4, 64), (70, 4, 64))
+# Of what precompile is given none has a value.
+NO_VALUES = np.array([9, 3, 1000], np.int64)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("options", [
+    {}, {"max_seqlen_q": 40, "max_seqlen_k": 30, "causal": True},
+    {"kv_lengths": np.array([3, 4]), "dropout_p": 0.1, "window": (9, 0)},
+    {"max_seqlen_q": 40, "max_seqlen_k": 30, "mask": np.ones((2, 1, 40, 30), bool)},
+    {"max_seqlen_q": 40, "max_seqlen_k": 30, "bias": np.zeros((40, 30), np.float32),
+     "wrt": ("bias",)},
+], ids=" ".join)  # fmt: skip
+def test_packed_sequences(compiler, dtype, options):
+    """The kernels that the plans of such arrays say, whatever the offsets are."""
+    given = {"enable_gqa": True, **options}
+    found = cuflash.precompile(
+        PACKED, dtype, backward=True, cu_seqlens_q=NO_VALUES, cu_seqlens_k=NO_VALUES, **given
+    )
+    starts = np.array([0, 40, 50]), np.array([0, 30, 60])
+    arrays = [aligned(shape, dtype) for shape in PACKED]
+    wrt = {"wrt": given.pop("wrt", ())}
+    packed = {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1], "device": H200, **given}
+    plans = [cuflash.plan(*arrays, **packed), cuflash.plan(*arrays, backward=True, **wrt, **packed)]
+    assert set(compiler.compiled) == texts(*plans)
+    assert len(found) == len(compiler.compiled)
+    assert {x.plan for x in found} == set(plans)
+
+
+def test_packed_sequences_of_other_lengths_run_the_same_kernels(compiler):
+    """As long as the same tiles are best."""
+
+    def compiled(tokens, most, starts):
+        compiler.compiled.clear()
+        cuflash.precompile(
+            (tokens, 8, 64), "float16", backward=True, cu_seqlens_q=starts, max_seqlen_q=most
+        )
+        return len(compiler.compiled)
+
+    count = compiled(9000, 1500, np.empty(11, np.int32))
+    assert count == 6  # two of forward, four of backward
+    assert compiled(8990, 1490, np.empty(11, np.int32)) == 0  # they are there
+    assert compiled(9000, 1500, np.empty(11, np.int64)) == count  # other integers
+
+
+def test_packed_queries_over_pages(compiler):
+    pools = (30, 4, 16, 64)
+    table, lengths = np.empty((2, 9), np.int32), np.empty(2, np.int32)
+    given = {"page_table": table, "kv_lengths": lengths, "enable_gqa": True}
+    cuflash.precompile(((50, 8, 64), pools, pools), "float16", cu_seqlens_q=[0, 0, 0], **given)
+    arrays = [aligned(shape, np.float16) for shape in ((50, 8, 64), pools, pools)]
+    plan = cuflash.plan(*arrays, cu_seqlens_q=[0, 20, 50], device=H200, **given)
+    assert set(compiler.compiled) == texts(plan)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"shapes": (2, 90, 8, 64)}, r"q has shape \(2, 90, 8, 64\): packed sequences need axes"),
+    ({"shapes": ((90, 8, 64), (70, 4, 32), (70, 4, 64))}, "q and k have head dims 64 and 32"),
+    ({"cu_seqlens_q": None, "max_seqlen_q": 3}, "max_seqlen_q and max_seqlen_k go with"),
+    ({"cu_seqlens_q": np.zeros((2, 2), int)}, r"cu_seqlens_q has shape \(2, 2\)"),
+    ({"cu_seqlens_k": np.zeros(7, int)}, "cu_seqlens_q of 2 and cu_seqlens_k of 6 sequences"),
+    ({"max_seqlen_k": -1}, "max_seqlen_k=-1"),
+])  # fmt: skip
+def test_bad_packed_sequences(compiler, change, message):
+    given = {"shapes": PACKED, "dtype": "float16", "cu_seqlens_q": NO_VALUES, **change}
+    with pytest.raises(ValueError, match=message):
+        cuflash.precompile(**given, enable_gqa=True)
+    assert not compiler.compiled
+
+
 @pytest.mark.parametrize("split_keys", [None, 0, 512])
 def test_keys_in_parts(compiler, split_keys):
     shapes = ((1, 8, 1, 64), (1, 8, 8192, 64), (1, 8, 8192, 64))
@@ -481,7 +551,8 @@ DEFAULTS = {
     "dtype": ["float16"], "device": None, "backward": False, "deterministic": True,
     "aligned": True, "progress": True, "algo": None, "engine": None, "causal": False,
     "window": None, "softcap": None, "scale": None, "enable_gqa": False, "split_keys": None,
-    "q_offset": None, "q_lengths": None, "kv_lengths": None,
+    "q_offset": None, "q_lengths": None, "kv_lengths": None, "max_seqlen_q": None,
+    "max_seqlen_k": None,
 }  # fmt: skip
 
 
@@ -516,6 +587,16 @@ def test_lengths_of_the_command(monkeypatch):
     assert status == 0
     assert (options["kv_lengths"].shape, options["kv_lengths"].dtype) == ((3,), np.int32)
     assert options["q_lengths"] is None
+
+
+def test_packed_sequences_of_the_command(monkeypatch):
+    line = "--shape 900,8,64 --dtype float16 --sequences 7 --max-seqlen-q 300 --kv-lengths int64"
+    status, [(shapes, options)] = run_command(monkeypatch, line)
+    assert status == 0
+    assert shapes == ((900, 8, 64),) * 3
+    assert (options["max_seqlen_q"], options["max_seqlen_k"]) == (300, None)
+    assert (options["cu_seqlens_q"].shape, options["cu_seqlens_q"].dtype) == ((8,), np.int32)
+    assert (options["kv_lengths"].shape, options["kv_lengths"].dtype) == ((7,), np.int64)
 
 
 def test_what_the_command_prints(monkeypatch, capsys):

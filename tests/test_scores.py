@@ -645,6 +645,7 @@ BY_SCORE_MOD = [("fa2", "numpy", "float64"), ("fa2", "mma", "float16")]
 HIDING = [(*kernel, "bias", 32) for kernel in BY_BIAS]
 HIDING += [(*kernel, "score_mod", 32) for kernel in BY_SCORE_MOD]
 HIDING += [("fa3", "wgmma", "float16", "bias", 192)]
+HIDING += [("fa3", "wgmma", "float16", "bias of halves", 64)]
 
 
 @pytest.mark.parametrize(("algo", "engine", "dtype", "kind", "dim"), HIDING)
@@ -657,9 +658,10 @@ def test_what_minus_infinity_hides_may_hold_anything(algo, engine, dtype, kind, 
     seen[..., 7] = seen[..., 50] = seen[:, :, 11] = False
     k[:, :, 7], v[:, :, 7], v[:, 1, 50, 3], dout[:, :, 11] = np.nan, np.nan, np.inf, np.nan
     v[0, 1, 40, 5] = dout[1, 0, 30, 2] = np.nan  # which some rows and keys see
-    bias = np.where(seen, np.float32(0.25), -np.inf)
+    bias = np.where(seen, 0.25, -np.inf).astype("float16" if "halves" in kind else "float32")
     mod = ScoreMod("where(shown[batch, q, k], score + 0.25, -inf)", shown=seen[:, 0])
-    results = run(algo, engine, (q, k, v, dout), **{kind: bias if kind == "bias" else mod})
+    option = {"bias": bias} if kind.startswith("bias") else {"score_mod": mod}
+    results = run(algo, engine, (q, k, v, dout), **option)
     finite = [np.isfinite(x).all(axis=-1) for x in (results[0], *results[2:])]
     for got, wanted in zip(finite, (seen[..., 40], None, None, seen[:, :, 30])):
         if wanted is not None:
@@ -670,6 +672,69 @@ def test_what_minus_infinity_hides_may_hold_anything(algo, engine, dtype, kind, 
     assert (results[1][:, :, 11] == -np.inf).all()
     assert not results[3][:, :, [7, 50]].any()
     assert not results[4][:, :, [7, 50]].any()
+
+
+ARRAY = np.zeros((4, 90))
+FINITE = [
+    "score + (q - k)",
+    "score - slope * abs(q - k)",
+    "30.0 * tanh(score / 30.0)",
+    "score * x / -slope",
+    "where(q % 2 == k % 2, score, score - 1)",
+    "score + table[q, k]",
+    "minimum(score, 3.0) + maximum(0.5, -score)",
+    "sqrt(abs(score)) + tanh(exp(score))",
+    "where(flags[k], score, 2.5) % 7.0",
+    "score // 2.0 + shift",
+]
+INFINITE = [
+    "where(k <= q, score, -inf)",
+    "score + array[head, k]",
+    "log(score)",
+    "score - exp(score)",
+    "score / (q - k + 0.5)",
+    "score + low",
+    "score / nothing",
+    "score * large",
+    "score - 1e39",
+    "minimum(score, 1 / x)",
+    "where(array[0, 0] > 0, score, score * array[0, 1])",
+    "-where(flags[k], score, -low)",
+    "score / 1e-60",
+    "score % x",
+]
+
+
+@pytest.mark.parametrize("expression", [*FINITE, *INFINITE])
+def test_only_scores_that_may_be_infinite_hide_keys(expression):
+    """Others cost no look at values, nor a comparison for each score."""
+    mod = ScoreMod(
+        expression, slope=0.5, x=0.0 if expression in INFINITE else 3.0, low=-np.inf, nothing=0.0,
+        large=1e39, array=ARRAY, table=np.zeros((70, 90), np.int32), flags=np.ones(90, bool),
+    )  # fmt: skip
+    q = np.zeros((4, 70, 8), np.float32)
+    k = np.zeros((4, 90, 8), np.float32)
+    h200 = cuflash.plan(q, k, k, score_mod=mod, device=FEW)
+    assert h200.problem.score.hides == (expression in INFINITE)
+    assert f"SCORE_MAY_HIDE = {str(expression in INFINITE).lower()}" in h200.source()
+    biased = cuflash.plan(q, k, k, score_mod=mod, bias=ARRAY[:, None], device=FEW)
+    assert biased.problem.score.hides
+    if expression in FINITE:
+        with np.errstate(all="ignore"):
+            place = np.ogrid[:1, :4, :70, :90]
+            scores = np.array([-1e4, -1.0, 0.0, 88.0, 1e4])[:, None, None, None, None]
+            changed = mod.evaluate(scores, *place, 20)
+        assert not np.isneginf(changed).any()
+
+
+def test_another_number_hides_only_where_it_is_infinite():
+    q = np.zeros((4, 70, 8), np.float32)
+    forms = [
+        cuflash.plan(q, q, q, score_mod=ScoreMod("score + x", x=x), device=FEW).problem.score
+        for x in (1.0, -3e38, -np.inf, np.nan)
+    ]
+    assert [x.hides for x in forms] == [False, False, True, True]
+    assert forms[0] == forms[1]
 
 
 HIDDEN = [

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ..dropout import SEED_WANTED, checked_seed, checked_share
+from ..dropout import SEED_WANTED, PlacedSeed, checked_seed, checked_share
 from ..masks.block_mask import BlockMask
 from ..operands.dtypes import CHUNK_BYTES
 from ..operands.spec import Spec
@@ -19,10 +19,12 @@ from ..scores.wanted import gradient_of, operand_given
 from .arrays import array_types, as_array, as_integers, beside, of_batch
 
 if TYPE_CHECKING:
+    from ..masks.predicate import Predicate
     from ..scores.score_mod import ScoreText
     from ..typing import AnyArray, Array, Integers
 
 _BOOL = np.dtype(np.bool_)
+_FIRST = ("first_query_number", "first_key_number", "first_head")
 
 # Name, shape, strides in bytes, element type and GPU of an array; no GPU is the CPU.
 Form: TypeAlias = tuple[str, tuple[int, ...], tuple[int, ...], "np.dtype[Any]", "int | None"]
@@ -86,20 +88,20 @@ class Arguments:
     mask : BlockMask or array of bool, optional
     workspace : array, optional
         Device memory for the kernels' use.
-    seed : int, optional
+    seed : int or PlacedSeed, optional
         Of dropout, where it is no array: then it is the last one of `arrays`.
     wrt : tuple of str
         Arrays whose gradients are operands as well, behind the others.
     """
 
     __slots__ = (
-        "address_bits", "addresses", "arrays", "device_id", "forms", "mask", "mask_kind", "seed",
-        "workspace",
+        "address_bits", "addresses", "arrays", "device_id", "forms", "mask", "mask_kind",
+        "predicate", "seed", "workspace",
     )  # fmt: skip
 
     def __init__(
         self, operands: tuple[str, ...], arrays: dict[str, Any], mask: Any = None,
-        workspace: Any = None, seed: int | None = None, wrt: tuple[str, ...] = (),
+        workspace: Any = None, seed: int | PlacedSeed | None = None, wrt: tuple[str, ...] = (),
     ):  # fmt: skip
         forms: list[Form] = []
         addresses = dict.fromkeys((*operands, *map(gradient_of, wrt)) if wrt else operands, 0)
@@ -121,15 +123,19 @@ class Arguments:
         self.forms, self.addresses, self.address_bits = forms, addresses, bits
         self.device_id = device_id  # None is the CPU; a call is made for arrays of one device
         self.seed = seed
+        self.predicate: Predicate | None = None  # of the mask
         if seed is not None or "seed" in arrays:
             addresses.setdefault("seed", 0)
-            addresses["seed_number"] = seed or 0
+            placed = seed if type(seed) is PlacedSeed else PlacedSeed(seed)
+            addresses["seed_number"] = placed.seed or 0
+            addresses |= zip(_FIRST, placed.first_numbers)
         self.mask_kind = "" if mask is None else self._add_mask(mask)
 
     def _add_mask(self, mask: Any) -> str:
         """Add what is known of a mask; returns its kind, as in Problem."""
         if isinstance(mask, BlockMask):
             self.forms.append(("mask", mask.shape, (), _BOOL, None))
+            self.predicate = mask.predicate
             return "blocks"
         on_host = isinstance(mask, np.ndarray)
         number = None if on_host else mask.device.id
@@ -216,14 +222,19 @@ def split_scores(
 
 def split_dropout(
     q: AnyArray, dropout_p: Any, seed: Any, needs_seed: bool = True
-) -> tuple[float, int | None, dict[str, Array]]:
+) -> tuple[float, int | PlacedSeed | None, dict[str, Array]]:
     """`dropout_p` as a float, the seed if it is a number, and if it is an array, by its name.
+
+    Of a :class:`PlacedSeed` the places stay with what is no array.
 
     Raises
     ------
     ValueError, TypeError
         If one of them is not what it has to be, or given without the other.
     """
+    if type(seed) is PlacedSeed:
+        share, number, arrays = split_dropout(q, dropout_p, seed.seed, needs_seed)
+        return share, seed._replace(seed=number), arrays
     share = checked_share(dropout_p)
     if seed is None:
         if share and needs_seed:

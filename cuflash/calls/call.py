@@ -8,8 +8,9 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from ..dropout import Dropout
+from ..dropout import Dropout, PlacedSeed
 from ..masks.band import Band
+from ..masks.predicate import NOT_COMPUTED, MaskForm, Predicate
 from ..numpy_engine import walks
 from ..numpy_engine.tiles import head_masks
 from ..operands.checks import (
@@ -105,6 +106,9 @@ class Call:
         The arrays that it reads.
     targets : tuple of Target
         Those whose gradients are asked for.
+    mask_held : tuple
+        What the mask's function reads, where kernels evaluate it. Another mask's arrays may hold
+        something else.
     titles : dict of str to str
         What errors call the results.
     results : tuple of Copy
@@ -122,8 +126,8 @@ class Call:
 
     __slots__ = (
         "anywhere", "apart", "captured", "copied", "dropout_p", "has_lists", "is_empty", "launch",
-        "layout", "lse_dtype", "out_dtype", "page_size", "plan", "results", "scale", "score",
-        "staged", "targets", "titles", "workspace_bytes",
+        "layout", "lse_dtype", "mask_held", "out_dtype", "page_size", "plan", "results", "scale",
+        "score", "staged", "targets", "titles", "workspace_bytes",
     )  # fmt: skip
     operands: ClassVar[tuple[str, ...]]  # in the order of the kernels' pointers
     matrices: ClassVar[tuple[str, ...]]  # those among them whose rows kernels load in chunks
@@ -133,7 +137,7 @@ class Call:
 
     def __init__(
         self, given: dict[str, Spec], options: Options, device: Device, mask_kind: str,
-        aligned: bool,
+        aligned: bool, predicate: Predicate | None = None,
     ):  # fmt: skip
         inputs = q, k, v = given["q"], given["k"], given["v"]
         table = given.get("page_table")
@@ -169,11 +173,6 @@ class Call:
             own: operand_given(name, options.score_mod, given)
             for own, name in zip(titles_of(options.wrt), options.wrt)
         }
-        if wanted and packing is not None:
-            raise ValueError(
-                f"wrt={options.wrt!r}: packed sequences have no gradients of these arrays; give "
-                "each sequence to attention_backward by itself"
-            )
         specs = self._specs(given, inputs, broadcast, mask_kind, device, wanted)
         self.layout = self._layout(specs, broadcast)
         self.score, self.captured = make_score(
@@ -181,7 +180,7 @@ class Call:
             self.scale, accumulator, band.right is not None and band.right <= 0,
         )  # fmt: skip
         self.targets = tuple(
-            make_target(name, self.score.form, specs[own], self.layout.lse_shape, k.shape[-2])
+            make_target(name, self.score.form, specs[own], self.layout.score_shape, longest[1])
             for own, name in zip(wanted, options.wrt)
         )
         if self.targets:
@@ -204,6 +203,7 @@ class Call:
             score=self.score.form,
             lengths={name: spec.dtype.name for name, spec in lengths.items() if spec is not None},
             mask=mask_kind,
+            mask_form=self._mask_form(predicate, mask, device),
             page_size=self.page_size,
             page_table=table.dtype.name if table else "",
             aligned=aligned and all(spec.rows_are_aligned() for spec in rows),
@@ -215,10 +215,20 @@ class Call:
             wrt=tuple(wanted_of(x, specs[x.operand], self.layout) for x in self.targets),
         )
         self.plan: Plan = make_plan(problem, device, options.algo, options.engine)
+        self.mask_held = predicate.held if predicate and problem.mask_form.text else ()
         self.workspace_bytes = self.plan.workspace_bytes
         self.has_lists = mask_kind == "blocks"
         self.is_empty = 0 in self.layout.out_shape or k.shape[-2] == 0
         self.launch: Callable[..., None] | None = None
+
+    def _mask_form(
+        self, predicate: Predicate | None, mask: Spec | None, device: Device
+    ) -> MaskForm:
+        """What kernels evaluate of a mask."""
+        if predicate is None or mask is None or device.is_cpu:
+            return NOT_COMPUTED
+        size = mask.shape[-4] if len(mask.shape) > 3 else 1
+        return predicate.for_entries(size, math.prod(self.layout.score_shape[:-2]))
 
     @property
     def wrt(self) -> tuple[str, ...]:
@@ -284,16 +294,19 @@ class Call:
     def _layout(self, specs: dict[str, Spec], broadcast: dict[str, Any]) -> Layout:
         raise NotImplementedError
 
-    def run_host(self, arrays: dict[str, Any], mask: Any, seed: int | None) -> None:
+    def run_host(self, arrays: dict[str, Any], mask: Any, seed: int | PlacedSeed | None) -> None:
         """Run on NumPy arrays that are ready to be read and written."""
         raise NotImplementedError
 
-    def _host_options(self, arrays: dict[str, Any], mask: Any, seed: int | None) -> dict[str, Any]:
+    def _host_options(
+        self, arrays: dict[str, Any], mask: Any, seed: int | PlacedSeed | None
+    ) -> dict[str, Any]:
         """What the NumPy engine is told beside its arrays."""
         dropout = None
         if self.dropout_p:
-            number = int(arrays["seed"].item()) if seed is None else seed
-            dropout = Dropout(self.dropout_p, number)
+            placed = seed if isinstance(seed, PlacedSeed) else PlacedSeed(seed)
+            number = int(arrays["seed"].item()) if placed.seed is None else placed.seed
+            dropout = Dropout(self.dropout_p, number, (placed.query, placed.key, placed.head))
         if mask is not None:
             layout, problem = self.layout, self.plan.problem
             keys = problem.longest[1] if problem.is_packed else problem.key_length
@@ -358,7 +371,7 @@ class ForwardCall(Call):
     def _layout(self, specs: dict[str, Spec], broadcast: dict[str, Any]) -> Layout:
         return make_layout(*(specs[x] for x in ("q", "k", "v", "out", "lse")), **broadcast)
 
-    def run_host(self, arrays: dict[str, Any], mask: Any, seed: int | None) -> None:
+    def run_host(self, arrays: dict[str, Any], mask: Any, seed: int | PlacedSeed | None) -> None:
         """Run on NumPy arrays that are ready to be read and written."""
         options = self._host_options(arrays, mask, seed)
         if self.layout.packing is not None:  # tokens of no sequence
@@ -413,7 +426,7 @@ class BackwardCall(Call):
         operands = (specs[x] for x in ("q", "k", "v", "out", "lse"))
         return make_layout(*operands, gradients=gradients, **broadcast)
 
-    def run_host(self, arrays: dict[str, Any], mask: Any, seed: int | None) -> None:
+    def run_host(self, arrays: dict[str, Any], mask: Any, seed: int | PlacedSeed | None) -> None:
         """Run on NumPy arrays that are ready to be read and written."""
         for name, _ in self.results:
             arrays[name][...] = 0
@@ -422,14 +435,17 @@ class BackwardCall(Call):
         self._walk(walks.backward, arrays, **options, gradients=gradients)
 
     def _gradient(self, target: Target, arrays: dict[str, Any]) -> Any:
-        """A gradient as heads add to it: with leading axes as operands have them, queries and keys,
-        or as it is.
+        """A gradient as heads add to it: with leading axes as operands have them, those of packed
+        sequences behind one of the sequences, queries and keys; or as it is.
         """
         x = arrays[target.operand]
         if target.kind == "scattered":
             return x
-        problem = self.plan.problem
+        problem, leading = self.plan.problem, self.plan.problem.leading
         steps = (*self.layout.strides[target.operand], *target.steps)
-        sizes = zip((problem.query_length, problem.key_length), target.steps)
-        shape = (*problem.leading, *(n if step else 1 for n, step in sizes))
+        lengths = problem.query_length, problem.key_length
+        if problem.sequences is not None:
+            leading, lengths = (problem.sequences, *leading), problem.longest
+            steps = (self.layout.entry_strides[target.operand], *steps)
+        shape = (*leading, *(n if step else 1 for n, step in zip(lengths, target.steps)))
         return np.lib.stride_tricks.as_strided(x, shape, [s * x.itemsize for s in steps])

@@ -9,6 +9,7 @@ import numpy as np
 
 from ..operands.checks import checked_integer
 from ..operands.dtypes import result_dtype
+from ..operands.spec import Spec
 from .arguments import PackedQueries
 from .arrays import as_array, as_integers, beside, integers_of_one_type, memory_module
 
@@ -48,19 +49,10 @@ def checked_starts(
     ValueError, TypeError
         For what cannot be offsets; their values are looked at where these are on the host.
     """
-    starts = {name: as_integers(name, x) for name, x in given.items()}
+    starts = _as_starts(given)
     for name, x in starts.items():
-        if len(x.shape) != 1 or not x.shape[0]:
-            raise ValueError(
-                f"{name} has shape {x.shape}: it must be (B + 1,), the first token of each of B "
-                "sequences and the end of the last one"
-            )
         if isinstance(x, np.ndarray):
             _check_values(name, x, tokens[name], longest[name])
-    counts = {name: x.shape[0] - 1 for name, x in starts.items()}
-    if len(set(counts.values())) > 1:
-        listing = " and ".join(f"{name} of {n}" for name, n in counts.items())
-        raise ValueError(f"{listing} sequences: there must be as many")
     whole = {name: x if _is_contiguous(x) else x[:] + 0 for name, x in starts.items()}
     like = as_array("q", q)
     here: dict[str, Array] = {}
@@ -68,6 +60,22 @@ def checked_starts(
         twice = name != "cu_seqlens_q" and given[name] is given["cu_seqlens_q"]
         here[name] = here["cu_seqlens_q"] if twice else beside(like, x)
     return here
+
+
+def _as_starts(given: dict[str, Integers]) -> dict[str, Array]:
+    """Offsets as arrays, of one length, whatever their values."""
+    starts = {name: as_integers(name, x) for name, x in given.items()}
+    for name, x in starts.items():
+        if len(x.shape) != 1 or not x.shape[0]:
+            raise ValueError(
+                f"{name} has shape {x.shape}: it must be (B + 1,), the first token of each of B "
+                "sequences and the end of the last one"
+            )
+    counts = {name: x.shape[0] - 1 for name, x in starts.items()}
+    if len(set(counts.values())) > 1:
+        listing = " and ".join(f"{name} of {n}" for name, n in counts.items())
+        raise ValueError(f"{listing} sequences: there must be as many")
+    return starts
 
 
 def _is_contiguous(x: Array) -> bool:
@@ -134,28 +142,62 @@ def pack_arrays(
     """
     arrays = {name: as_array(name, x) for name, x in zip("qkv", (q, k, v))}
     is_paged = page_table is not None
-    _check_arrays(arrays, is_paged)
-    longest = checked_longest("max_seqlen_q", max_seqlen_q)
-    longest_key = checked_longest("max_seqlen_k", max_seqlen_k)
+    _check_shapes({name: x.shape for name, x in arrays.items()}, is_paged)
+    longest = max_seqlen_q, max_seqlen_k
+    given, most = _starts_and_longest(cu_seqlens_q, cu_seqlens_k, longest, is_paged)
+    tokens = {f"cu_seqlens_{name}": arrays[name].shape[0] for name in "qk"}
+    starts = checked_starts(arrays["q"], given, tokens, most)
+    mine = PackedQueries(
+        heads_first(arrays["q"]), starts, (most["cu_seqlens_q"], most["cu_seqlens_k"])
+    )
+    if is_paged:
+        return PackedArrays(mine, arrays["k"], arrays["v"])
+    return PackedArrays(mine, heads_first(arrays["k"]), heads_first(arrays["v"]))
+
+
+def packed_specs(
+    specs: dict[str, Spec], cu_seqlens_q: Integers, cu_seqlens_k: Integers | None,
+    max_seqlen_q: object, max_seqlen_k: object, is_paged: bool,
+) -> tuple[dict[str, Spec], tuple[int | None, int | None]]:  # fmt: skip
+    """The same of operands that are not there, and offsets of any values; and how long sequences
+    may be.
+    """
+    _check_shapes({name: x.shape for name, x in specs.items()}, is_paged)
+    longest = max_seqlen_q, max_seqlen_k
+    given, most = _starts_and_longest(cu_seqlens_q, cu_seqlens_k, longest, is_paged)
+    starts = integers_of_one_type(_as_starts(given))
+    found = {name: Spec.contiguous(x.shape, x.dtype) for name, x in starts.items()}
+    for name, x in specs.items():
+        turned = name == "q" or not is_paged
+        found[name] = Spec(_exchanged(x.shape), _exchanged(x.strides), x.dtype) if turned else x
+    return found, (most["cu_seqlens_q"], most["cu_seqlens_k"])
+
+
+def _exchanged(axes: tuple[int, ...]) -> tuple[int, ...]:
+    tokens, heads, columns = axes
+    return heads, tokens, columns
+
+
+def _starts_and_longest(
+    cu_seqlens_q: Integers, cu_seqlens_k: Integers | None, longest: tuple[object, object],
+    is_paged: bool,
+) -> tuple[dict[str, Integers], dict[str, int | None]]:  # fmt: skip
+    """Offsets, and the most tokens of a sequence, where some may be those of queries."""
+    most = checked_longest("max_seqlen_q", longest[0])
+    most_keys = checked_longest("max_seqlen_k", longest[1])
     given = {"cu_seqlens_q": cu_seqlens_q}
     if is_paged:
-        if cu_seqlens_k is not None or longest_key is not None:
+        if cu_seqlens_k is not None or most_keys is not None:
             raise ValueError(
                 "cu_seqlens_k and max_seqlen_k go without a page_table, with which kv_lengths= "
                 "says how many keys each sequence has"
             )
     elif cu_seqlens_k is None:
         given["cu_seqlens_k"] = cu_seqlens_q
-        longest_key = longest if longest_key is None else longest_key
+        most_keys = most if most_keys is None else most_keys
     else:
         given["cu_seqlens_k"] = cu_seqlens_k
-    tokens = {f"cu_seqlens_{name}": arrays[name].shape[0] for name in "qk"}
-    most = {"cu_seqlens_q": longest, "cu_seqlens_k": longest_key}
-    starts = checked_starts(arrays["q"], given, tokens, most)
-    mine = PackedQueries(heads_first(arrays["q"]), starts, (longest, longest_key))
-    if is_paged:
-        return PackedArrays(mine, arrays["k"], arrays["v"])
-    return PackedArrays(mine, heads_first(arrays["k"]), heads_first(arrays["v"]))
+    return given, {"cu_seqlens_q": most, "cu_seqlens_k": most_keys}
 
 
 def heads_first(x: Any) -> Any:
@@ -170,18 +212,18 @@ def heads_first_in(out: Any) -> Any:
     return out if out is None or len(out.shape) != 3 else heads_first(as_array("out", out))
 
 
-def _check_arrays(arrays: dict[str, Array], is_paged: bool) -> None:
+def _check_shapes(shapes: dict[str, tuple[int, ...]], is_paged: bool) -> None:
     """Raise a ValueError where the shapes of q, k and v do not fit."""
     names = "q" if is_paged else "qkv"  # pools are checked where those of a batch are
     for name in names:
-        if len(arrays[name].shape) != 3:
+        if len(shapes[name]) != 3:
             raise ValueError(
-                f"{name} has shape {arrays[name].shape}: packed sequences need axes (tokens, "
-                "heads, head dim)"
+                f"{name} has shape {shapes[name]}: packed sequences need axes (tokens, heads, "
+                "head dim)"
             )
     if is_paged:
         return
-    q, k, v = (arrays[name].shape for name in "qkv")
+    q, k, v = (shapes[name] for name in "qkv")
     if q[-1] != k[-1]:
         raise ValueError(
             f"q and k have head dims {q[-1]} and {k[-1]} (shapes {q}, {k}): they must be equal"

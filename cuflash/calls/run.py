@@ -38,7 +38,10 @@ def find_call(
     aligned = arguments.address_bits % CHUNK_BYTES == 0 or arguments.are_aligned(kind.matrices)
     # 2 == 2.0 and 1 == True, but not all of these are right.
     types = (type(options.causal), type(options.softcap), type(options.scale))
+    key: tuple[object, ...]
     key = (kind, options, types, tuple(arguments.forms), arguments.mask_kind, aligned, device)
+    if arguments.predicate is not None:
+        key += (arguments.predicate.key,)
     try:
         call = _calls.get(key)
     except TypeError:  # an option that cannot be hashed is wrong: Call says how
@@ -56,7 +59,9 @@ def _new_call(
     if device is None:
         number = arguments.device_id
         device = CPU if number is None else launch_module().device_facts(number)
-    call = kind(arguments.specs(), options, device, arguments.mask_kind, aligned)
+    call = kind(
+        arguments.specs(), options, device, arguments.mask_kind, aligned, arguments.predicate
+    )
     if len(_calls) >= _MAX_CALLS:
         _calls.clear()
     _calls[key] = call

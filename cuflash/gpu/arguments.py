@@ -14,6 +14,7 @@ from ..operands.layout import LENGTHS, MAX_LENGTH, Layout, MaskLayout
 from ..planning.params import OPERANDS, params_dtype
 from ..planning.plan import Plan
 from ..planning.problem import Problem
+from ..planning.visible import mask_field_of
 from ..scores.emit import field_of
 from ..scores.score import Score
 
@@ -52,6 +53,7 @@ def pack(
     captured: Sequence[Captured] = (),
     dropout_p: float = 0.0,
     targets: Sequence[Target] = (),
+    mask_held: Sequence[Any] = (),
 ) -> NDArray[Any]:
     """The argument with everything but its pointers, as an array of one structure."""
     problem, dtype = plan.problem, params_dtype(plan.problem)
@@ -88,8 +90,8 @@ def pack(
     if layout.packing is not None:
         params["sequences"] = layout.packing.sequences
         params["longest_query"], params["longest_key"] = layout.packing.longest
-        for name, step in layout.entry_strides.items():
-            params[f"{name}_entry_stride"] = step
+        for name in (*LENGTHS, "mask"):
+            params[f"{name}_entry_stride"] = layout.entry_strides.get(name, 0)
     if problem.mask == "elements":
         assert layout.mask is not None
         _pack_elements(params, problem, layout.mask)
@@ -101,6 +103,11 @@ def pack(
         if array.sizes:
             params[f"{field_of(array.capture)}_size"] = array.sizes
             params[f"{field_of(array.capture)}_stride"] = array.strides
+    for capture, value in zip(problem.mask_form.captures, mask_held):
+        if not capture.is_array:
+            params[mask_field_of(capture)] = value
+        elif capture.axes:
+            params[f"{mask_field_of(capture)}_size"] = value.shape
     if problem.dropout:
         params["dropout_threshold"] = Dropout(dropout_p, 0).threshold
         params["kept_share"], params["kept_share_log2"] = 1 - dropout_p, math.log2(1 - dropout_p)
@@ -108,6 +115,8 @@ def pack(
         strides = layout.axis_strides.get(target.operand, 0)
         params[f"{wanted.field}_axis_stride"][0, : len(layout.axes)] = strides
         params[f"{wanted.field}_step"] = target.steps
+        if wanted.keeps_sequences:
+            params[f"{wanted.field}_entry_stride"] = layout.entry_strides[target.operand]
     if score.form.unit:
         params["score_scale"] = scale / score.numbers[score.form.unit]
     return params

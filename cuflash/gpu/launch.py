@@ -25,7 +25,15 @@ from ..planning.tile import Launch
 from ..scores.wanted import gradient_of
 from .arguments import pack
 from .kernel_start import starter
-from .memory import FIRST_CALL, conform, device_lists, empty, refuse_capture, workspace
+from .memory import (
+    FIRST_CALL,
+    conform,
+    device_lists,
+    empty,
+    mask_arrays,
+    refuse_capture,
+    workspace,
+)
 from .tables import tables_of
 
 if TYPE_CHECKING:
@@ -180,8 +188,9 @@ def prepare(call: Call, device_id: int) -> Launcher:
     plan = call.plan
     names = pointers(plan.problem)
     template = pack(
-        plan, call.layout, call.scale, call.score, call.captured, call.dropout_p, call.targets
-    )
+        plan, call.layout, call.scale, call.score, call.captured, call.dropout_p, call.targets,
+        call.mask_held,
+    )  # fmt: skip
     template = template.view(f"V{template.itemsize}")  # CuPy describes each field of a structure
     tables = {
         x.name: tables_of(plan, call.layout, device_id, x.name)
@@ -239,6 +248,9 @@ def run(call: Call, arguments: Arguments, count: int) -> list[Any]:
         lists: Any = device_lists(arguments.mask, call.plan, device_id)
         for name, x in zip(lists._fields, lists):
             addresses[f"mask_{name}"] = 0 if x is None else x.data.ptr
+        if call.mask_held:
+            for name, x in mask_arrays(arguments.mask, device_id).items():
+                addresses[name] = x.data.ptr
     launch = call.launch
     if launch is None:
         launch = call.launch = prepare(call, device_id)
@@ -297,7 +309,14 @@ def _fill_sink_gradient(call: Call, arrays: dict[str, Any], results: list[Any]) 
         return
     gradient = results[[name for name, _ in call.results].index(gradient_of("sinks"))]
     lse = arrays["lse"]
-    terms = cupy.where(cupy.isinf(lse), 0, dlse).astype(lse.dtype).sum(axis=-1)
+    terms = cupy.where(cupy.isinf(lse), 0, dlse).astype(lse.dtype)
+    if call.layout.packing is None:
+        terms = terms.sum(axis=-1)
+    else:
+        count = len(arrays["cu_seqlens_q"]) - 1
+        lengths = arrays.get("q_lengths")
+        entries = inside_sequences(arrays["cu_seqlens_q"], lengths, lse.shape[-1], cupy)
+        terms = cupy.where(entries == cupy.arange(count)[:, None, None], terms, 0).sum(axis=-1)
     own = (1,) * (terms.ndim - gradient.ndim) + gradient.shape
     summed = tuple(axis for axis, size in enumerate(own) if size == 1)
     gradient[...] = terms.sum(axis=summed, keepdims=True).reshape(gradient.shape)

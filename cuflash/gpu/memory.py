@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import cupy
@@ -13,6 +14,7 @@ from ..masks.tile_lists import TileLists, tile_lists
 from ..operands.dtypes import CHUNK_BYTES
 from ..operands.spec import Spec
 from ..planning.plan import Plan
+from ..planning.visible import mask_field_of
 
 _building = threading.Lock()
 
@@ -103,19 +105,48 @@ def workspace(needed: int, given: Any, device_id: int) -> cupy.ndarray:
 def device_lists(mask: BlockMask, plan: Plan, device_id: int) -> TileLists:
     """The mask's lists of tiles for `plan`, in the memory of the current device.
 
-    They are made when first needed, which waits for the copy: no stream sees them unfinished. The
-    mask keeps them.
+    The mask keeps them.
     """
     turned = plan.problem.backward
     key = (device_id, turned, *plan.tile.scored, plan.is_longest_first)
-    lists = mask.device_lists.get(key)
-    if lists is None:
-        with _building:
-            lists = mask.device_lists.get(key)
-            if lists is None:
-                refuse_capture(_FIRST_USE)
-                made = tile_lists(mask.T if turned else mask, *key[2:])
-                lists = TileLists._make(None if x is None else cupy.asarray(x) for x in made)
-                cupy.cuda.get_current_stream().synchronize()
-                mask.device_lists[key] = lists
+    lists: TileLists = _kept(
+        mask, key, lambda: tile_lists(mask.T if turned else mask, *key[2:]), TileLists._make
+    )
     return lists
+
+
+def mask_arrays(mask: BlockMask, device_id: int) -> dict[str, cupy.ndarray]:
+    """The arrays that the mask's function reads, in the memory of the current device, by the fields
+    of Params. The mask keeps them.
+    """
+    predicate = mask.predicate
+    assert predicate is not None
+    arrays = {
+        mask_field_of(capture): x
+        for capture, x in zip(predicate.form.captures, predicate.held)
+        if capture.is_array
+    }
+    found: dict[str, cupy.ndarray] = _kept(
+        mask, (device_id,), arrays.values, lambda made: dict(zip(arrays, made))
+    )
+    return found
+
+
+def _kept(
+    mask: BlockMask, key: tuple[Any, ...], make: Callable[[], Iterable[Any]],
+    collect: Callable[[Iterable[Any]], Any],
+) -> Any:  # fmt: skip
+    """What the mask keeps under `key`: arrays, copied to the current device when first needed.
+
+    That waits for the copy: no stream sees them unfinished.
+    """
+    found = mask.device_lists.get(key)
+    if found is None:
+        with _building:
+            found = mask.device_lists.get(key)
+            if found is None:
+                refuse_capture(_FIRST_USE)
+                found = collect(None if x is None else cupy.asarray(x) for x in make())
+                cupy.cuda.get_current_stream().synchronize()
+                mask.device_lists[key] = found
+    return found

@@ -14,8 +14,9 @@
 //
 // array_sums.cu adds those. Every sum has one order. Where elements are at indices that an expression
 // works out (SCATTERS) each pair adds to its own, in array_sums, in any order; the grid is that of keys.
+// Heads are those of array_heads.cuh.
+#include "array_heads.cuh"
 #include "key_scores.cuh"
-#include "shared_rows.cuh"
 
 constexpr int K_TILE = BLOCK_K * KeyTile::PITCH, V_TILE = BLOCK_K * ValueTile::PITCH;
 constexpr int Q_TILE = BLOCK_Q * KeyTile::PITCH, O_TILE = BLOCK_Q * ValueTile::PITCH;
@@ -76,7 +77,8 @@ __device__ __forceinline__ void add_step(Accumulator (&sums)[ROWS][COLUMNS],
     Accumulator P_regs[ROWS][COLUMNS], dS_regs[ROWS][COLUMNS], slope[ROWS][COLUMNS];
     keys.score(P_regs, smem.Q + step * KeyTile::PITCH);
     to_probabilities<CUT>(P_regs, slope, keys, p, head, smem.log2_sums + step, q, k_begin,
-                          TileBits(p, visit, warp_row), step, weightless);
+                          TileBits(p, head, visit.bits, warp_row, k_begin, q - step), step,
+                          weightless);
     values.score(dS_regs, smem.dO + step * ValueTile::PITCH);  // dP
     to_score_gradients<CUT>(dS_regs, P_regs, slope, keys, p, head, deltas + step, q, k_begin);
 #pragma unroll
@@ -95,8 +97,9 @@ __device__ __forceinline__ void load_place(const SharedTiles& smem, const Params
                                            const TileVisit& place) {
     const Head& head = place.head;
     const int q_begin = place.visit.tile * BLOCK_Q, k_begin = place.key_tile * BLOCK_K;
-    const Element* const dout = p.dout + locate(p, head.index, p.dout_axis_stride);
-    const i64 stats = i64(head.index) * p.query_tiles + place.visit.tile;
+    const Element* const dout =
+        p.dout + locate_queries(p, head, p.dout_axis_stride, p.dout_row_stride);
+    const i64 stats = query_tiles_at<BLOCK_Q>(p, head) + place.visit.tile;
     if (place.brings_keys) {
         load_rows<BLOCK_K, KeyTile, HEAD_DIM>(smem.K, head.k, p.k_row_stride, k_begin,
                                               head.key_length);
@@ -231,37 +234,40 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     Accumulator* const shared_sums = reinterpret_cast<Accumulator*>(bytes + shared_at::sums);
     Sums sums = {};
     int i = 0;  // what comes next
+    const int query_tiles = array_query_tiles(p), key_tiles = array_key_tiles(p);
     if constexpr (KEEPS_QUERIES && KEEPS_KEYS) {
-        const int query_tile = blockIdx.x % p.query_tiles, rest = blockIdx.x / p.query_tiles;
-        const int key_tile = rest % p.key_tiles;
-        const SharedRows heads(p, array_axis_strides(p), rest / p.key_tiles);
+        const int query_tile = blockIdx.x % query_tiles, rest = blockIdx.x / query_tiles;
+        const int key_tile = rest % key_tiles;
+        const ArrayHeads heads(p, rest / key_tiles);
         walk(sums, bytes, p, [&] {
             TileVisit place = {};
             while (!place.exists && i < heads.count)
-                place = find_place(p, locate_head(p, heads[i++]), key_tile, query_tile);
+                place = find_place(p, array_head(p, heads[i++]), key_tile, query_tile);
             return place;
         });
         ArrayElement* const gradient = array_gradient(p) + heads.offset;
         const long long* const step = array_steps(p);
         each_pair(sums, [&](int q, int k, Accumulator sum) {
             q += query_tile * BLOCK_Q, k += key_tile * BLOCK_K;
-            if (q < p.query_length && k < p.key_length)
+            if (q < array_queries(p) && k < array_keys(p))
                 gradient[q * step[0] + k * step[1]] = narrow<ArrayElement>(sum);
         });
     } else if constexpr (KEEPS_QUERIES) {
-        const int query_tile = blockIdx.x % p.query_tiles, q_begin = query_tile * BLOCK_Q;
-        const Head head = locate_head(p, blockIdx.x / p.query_tiles);
+        const int query_tile = blockIdx.x % query_tiles, q_begin = query_tile * BLOCK_Q;
+        const int number = blockIdx.x / query_tiles, length = array_queries(p);
+        const Head head = array_head(p, number);
         walk(sums, bytes, p, [&] {
             TileVisit place = {};
-            while (!place.exists && i < p.key_tiles) place = find_place(p, head, i++, query_tile);
+            while (!place.exists && i < key_tiles) place = find_place(p, head, i++, query_tile);
             return place;
         });
         sum_over_keys(sums, shared_sums);
-        store_parts(p.array_sums + i64(head.index) * p.query_length + q_begin, shared_sums,
-                    ROW_WARPS, BLOCK_Q, p.query_length - q_begin);
+        store_parts(p.array_sums + i64(number) * length + q_begin, shared_sums, ROW_WARPS, BLOCK_Q,
+                    length - q_begin);
     } else {
-        const int key_tile = blockIdx.x % p.key_tiles, k_begin = key_tile * BLOCK_K;
-        const Head head = locate_head(p, blockIdx.x / p.key_tiles);
+        const int key_tile = blockIdx.x % key_tiles, k_begin = key_tile * BLOCK_K;
+        const int number = blockIdx.x / key_tiles, length = array_keys(p);
+        const Head head = array_head(p, number);
         const QueryTiles<BLOCK_Q> tiles(p, head, key_tile, BLOCK_K, 0);
         walk(sums, bytes, p, [&] {
             TileVisit place = {};
@@ -274,8 +280,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         if constexpr (SCATTERS) return;
         sum_over_queries(sums, shared_sums);
         if constexpr (KEEPS_KEYS)
-            store_parts(p.array_sums + i64(head.index) * p.key_length + k_begin, shared_sums,
-                        WARP_SPLIT, BLOCK_K, p.key_length - k_begin);
+            store_parts(p.array_sums + i64(number) * length + k_begin, shared_sums, WARP_SPLIT,
+                        BLOCK_K, length - k_begin);
         else
             store_parts(p.array_sums + blockIdx.x, shared_sums, WARP_SPLIT * BLOCK_K, 1, 1);
     }

@@ -4,24 +4,24 @@
 //
 // Grid: a warp for each element, SIDE_THREADS / 32 of them in a block. A lane adds every 32nd number,
 // then lanes add by pairs: one order.
+#include "array_heads.cuh"
 #include "numeric.cuh"
 #include "seams/sequence.cuh"
-#include "shared_rows.cuh"
 #include "tiles/softmax.cuh"
 
 extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
     array_sums(const __grid_constant__ Params p) {
     const int lane = threadIdx.x % 32;
     const i64 element = i64(blockIdx.x) * (SIDE_THREADS / 32) + threadIdx.x / 32;
-    const int places = KEEPS_QUERIES ? p.query_length : KEEPS_KEYS ? p.key_length : 1;
-    const int parts = KEEPS_QUERIES || KEEPS_KEYS ? 1 : p.key_tiles;
+    const int places = KEEPS_QUERIES ? array_queries(p) : KEEPS_KEYS ? array_keys(p) : 1;
+    const int parts = KEEPS_QUERIES || KEEPS_KEYS ? 1 : array_key_tiles(p);
     const int entry = int(element / places), place = int(element % places);
-    if (entry >= ARRAY_ENTRIES) return;
+    if (entry >= ARRAY_ENTRIES * (KEEPS_SEQUENCES ? array_sequences(p) : 1)) return;
     if constexpr (SCATTERS) {
         if (lane == 0) array_gradient(p)[entry] = narrow<ArrayElement>(p.array_sums[entry]);
         return;
     }
-    const SharedRows heads(p, array_axis_strides(p), entry);
+    const ArrayHeads heads(p, entry);
     Accumulator sum = Accumulator(0);
     for (i64 i = lane; i < i64(heads.count) * parts; i += 32)
         sum += p.array_sums[i64(heads[int(i / parts)]) * (places * parts) + place + i % parts];

@@ -9,9 +9,10 @@
 // with a score above -infinity, gets log2_sum = +infinity, which makes its P zero, and delta = 0,
 // whatever dO and O hold. Its tile is marked as WEIGHTLESS.
 //
-// Where engines want it (MARKS_NONFINITE), a tile is marked as NONFINITE without a look at Q: an
-// infinity or NaN in a row of Q makes all its scores, and so its lse, one, unless scores are
-// modified. One in dO makes delta one.
+// Where engines want it (MARKS_NONFINITE), a tile is marked as NONFINITE mostly without a look at Q: an
+// infinity or NaN in a row of Q makes all its scores, and so its lse, one, unless scores are modified.
+// One in dO makes delta one. Rows without weight, and those of other sequences that lie behind one, are
+// looked at.
 #include "hopper/gradient_head.cuh"
 #include "row_stats.cuh"
 #include "seams/dropout.cuh"
@@ -47,6 +48,12 @@ __device__ __forceinline__ Accumulator multiply_rows(const Element* a, const Ele
         }
     }
     return sum;
+}
+
+// Whether this lane's part of a row holds an infinity or NaN, or numbers too large to be sure.
+template <int D>
+__device__ __forceinline__ bool may_be_nonfinite(const Element* row) {
+    return !is_finite(multiply_rows<D>(row, row, threadIdx.x % lanes_of_row()));
 }
 
 extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
@@ -106,11 +113,12 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
             weightless |= valid && empty;
             const Accumulator product = row_sum<LANES>(empty ? Accumulator(0) : delta[i]);
             if constexpr (MARKS_NONFINITE) {
-                nonfinite |= in_memory && !(is_finite(log_sum[i]) && is_finite(product));
-                if (SCORE_IS_MODIFIED && valid) {
-                    const Element* const Q = head.q + q * p.q_row_stride;
-                    nonfinite |= !is_finite(multiply_rows<HEAD_DIM>(Q, Q, threadIdx.x % LANES));
-                }
+                const bool weighs = valid && !empty;
+                nonfinite |= weighs && !(is_finite(log_sum[i]) && is_finite(product));
+                if (in_memory && !weighs)
+                    nonfinite |= may_be_nonfinite<HEAD_DIM_V>(dout + q * p.dout_row_stride);
+                if (in_memory && (!weighs || SCORE_IS_MODIFIED))
+                    nonfinite |= may_be_nonfinite<HEAD_DIM>(head.q + q * p.q_row_stride);
             }
             if (threadIdx.x % LANES != 0 || row >= BLOCK_Q) continue;
             const bool has_dlse = !empty && p.dlse != nullptr;

@@ -187,8 +187,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 tile.score(S_regs, K_smem + offset * Tile::PITCH);
                 modify_scores(S_regs, tile, p, head, slab.q_begin, k_begin);
                 if (slab.steps.is_cut(visit))
-                    mask_scores(S_regs, tile, p, head, slab.q_begin, k_begin, TileBits(p, visit, 0),
-                                0);
+                    mask_scores(S_regs, tile, p, head, slab.q_begin, k_begin,
+                                TileBits(p, head, visit.bits, 0, slab.q_begin, k_begin), 0);
                 if (softmax.update(S_regs, multiplier, rescale)) scale_rows(O_regs, rescale);
                 // S_regs hold P from here on
                 drop_probabilities(S_regs, tile, p, head, slab.q_begin, k_begin);
@@ -198,8 +198,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll 1
                 for (int entry = slab.begin; entry < slab.end; ++entry) {
                     const Visit visit = slab.steps.list[entry];
-                    add_nonfinite_values<STEP_K>(O_regs, softmax, tile, p, head, slab.q_begin,
-                                                 visit.tile * STEP_K, TileBits(p, visit, 0));
+                    const int k_begin = visit.tile * STEP_K;
+                    add_nonfinite_values<STEP_K>(
+                        O_regs, softmax, tile, p, head, slab.q_begin, k_begin,
+                        TileBits(p, head, visit.bits, 0, slab.q_begin, k_begin));
                 }
             }
             if (is_last)

@@ -139,7 +139,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         const int k_begin = visit.tile * BLOCK_K, stage = i % STAGES;
         const MissingKeys<BLOCK_K> missing(p, head, k_begin);
         const bool cut = tiles.is_cut(visit) || missing.any();
-        const TileBits bits(p, visit, first_row);
+        const TileBits bits(p, head, visit.bits, first_row, row_begin, k_begin);
         if constexpr (STAGES == 1) {
             load_values(V_smem, p, head, visit.tile);
         } else if (i + STAGES - 1 < tiles.count()) {
@@ -183,8 +183,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll 1
         for (int i = 0; i < tiles.count(); ++i) {
             const Visit visit = tiles[i];
-            add_nonfinite_values<BLOCK_K>(O_regs, softmax, tile, p, head, row_begin,
-                                          visit.tile * BLOCK_K, TileBits(p, visit, first_row));
+            add_nonfinite_values<BLOCK_K>(
+                O_regs, softmax, tile, p, head, row_begin, visit.tile * BLOCK_K,
+                TileBits(p, head, visit.bits, first_row, row_begin, visit.tile * BLOCK_K));
         }
     }
     store_rows(O_regs, softmax, tile, p, head, row_begin, locate_output(p, head, part));

@@ -126,7 +126,7 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
         const Visit visit = tiles[i];
         const int q_begin = visit.tile * BLOCK_Q, stage = i % STAGES;
         const bool more = i + 1 < tiles.count;
-        const TileBits bits(p, visit, warp_row);
+        const TileBits bits(p, head, visit.bits, warp_row, k_begin, q_begin);
         Shared* const Q = Q_smem + stage * Q_TILE;
         Shared* const dO = dO_smem + stage * O_TILE;
         const Accumulator* const log2_sums = row_stats_smem + stage * ROW_STATS;
@@ -223,10 +223,10 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
 #pragma unroll 1
         for (int i = 0; i < tiles.count; ++i) {
             const Visit visit = tiles[i];
-            add_nonfinite_gradients<BLOCK_Q>(gradients.dV_regs, values, p, head, dout,
-                                             p.row_stats + (first_tile + visit.tile) * ROW_STATS,
-                                             visit.tile * BLOCK_Q, k_begin,
-                                             TileBits(p, visit, warp_row));
+            add_nonfinite_gradients<BLOCK_Q>(
+                gradients.dV_regs, values, p, head, dout,
+                p.row_stats + (first_tile + visit.tile) * ROW_STATS, visit.tile * BLOCK_Q, k_begin,
+                TileBits(p, head, visit.bits, warp_row, k_begin, visit.tile * BLOCK_Q));
         }
     }
 }

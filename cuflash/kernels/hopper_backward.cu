@@ -155,6 +155,10 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
         const StepFacts& facts = smem.facts[slot];
         GradientStep now{p, tile, item.located.head, facts.visit.tile * BLOCK_Q,
                          item.key_tile * BLOCK_K + consumer * SLAB};
+        const auto bits_of = [&](const GradientStep& step) {
+            return TileBits(p, step.head, facts.visit.bits, consumer * SLAB, step.k_begin,
+                            step.q_begin);
+        };
         const u32 row_stats =
             SHARED_BASE + shared_at::row_stats + slot * (ROW_STATS * sizeof(float));
         const GradientStep::Stats log2_sums(tile, row_stats);
@@ -180,7 +184,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
         if (SCORE_IS_MODIFIED) settle(dK), settle(dV);  // else two registers too few at D = 128
         now.to_probabilities(S, slope, P_pairs, log2_sums, rows);
         if (facts.is_cut) {
-            now.hide(S, TileBits(p, facts.visit, consumer * SLAB));
+            now.hide(S, bits_of(now));
             if (SCORE_IS_MODIFIED) now.hide_pairs(P_pairs, S);
         }
         wait_products<0>(dP);
@@ -195,7 +199,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
         if (smem.row_stats[slot][NONFINITE] != 0 || has_nonfinite_keys()) {
             if (is_first && has_nonfinite_keys()) change_tiles(clear_keys);
             if (DROPS && !SCORE_IS_MODIFIED && facts.is_cut)  // what is dropped as well is +0
-                now.hide(P_pairs, TileBits(p, facts.visit, consumer * SLAB));
+                now.hide(P_pairs, bits_of(now));
             now.hide_weightless(P_pairs, log2_sums);
             if (!SCORE_IS_MODIFIED && has_nonfinite_keys())
                 now.hide_keys(P_pairs, dS_pairs, smem.cleared_keys, consumer * SLAB);

@@ -107,7 +107,7 @@ __device__ __forceinline__ void sum_values(const Params& p, SharedMemory& smem) 
             if (item.opens && i == 0) await_check();
             const bool nonfinite = smem.row_stats[slot][NONFINITE] != 0;
             if (facts.is_cut || nonfinite || nonfinite_keys)
-                now.hide(weights, TileBits(p, facts.visit, 0));
+                now.hide(weights, TileBits(p, now.head, facts.visit.bits, 0, k_begin, now.q_begin));
             if (nonfinite) {
                 nonfinite_queries = true;
                 barriers.dO_full[slot].wait(step.parity());

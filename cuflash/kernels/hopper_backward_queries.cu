@@ -122,7 +122,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             holds_keys = true;
             now.to_weights(S, rows);
             // The branch keeps the compiler from taking exponentials behind the wait for dP.
-            if (cut) now.hide(S, TileBits(p, {key_tile, sight.bits, -1}, 0));
+            if (cut) now.hide(S, TileBits(p, now.head, sight.bits, 0, now.k_begin, q_begin));
             settle(S);
             wait_products<0>(dP);
             __syncwarp();  // all lanes have read what came with K

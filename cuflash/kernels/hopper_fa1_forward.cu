@@ -49,8 +49,8 @@ __device__ __forceinline__ void add_nonfinite_values(const Params& p, const Head
 #pragma unroll 1
         for (int index = pair.begin; index < pair.end; ++index) {
             const Visit visit = pair.keys.list[index];
-            const TileBits bits(p, visit, first_row);
             const int k_begin = visit.tile * STEP_K;
+            const TileBits bits(p, head, visit.bits, first_row, q_begin, k_begin);
 #pragma unroll 1
             for (int k = k_begin; k < min(k_begin + STEP_K, head.key_length); ++k) {
 #pragma unroll 1
@@ -132,9 +132,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const int k_begin = visit.tile * STEP_K;
         modify_scores(S_regs, tile, p, head, q_begin, k_begin);
         if (keys.is_cut(visit))
-            mask_scores(S_regs, Tile::FromFirstColumn{tile}, p, head, q_begin,
-                        k_begin + tile.column(0), TileBits(p, visit, consumer * SLAB),
-                        tile.column(0));
+            mask_scores(
+                S_regs, Tile::FromFirstColumn{tile}, p, head, q_begin, k_begin + tile.column(0),
+                TileBits(p, head, visit.bits, consumer * SLAB, q_begin, k_begin), tile.column(0));
         const bool stale = softmax.update(S_regs, multiplier, rescale);
         drop_probabilities(S_regs, tile, p, head, q_begin, k_begin);
         settle(S_regs);

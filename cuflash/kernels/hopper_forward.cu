@@ -61,7 +61,7 @@ __device__ __forceinline__ void add_nonfinite_values(const Params& p, const Item
         for (int column = lane; column < HEAD_DIM_V; column += 32)
             finite &= is_finite(widen(values[column]));
         if (__all_sync(FULL_WARP, finite)) continue;
-        const TileBits bits(p, visit, first_row);
+        const TileBits bits(p, head, visit.bits, first_row, row_begin, visit.tile * BLOCK_K);
 #pragma unroll 1
         for (int row = 0; row < 16; ++row) {
             const int index = row_begin + row, q = query_of(index);
@@ -127,7 +127,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const Accumulator multiplier = score_multiplier(p);
     const Turns turns(consumer);
 
-    using Softmax = GuardedSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS>;
+    using Softmax = GuardedSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS, STAGES_ROWS>;
     Softmax softmax;
     Accumulator S_regs[Tile::ROWS][Tile::COLUMNS], O_regs[Tile::ROWS][Tile::VALUE_COLUMNS];
     Accumulator rescale[Tile::ROWS];
@@ -143,29 +143,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
     using Columns = Tile::FromFirstColumn;
     const Columns columns{tile};
-    LoadedRows<Tile, Tile::ROWS, Tile::COLUMNS> rows;     // of captured arrays
+    RowsOfKeys<Tile, BLOCK_K> rows(smem.rows, (threadIdx.x - WARPGROUP) / 32);  // of an array
     LoadedBits<Columns, Tile::ROWS, Tile::COLUMNS> bits;  // of the mask
+    const auto bring_rows = [&](const Visit& visit) {
+        rows.bring(p, head, row_begin + tile.row(0) / 8 * 8, visit.tile * BLOCK_K);
+    };
     const auto load_rows = [&](const Visit& visit) {
         rows.load(tile, p, head, row_begin, visit.tile * BLOCK_K);
     };
-    const auto load_bits = [&](const Visit& visit) {
-        bits.load(columns, TileBits(p, visit, consumer * SLAB), tile.column(0));
+    const auto bits_of = [&](const Visit& visit) {
+        return TileBits(p, head, visit.bits, consumer * SLAB, row_begin, visit.tile * BLOCK_K);
     };
-    const auto adjust_scores = [&](int i, const Visit& visit) {
+    const auto load_bits = [&](const Visit& visit) {
+        bits.load(columns, bits_of(visit), tile.column(0));
+    };
+    const auto adjust_scores = [&](int i, const Visit& visit, const auto& rows) {
         // With a number that is there no sooner than the scores the compiler cannot compute positions
         // while these are under way, for which there are no registers.
         const int k_begin = (SCORE_IS_MODIFIED ? uniform(visit.tile) : visit.tile) * BLOCK_K;
+        rows.await();
         modify_scores(S_regs, tile, p, head, row_begin, k_begin, rows);
         if (keys.is_cut_by_band(visit))
             hide_outside_band(S_regs, columns, p, head, row_begin, k_begin + tile.column(0));
-        if (MASKED && visit.bits >= 0) bits.hide(S_regs, -infinity<Accumulator>(), columns);
+        if (MASKED && visit.bits >= 0)
+            bits.hide(S_regs, -infinity<Accumulator>(), columns, bits_of(visit), tile.column(0));
         if (MASKED && i + 1 < keys.count()) load_bits(keys[i + 1]);  // a tile ahead: they are few
         if (missing.any()) missing.hide(S_regs, columns, 0);
     };
     // Turns the scores of the `i`-th visit into probabilities; returns whether O must be rescaled.
     const auto exponentiate = [&](int i, const Visit& visit) {
         if (i + 1 == keys.count() && speaks) barriers.Q_empty[consumer].arrive();
-        adjust_scores(i, visit);
+        adjust_scores(i, visit, rows);
         const bool stale = softmax.update(S_regs, multiplier, rescale, [&] {
             tile.score_alone(
                 S_regs,
@@ -177,8 +185,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             __syncwarp();  // all lanes have read K
             load_rows(keys[i]);
             load_bits(keys[i]);
-            adjust_scores(i, keys[i]);
+            adjust_scores(i, keys[i], rows.exact());
         });
+        if (i + 1 < keys.count()) bring_rows(keys[i + 1]);
         if constexpr (PAGED) __syncwarp();  // all lanes have read what is missing
         if (speaks) barriers.K_empty[now.slot].arrive();
         const int k_begin = visit.tile * BLOCK_K;
@@ -243,6 +252,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         pass_by(part.before);
         if (keys.count() > 0) {
+            bring_rows(keys[0]);
             barriers.K_full[now.slot].wait(now.parity);
             turns.await();
             score();

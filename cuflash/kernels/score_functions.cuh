@@ -48,6 +48,13 @@ __device__ __forceinline__ auto maximum(A a, B b) -> decltype(a + b) {
     return a > b || a != a ? a : b;
 }
 
+// score + x, but -infinity where x is that, whatever the score is; where NaN is found later (Given of
+// seams/score_rows.cuh) the sum alone.
+template <typename T, typename Given>
+__device__ __forceinline__ T add_or_hide(T score, Accumulator x, const Given&) {
+    return Given::HIDES_NAN && x == -score_infinity() ? T(x) : score + x;
+}
+
 // An element as a number of the expression.
 __device__ __forceinline__ Accumulator number_of(__half x) { return __half2float(x); }
 __device__ __forceinline__ Accumulator number_of(__nv_bfloat16 x) { return __bfloat162float(x); }

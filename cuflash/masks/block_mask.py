@@ -14,6 +14,7 @@ import numpy as np
 
 from . import arguments, constructions, picture
 from .band import Band
+from .combining import combined, refuse_array
 from .patterns import (
     EMPTY,
     FULL,
@@ -30,6 +31,7 @@ from .patterns import (
     pack,
     unpack,
 )
+from .predicate import Watched
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -39,6 +41,7 @@ if TYPE_CHECKING:
 
     from ..typing import Alignment, AnyArray, BlockSize, Window
     from .patterns import Blocks, Indices, Kinds, Pair, Words
+    from .predicate import Predicate
 
     Lengths = Sequence[SupportsIndex]  # of queries and keys
 
@@ -78,7 +81,9 @@ class BlockMask:
     are exact: a full block hides none of its elements within the shape, a partial one hides some
     and shows some.
 
-    Memory is a byte per block and a bit per element of partial blocks, within the shape.
+    Memory is a byte per block and a bit per element of partial blocks, within the shape; on a
+    device a bit per element of the kernels' partial tiles, but for masks of functions that kernels
+    evaluate (:meth:`from_function`).
 
     References
     ----------
@@ -105,6 +110,7 @@ class BlockMask:
     if TYPE_CHECKING:
         _kinds: Kinds
         _patterns: Words
+        predicate: Predicate | None
         _held: Pair
         _lengths: Pair
         device_lists: dict[tuple[Any, ...], Any]
@@ -140,19 +146,24 @@ class BlockMask:
 
     @classmethod
     def _of(
-        cls, shape: Sequence[int], block_size: Pair, kinds: Kinds, patterns: Words
-    ) -> BlockMask:
+        cls, shape: Sequence[int], block_size: Pair, kinds: Kinds, patterns: Words,
+        predicate: Predicate | None = None,
+    ) -> BlockMask:  # fmt: skip
         mask = cls.__new__(cls)
-        mask._set(shape, block_size, kinds, patterns)
+        mask._set(shape, block_size, kinds, patterns, predicate)
         return mask
 
-    def _set(self, shape: Sequence[int], block_size: Pair, kinds: Kinds, patterns: Words) -> None:
+    def _set(
+        self, shape: Sequence[int], block_size: Pair, kinds: Kinds, patterns: Words,
+        predicate: Predicate | None = None,
+    ) -> None:  # fmt: skip
         kinds.setflags(write=False)
         patterns.setflags(write=False)
         lengths = shape[-2], shape[-1]
         self.__dict__.update(
             shape=tuple(shape),
             block_size=block_size,
+            predicate=predicate,  # what shows the elements, if kernels are to evaluate that
             _kinds=kinds,
             _patterns=patterns,
             _lengths=lengths,
@@ -167,7 +178,8 @@ class BlockMask:
         raise AttributeError(f"{name} cannot be deleted: a BlockMask is immutable")
 
     def __reduce__(self) -> tuple[Any, ...]:  # copies are read-only, too
-        return self._of, (self.shape, self.block_size, self._kinds, self._patterns)
+        made = self._kinds, self._patterns, self.predicate
+        return self._of, (self.shape, self.block_size, *made)
 
     @classmethod
     def from_dense(cls, mask: ArrayLike | AnyArray, block_size: BlockSize = 128) -> BlockMask:
@@ -243,6 +255,17 @@ class BlockMask:
         block_size : int or (int, int)
             Queries and keys of a block.
 
+        Notes
+        -----
+        A Python function that stays simple is also traced, as those of `score_mod` are, into an
+        expression that kernels evaluate for the elements of partial tiles; others read stored bits
+        there. Simple is: integers and truth values, of at most 32 bits; arithmetic, comparisons,
+        ``& | ~``, `where` and arrays and numbers of its own closure or module, indexed inside
+        their extent; and at most six operations for each pair of query and key, as in
+        ``(ids[q] == ids[k]) & (k <= q)``, without ``//`` and ``%`` of both. The arrays are copied.
+        The expression stands for the function only if both agree on all elements. So do masks
+        that are combined of such ones by `&`, `|`, `~` and `.T`. NumPy arrays use stored bits.
+
         Examples
         --------
         Heads that look back over twice as many keys as the head before:
@@ -261,7 +284,9 @@ class BlockMask:
         )
         block = arguments.block_pair(block_size)
         held = held_size((sizes[-2], sizes[-1]), block)
-        return cls._judged(sizes, block, constructions.of_function(f, sizes, held))
+        watched = Watched(f, sizes)
+        mask = cls._judged(sizes, block, constructions.of_function(watched, sizes, held))
+        return cls._of(sizes, block, mask._kinds, mask._patterns, watched.predicate)
 
     @classmethod
     def causal(
@@ -504,8 +529,9 @@ class BlockMask:
 
     @classmethod
     def _judged(
-        cls, shape: Sequence[int], block_size: Pair, blocks: Blocks, kinds: Kinds | None = None
-    ) -> BlockMask:
+        cls, shape: Sequence[int], block_size: Pair, blocks: Blocks, kinds: Kinds | None = None,
+        predicate: Predicate | None = None,
+    ) -> BlockMask:  # fmt: skip
         """A mask of these `kinds`, by default empty, but for the blocks whose elements are given.
 
         `blocks` is as :func:`assemble` takes it, of what is held of blocks.
@@ -515,7 +541,7 @@ class BlockMask:
         if kinds is None:
             kinds = np.zeros((math.prod(leading), *grid_of(lengths, block_size)), np.uint8)
         held = held_size(lengths, block_size)
-        return cls._of(shape, block_size, *assemble(kinds, lengths, held, blocks))
+        return cls._of(shape, block_size, *assemble(kinds, lengths, held, blocks), predicate)
 
     @property
     def ndim(self) -> int:
@@ -561,67 +587,34 @@ class BlockMask:
 
         *leading, query_length, key_length = self.shape
         patterns = np.concatenate([*blocks(np.arange(2)), *blocks(order)])
-        return self._of(
-            (*leading, key_length, query_length), self.block_size[::-1], kinds, patterns
-        )
+        shape, predicate = (*leading, key_length, query_length), self.predicate
+        turned = None if predicate is None else predicate.T
+        return self._of(shape, self.block_size[::-1], kinds, patterns, turned)
 
     def __and__(self, other: BlockMask) -> BlockMask:
-        return self._combined(other, np.minimum, np.bitwise_and)
+        return self._combined(other, "&")
 
     def __or__(self, other: BlockMask) -> BlockMask:
-        return self._combined(other, np.maximum, np.bitwise_or)
+        return self._combined(other, "|")
 
     __rand__, __ror__ = __and__, __or__  # of what is no BlockMask
 
+    def _combined(self, other: BlockMask, operator: str) -> BlockMask:
+        if not isinstance(other, BlockMask):
+            refuse_array(other)
+            return NotImplemented
+        return self._judged(*combined(self, other, operator))
+
     def __invert__(self) -> BlockMask:
         made = complement(self._kinds, self._patterns, self._lengths, self._held)
-        return self._of(self.shape, self.block_size, *made)
-
-    def _combined(self, other: BlockMask, of_kinds: np.ufunc, of_patterns: np.ufunc) -> BlockMask:
-        if not isinstance(other, BlockMask):
-            if hasattr(other, "dtype") and hasattr(other, "shape"):
-                kind = type(other).__name__
-                how = "from_scipy" if hasattr(other, "tocsr") else "from_dense"
-                raise TypeError(
-                    f"a BlockMask and a {kind} do not combine: make that a BlockMask, too, with "
-                    f"BlockMask.{how}(x, block_size)"
-                )
-            return NotImplemented
-        try:
-            leading = np.broadcast_shapes(self.shape[:-2], other.shape[:-2])
-        except ValueError:
-            leading = None
-        lengths = self._lengths
-        if leading is None or other.shape[-2:] != lengths:
-            raise ValueError(
-                f"masks of shapes {self.shape} and {other.shape} do not combine: queries and keys "
-                "must be the same, and leading axes must broadcast"
-            )
-        rows, columns = map(math.gcd, self.block_size, other.block_size)
-        block_size = rows, columns
-        pair = [mask._in_blocks(block_size) for mask in (self, other)]
-        grid = pair[0]._kinds.shape[1:]
-        # A partial block next to an empty or a full one stays what it is, or is decided.
-        kinds = of_kinds(*(mask.kinds for mask in pair)).reshape(math.prod(leading), *grid)
-        numbers = np.flatnonzero(kinds == PARTIAL)
-        place = np.unravel_index(numbers, (*leading, *grid))
-        of = [
-            np.broadcast_to(mask._pattern_of.reshape(mask.kinds.shape), (*leading, *grid))[place]
-            for mask in pair
-        ]
-
-        def blocks() -> Iterator[tuple[Indices, Words]]:
-            for some in in_chunks(np.arange(len(numbers)), math.prod(pair[0]._held)):
-                words = (mask._patterns[pattern[some]] for mask, pattern in zip(pair, of))
-                yield numbers[some], of_patterns(*words)
-
-        return self._judged((*leading, *lengths), block_size, blocks(), kinds)
+        predicate = None if self.predicate is None else ~self.predicate
+        return self._of(self.shape, self.block_size, *made, predicate)
 
     def _in_blocks(self, block_size: Pair) -> BlockMask:
         if block_size == self.block_size:
             return self
-        kinds, patterns = self._cut(*held_size(self._lengths, block_size))
-        return self._of(self.shape, block_size, kinds, patterns)
+        made = self._cut(*held_size(self._lengths, block_size))
+        return self._of(self.shape, block_size, *made, self.predicate)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, BlockMask):

@@ -37,9 +37,13 @@ class TileLists(NamedTuple):
 def tile_lists(mask: BlockMask, rows: int, columns: int, longest_first: bool) -> TileLists:
     """The lists of `mask` in tiles of `rows` by `columns` elements.
 
-    With `longest_first`, rows with more tiles to visit are worked on before others.
+    With `longest_first`, rows with more tiles to visit are worked on before others. Of a mask whose
+    function kernels evaluate there are no bits, and what says which tile of them means that there
+    is something to evaluate.
     """
     kinds, bits = mask.tiles(rows, columns)
+    if mask.predicate is not None:
+        bits = bits[:0]
     lists, down, _ = kinds.shape
     counts = np.count_nonzero(kinds, axis=-1)
     order = np.argsort(-counts, axis=-1, kind="stable") if longest_first else None

@@ -183,7 +183,8 @@ def backward(
         for number, index in enumerate(np.ndindex(problem.leading)):
             rows = _clamped(q_lengths, index, q.shape[-2])
             keys = _clamped(kv_lengths, index, k.shape[-2])
-            wanted = ScoreGradients.of(gradients, score, captured, index)
+            own = _with(sequence, index)
+            wanted = ScoreGradients.of(gradients, score, captured, own)
             if rows == 0 or (keys == 0 and not wanted.sinks):
                 continue
             head = Head.load(
@@ -192,7 +193,7 @@ def backward(
                 scale=scale,
                 score=score,
                 captured=captured,
-                mask=mask and mask(_with(sequence, index)),
+                mask=mask and mask(own),
                 place=_place(sequence, number, problem.heads),
                 dropout=dropout,
                 shift=_shift(q_offset, index),

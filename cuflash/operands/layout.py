@@ -65,7 +65,8 @@ class Layout(NamedTuple):
     operand's name to its element strides along them. `axes` are the same folded into few.
     `summed` says how many heads share one row of q, k and v; 1 where axes have no heads. Strides
     of a mask count its lists. Packed sequences are the batch, for which no operand has an axis;
-    `entry_strides` are those of lengths and of the mask from one sequence to the next.
+    `entry_strides` are those of lengths, of the mask and of what else is `placed` from one sequence
+    to the next.
     """
 
     out_shape: tuple[int, ...]
@@ -310,7 +311,8 @@ def make_layout(
     packing : Packing, optional
         Then the operands' axes are (H, tokens, head dim), and the sequences are the batch.
     placed : mapping of str to tuple of int
-        Element strides along the leading axes of what else lies there, by its name.
+        Element strides along the leading axes of what else lies there, by its name; with `packing`
+        along the sequences first.
 
     Returns
     -------
@@ -357,6 +359,8 @@ def make_layout(
             entry_strides[name], steps = steps[0], steps[1:]
         strides[name] = steps + (0,) * (len(heads) + (group > 1))
     for name, steps in placed.items():
+        if packing is not None:
+            entry_strides[name], steps = steps[0], steps[1:]
         strides[name] = _grouped(name, steps, group)
     mask_layout = None
     if mask is not None:

@@ -33,9 +33,12 @@ class Wanted(NamedTuple):
     keeps_queries, keeps_keys : bool
         Whether it has elements for each query, and for each key.
     entries : int
-        How many parts it has that heads of their own add to; of scattered ones, elements.
+        How many parts it has that heads of their own add to; of scattered ones, elements. Of
+        packed sequences, of each.
     reads : int
         In how many places scores read it.
+    keeps_sequences : bool
+        Whether it has such parts for each of several packed sequences.
     """
 
     name: str
@@ -45,6 +48,7 @@ class Wanted(NamedTuple):
     keeps_keys: bool = False
     entries: int = 1
     reads: int = 1
+    keeps_sequences: bool = False
 
     @property
     def is_scattered(self) -> bool:
@@ -75,8 +79,49 @@ def wanted_of(target: Target, spec: Spec, layout: Layout) -> Wanted:
         steps = layout.strides[target.operand]
         entries = math.prod(n for n, step in zip(layout.leading, steps) if step)
     queries, keys = (step != 0 for step in target.steps)
-    places = len(target.reads)
-    return Wanted(target.name, target.kind, spec.dtype.name, queries, keys, entries, places)
+    of_sequences = layout.entry_strides.get(target.operand, 0) != 0
+    own = target.name, target.kind, spec.dtype.name
+    return Wanted(*own, queries, keys, entries, len(target.reads), of_sequences)
+
+
+class Extents(NamedTuple):
+    """What kernels of such gradients walk: heads, and queries, keys and tiles of each.
+
+    Heads of packed sequences count for each sequence, and are as long as the longest may be.
+    """
+
+    heads: int
+    sequences: int
+    queries: int
+    keys: int
+    query_tiles: int
+    key_tiles: int
+
+    def entries(self, wanted: Wanted) -> int:
+        """Parts that heads of their own add to; of scattered ones, elements."""
+        return wanted.entries * (self.sequences if wanted.keeps_sequences else 1)
+
+    def sums(self, wanted: Wanted) -> int:
+        """What is left to be added later."""
+        if wanted.is_scattered:
+            return wanted.entries
+        places = self.keys if wanted.keeps_keys else self.key_tiles
+        return self.heads * (self.queries if wanted.keeps_queries else places)
+
+    def grids(self, wanted: Wanted, threads: int) -> dict[str, int]:
+        """Blocks of each kernel, by its file; of side kernels with so many threads."""
+        walk = self.heads * (self.query_tiles if wanted.keeps_queries else self.key_tiles)
+        elements = entries = self.entries(wanted)
+        elements *= self.queries if wanted.keeps_queries else 1
+        elements *= self.keys if wanted.keeps_keys else 1
+        if wanted.keeps_queries and wanted.keeps_keys:
+            walk = entries * self.query_tiles * self.key_tiles
+        return {
+            "array_gradients": walk,
+            "array_sums": -(-elements * 32 // threads),
+            "array_zeros": -(-elements // threads),
+            "sink_gradients": entries,
+        }
 
 
 def kernels_of(wanted: Wanted) -> tuple[str, ...]:
@@ -155,6 +200,7 @@ def declarations(wanted: Wanted, form: ScoreForm, read: int) -> str:
         "SCATTERS": wanted.is_scattered,
         "KEEPS_QUERIES": wanted.keeps_queries,
         "KEEPS_KEYS": wanted.keeps_keys,
+        "KEEPS_SEQUENCES": wanted.keeps_sequences,
     }
     lines = [f"constexpr bool {name} = {str(x).lower()};" for name, x in constants.items()]
     lines += [
@@ -171,5 +217,10 @@ def declarations(wanted: Wanted, form: ScoreForm, read: int) -> str:
         f"{{ return p.{wanted.field}{tail}; }}"
         for kind, name, tail in functions
     ]
+    stride = f"p.{wanted.field}_entry_stride" if wanted.keeps_sequences else "0"
+    lines.append(
+        "__device__ __forceinline__ long long array_entry_stride(const Params& p) "
+        f"{{ return {stride}; }}"
+    )
     variable = variable_of(form, wanted.name, read) if wanted.is_scattered else None
     return "\n".join([*lines, _element_function(variable)])

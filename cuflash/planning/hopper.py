@@ -41,6 +41,10 @@ class HopperTile(KernelTile):
     loads: bool = True
     drops: bool = True
 
+    def stages_rows(self, problem: Problem) -> bool:
+        """Whether elements of an array for each query and key come by way of shared memory."""
+        return False
+
     @property
     def threads(self) -> int:
         """Threads of one block."""
@@ -55,7 +59,7 @@ class HopperTile(KernelTile):
         """Why this row cannot or should not serve, or an empty string."""
         if problem.score.stages and not self.modified:
             return "has no registers for modified scores"
-        if problem.score.loads and not self.loads:
+        if problem.score.loads and not (self.loads or self.stages_rows(problem)):
             return "has no registers for elements of arrays"
         if problem.dropout and not self.drops:
             return "has no registers for dropout"

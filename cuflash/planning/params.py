@@ -11,6 +11,7 @@ import numpy as np
 from ..operands.layout import LENGTHS, MAX_AXES
 from ..scores.emit import ELEMENTS, NUMBERS, field_of
 from .problem import Problem
+from .visible import MASK_ELEMENTS, mask_field_of
 
 # Name, NumPy type, count and C type of a struct's field.
 Field: TypeAlias = tuple[str, str, int, str]
@@ -56,8 +57,10 @@ _SCALARS = (
     (("mask_rows", "mask_columns"), "i4", "int"),  # tiles of one list
     (("scale",), "Accumulator", "Accumulator"),
 )
-# A seed on the device, or null and the number itself; what is behind the pointers.
-_SEEDS = {"seed": "const unsigned long long*", "seed_number": "unsigned long long"}
+# A seed on the device, or null and the number itself; where the operands begin in a larger call.
+_SEEDS = {"seed": "const unsigned long long*"} | dict.fromkeys(
+    ("seed_number", "first_query_number", "first_key_number", "first_head"), "unsigned long long"
+)
 _DROPOUT_SCALARS = (
     (("dropout_threshold",), "u4", "unsigned int"),
     (("kept_share", "kept_share_log2"), "Accumulator", "Accumulator"),
@@ -79,8 +82,9 @@ _ELEMENT_SCALARS = (
 
 
 def pointers(problem: Problem) -> tuple[str, ...]:
-    """Names of the struct's leading fields, all pointers but a seed's number: operands, lengths,
-    gradients of arrays that scores depend on, pages, captured arrays, seed, mask and workspace.
+    """Names of the struct's leading fields, all pointers but what goes with a seed: operands,
+    lengths, gradients of arrays that scores depend on, pages, captured arrays, seed, mask with what
+    its function reads, and workspace.
     """
     operands, others, workspace = _pointer_types(problem)
     return (*operands, *LENGTHS, *others, *workspace)
@@ -106,7 +110,13 @@ def _pointer_types(problem: Problem) -> tuple[dict[str, str], dict[str, str], di
         others |= {x: kind for x, kind in _OFFSETS.items() if x in problem.starts}
     others |= {field_of(x): f"const {ELEMENTS[x.element]}*" for x in problem.score.arrays}
     others |= _SEEDS if problem.dropout else {}
-    return OPERANDS[problem.backward], others | _MASK[problem.mask], workspace
+    others |= _MASK[problem.mask]
+    others |= {
+        mask_field_of(x): f"const {MASK_ELEMENTS[x.element]}*"
+        for x in problem.mask_form.captures
+        if x.is_array
+    }
+    return OPERANDS[problem.backward], others, workspace
 
 
 def _fields(problem: Problem) -> Iterator[tuple[tuple[str, ...], str, str]]:
@@ -124,6 +134,8 @@ def _fields(problem: Problem) -> Iterator[tuple[tuple[str, ...], str, str]]:
     for x in problem.wrt:
         yield (f"{x.field}_axis_stride",), "i8 axes", "long long"
         yield (f"{x.field}_step",), "i8 2", "long long"
+        if x.keeps_sequences:
+            yield (f"{x.field}_entry_stride",), "i8", "long long"
     if problem.page_size:
         yield from _PAGE_SCALARS
     if problem.dropout:
@@ -152,6 +164,12 @@ def fields(problem: Problem) -> Iterator[Field]:
         elif capture.axes:
             yield f"{name}_size", "i4", capture.axes, "int"
             yield f"{name}_stride", "i8", capture.axes, "long long"
+    for capture in problem.mask_form.captures:
+        name = mask_field_of(capture)
+        if not capture.is_array:
+            yield name, "i4", 1, "int"
+        elif capture.axes:
+            yield f"{name}_size", "i4", capture.axes, "int"
 
 
 @functools.lru_cache(maxsize=256)

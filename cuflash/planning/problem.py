@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..masks.band import Band
+from ..masks.predicate import NOT_COMPUTED, MaskForm
 from ..operands.checks import checked_integer
 from ..operands.dtypes import ACCUMULATORS, result_dtype
 from ..operands.layout import LENGTHS, Layout
@@ -133,6 +134,8 @@ class Problem:
         in forward those of one batch entry. Else 1.
     mask : str
         "blocks" (a BlockMask), "elements" (an array of bool), or empty for none.
+    mask_form : MaskForm
+        What shows the elements of blocks that are partial, where kernels evaluate that.
     mask_lists : int
         How many different masks it holds, for heads to share.
     split_keys : int, optional
@@ -173,6 +176,7 @@ class Problem:
     summed: tuple[int, int, int] = (1, 1, 1)
     group: int = 1
     mask: str = ""
+    mask_form: MaskForm = NOT_COMPUTED
     mask_lists: int = 1
     split_keys: int | None = None
     page_size: int = 0
@@ -258,6 +262,8 @@ class Problem:
             text += f", {self.band}"
         if self.mask:
             text += f", mask of {self.mask}"
+        if self.mask_form.text:
+            text += f" that show {self.mask_form.text}"
         if self.score.stages:
             text += f", score {self.score}"
         text += ", sinks" if self.score.sink else ""
@@ -321,7 +327,8 @@ def _backward_group(layout: Layout) -> int:
 
 def make_problem(
     layout: Layout, q: Spec, k: Spec, v: Spec, *, band: Band, score: ScoreForm,
-    lengths: dict[str, str], mask: str = "", page_size: int = 0, page_table: str = "",
+    lengths: dict[str, str], mask: str = "", mask_form: MaskForm = NOT_COMPUTED,
+    page_size: int = 0, page_table: str = "",
     aligned: bool, backward: bool = False, deterministic: bool = True,
     split_keys: int | None = None, dropout: bool = False, offsets: str = "",
     wrt: tuple[Wanted, ...] = (),
@@ -348,6 +355,7 @@ def make_problem(
         summed=layout.summed if backward else (1, 1, 1),
         group=_backward_group(layout) if backward else _forward_group(layout, heads),
         mask=mask,
+        mask_form=mask_form,
         mask_lists=layout.mask.lists if layout.mask else 1,
         split_keys=split_keys,
         page_size=page_size,

@@ -13,6 +13,7 @@ from ..scores.expression import Node, parse
 from .params import Field, fields, struct_dtype
 from .problem import Problem
 from .tile import Tile
+from .visible import mask_function
 
 C_TYPES = {
     "float16": "__half", "bfloat16": "__nv_bfloat16", "float32": "float", "float64": "double",
@@ -69,7 +70,8 @@ def _score_function(problem: Problem, variable: Node | None = None) -> str:
     # Backward asks for queries that do not exist, and multiplies zeros by what it gets.
     if problem.backward and (form.may_be_nan or variable is not None):
         last = f"unsigned(int(q)) < unsigned(located.query_length) ? T({last}) : T(0)"
-    functions = expand("score_functions.cuh") if form.stages or form.sink else ""
+    uses_functions = form.stages or form.sink or problem.mask_form.text
+    functions = expand("score_functions.cuh") if uses_functions else ""
     members = "".join(f" {c_type} {name};" for c_type, name, _ in emitter.of_head)
     found = "".join(f"    found.{name} = {read};\n" for _, name, read in emitter.of_head)
     text = f"""\
@@ -136,6 +138,7 @@ def prelude(problem: Problem, tile: Tile) -> str:
             *_geometry(problem, tile),
             params_struct(tuple(fields(problem))),
             _score_function(problem, tile.variable(problem)),
+            *([mask_function(problem.mask_form, tile.backward)] if problem.mask_form.text else []),
             *([products] if (products := tile.products(problem)) else []),
             "",
         ]

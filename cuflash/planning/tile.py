@@ -16,6 +16,7 @@ from ..masks.band import MAX_SHIFT
 from ..operands.dtypes import EVERY, ITEM_BYTES
 from ..scores.expression import Node
 from .array_gradients import (
+    Extents,
     Wanted,
     array_of,
     declarations,
@@ -409,6 +410,10 @@ class KernelTile(Tile):
         """Whether keys may lie in pages."""
         return False
 
+    def spans_blocks(self, problem: Problem) -> bool:
+        """Whether its tiles may lie across the blocks of masks."""
+        return False
+
     def reject(self, problem: Problem, device: Device) -> str:
         """Why this row cannot or should not serve, or an empty string."""
         if device.is_cpu:
@@ -425,7 +430,7 @@ class KernelTile(Tile):
             return f"serves head dims up to {self.max_dim}"
         if problem.mask:
             height, width = self.scored
-            if any(size & (size - 1) for size in self.scored):
+            if any(size & (size - 1) for size in self.scored) and not self.spans_blocks(problem):
                 return f"its tiles of {height}x{width} lie across the blocks of masks"
             if problem.mask_lists * math.prod(self.scored_tiles(problem)) >= 1 << 31:
                 return "the mask has more than 2^31 of its tiles"
@@ -478,17 +483,21 @@ class KernelTile(Tile):
 
     def _array_workspace(self, problem: Problem) -> tuple[Buffer, ...]:
         """The largest of what gradients of arrays are summed from later."""
-        later = [x for x in problem.wrt if x.is_summed_later]
+        extents = self._extents(problem)
+        later = [extents.sums(x) for x in problem.wrt if x.is_summed_later]
         if not later:
             return ()
+        return (Buffer("array_sums", ITEM_BYTES[problem.accumulator], max(later)),)
 
-        def sums(x: Wanted) -> int:
-            if x.is_scattered:
-                return x.entries
-            places = problem.key_length if x.keeps_keys else self.key_tiles(problem)
-            return problem.head_count * (problem.query_length if x.keeps_queries else places)
-
-        return (Buffer("array_sums", ITEM_BYTES[problem.accumulator], max(map(sums, later))),)
+    def _extents(self, problem: Problem) -> Extents:
+        """What kernels for gradients of arrays walk."""
+        heads, count = problem.head_count, problem.sequences
+        if count is None:
+            tiles = self.query_tiles(problem), self.key_tiles(problem)
+            return Extents(heads, 1, problem.query_length, problem.key_length, *tiles)
+        queries, keys = problem.longest
+        tiles = ceil_div(queries, self.block_q), ceil_div(keys, self.block_k)
+        return Extents(heads * count, count, queries, keys, *tiles)
 
     def _mask_workspace(self, problem: Problem) -> tuple[Buffer, ...]:
         if problem.mask != "elements":
@@ -529,26 +538,19 @@ class KernelTile(Tile):
 
     def _array_launches(self, problem: Problem) -> tuple[Launch, ...]:
         """What computes gradients of arrays that scores depend on."""
-        made = []
-        query_tiles, key_tiles = self.query_tiles(problem), self.key_tiles(problem)
+        made, extents = [], self._extents(problem)
+        item = ITEM_BYTES[problem.accumulator]
         for x in problem.wrt:
             sizes = self.differentiating(x.label)
-            walk = problem.head_count * (query_tiles if x.keeps_queries else key_tiles)
-            if x.keeps_queries and x.keeps_keys:
-                walk = x.entries * query_tiles * key_tiles
-            elements = x.entries * (problem.query_length if x.keeps_queries else 1)
-            elements *= problem.key_length if x.keeps_keys else 1
-            grids = {
-                "array_gradients": (walk, sizes.shared_bytes(problem)),
-                "array_sums": (ceil_div(elements * 32, sizes.threads), 0),
-                "array_zeros": (ceil_div(elements, sizes.threads), 0),
-                "sink_gradients": (
-                    x.entries, sizes.threads // 32 * ITEM_BYTES[problem.accumulator],
-                ),
-            }  # fmt: skip
+            grids = extents.grids(x, sizes.threads)
+            shared = {
+                "array_gradients": sizes.shared_bytes(problem),
+                "sink_gradients": sizes.threads // 32 * item,
+            }
             for kernel in kernels_of(x):
-                grid, shared = grids[file_of(kernel)]
-                made.append(Launch(kernel, max(1, grid), sizes.threads, shared))
+                file = file_of(kernel)
+                grid = max(1, grids[file])
+                made.append(Launch(kernel, grid, sizes.threads, shared.get(file, 0)))
         return tuple(made)
 
     def differentiating(self, name: str) -> KernelTile:
@@ -607,11 +609,13 @@ class KernelTile(Tile):
             "SCORE_IS_MODIFIED": bool(problem.score.stages),
             "SCORE_HAS_SLOPE": problem.score.has_slope,
             "SCORE_MAY_HIDE": problem.score.hides,
+            "SHARES_ENTRIES": problem.score.shares_entries and not problem.is_packed,
             "HAS_SINKS": bool(problem.score.sink),
             "DROPS": problem.dropout,
             "DROPOUT_BLOCK": DROPOUT_BLOCK,
             "DROPOUT_ROUNDS": ROUNDS,
             "MASKED": bool(problem.mask),
+            "MASK_IS_COMPUTED": bool(problem.mask_form.text),
             "MASK_ROWS": self.scored[0],
             "MASK_COLUMNS": self.scored[1],
             "PACKED": self.packed,

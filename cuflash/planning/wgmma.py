@@ -8,11 +8,13 @@ from functools import partial
 from typing import Any
 
 from ..dropout import BLOCK as DROPOUT_BLOCK
-from ..operands.dtypes import ITEM_BYTES
+from ..operands.dtypes import CHUNK_BYTES, ITEM_BYTES
 from .hopper import BARRIER_BYTES, WARPGROUP_ROWS, HopperTile
 from .problem import Device, Problem
 from .products import product
 from .tile import Buffer, MapBox
+
+ROW_WARP = 16  # rows of a tile of scores that a warp has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +34,8 @@ class WgmmaTile(HopperTile):
         """Why this row cannot or should not serve, or an empty string."""
         if reason := super().reject(problem, device):
             return reason
+        if problem.mask_form.text and not (self.modified and self.loads):
+            return "has no registers for a mask's function"
         rows = problem.typical.query_length * (1 if problem.mask else problem.group)
         if self.reads_once and rows > self.block_q:
             return "is for keys that one tile of queries reads"
@@ -69,6 +73,10 @@ class WgmmaTile(HopperTile):
         """Rows and columns of a tile of a mask's lists."""
         return self.block_q, self.step_k
 
+    def spans_blocks(self, problem: Problem) -> bool:
+        """Whether its tiles may lie across the blocks of masks: those that it evaluates."""
+        return bool(problem.mask_form.text) and not self.keys_outside
+
     def leads(self, problem: Problem) -> bool:
         """Whether a first tile of queries may have rows before the first query."""
         return not (self.keys_outside or problem.mask)
@@ -95,7 +103,17 @@ class WgmmaTile(HopperTile):
             Buffer("K", self.block_k * head, k_tiles),
             Buffer("V", self.block_k * value, k_tiles),
             Buffer("barriers", BARRIER_BYTES),
+            Buffer("rows", ROW_WARP * self._row_pitch, self.warps * self.stages_rows(problem)),
         )
+
+    def stages_rows(self, problem: Problem) -> bool:
+        """Whether warps bring the elements of an array for each query and key to shared memory."""
+        return problem.score.reads_pairs and not self.keys_outside
+
+    @property
+    def _row_pitch(self) -> int:
+        """Bytes from row to row of such elements, of two bytes, as kernels lay them out."""
+        return 2 * self.block_k + CHUNK_BYTES
 
     def workspace(self, problem: Problem) -> tuple[Buffer, ...]:
         """O, l and m of fa1, as registers hold them."""
@@ -122,6 +140,7 @@ class WgmmaTile(HopperTile):
         """Sizes that the kernels read."""
         own = {
             "PING_PONG": self.ping_pong,
+            "STAGES_ROWS": self.stages_rows(problem),
             "BARRIER_BYTES": BARRIER_BYTES,
             "PRODUCER_REGISTERS": 40 if self.warps == 8 else 32,
         }
@@ -159,6 +178,8 @@ ROWS = (
            rate=266, item_time=1.28, start_time=6.5),
     *_both(max_dim=128, block_k=80,  warps=12, stages=4, ping_pong=True, loads=False,
            rate=867, item_time=1.97, start_time=8.2),
+    *_both(max_dim=128, block_k=64,  warps=12, stages=4, ping_pong=True,
+           rate=840, item_time=1.97, start_time=8.2),
     *_both(max_dim=128, block_k=128, warps=8,  stages=3, ping_pong=True,
            rate=833, item_time=1.88, start_time=8.0),
     *_both(max_dim=128, block_k=128, warps=4,  stages=3,

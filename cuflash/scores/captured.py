@@ -12,7 +12,7 @@ from ..operands.layout import broadcasts
 from ..operands.spec import Spec, conformed
 from .emit import ELEMENTS
 from .expression import Capture, parse
-from .score import UNSCALED, Score, ScoreForm, softcap
+from .score import UNSCALED, Score, ScoreForm, may_be_infinite, softcap
 from .score_mod import ADDED, ScoreMod, ScoreText
 
 if TYPE_CHECKING:
@@ -121,11 +121,13 @@ def make_score(
         stages.insert(0, "softcap * tanh(score * softcap_inverse)")
         numbers += [Capture("softcap", "real"), Capture("softcap_inverse", "real")]
         values += [*capped.values, 1 / capped.values[0]]
-    hides = text is not None or "bias" in given
-    form = ScoreForm(tuple(stages), (*numbers, *captures), sink=sink, hides=hides)
+    score = Score(ScoreForm(tuple(stages), (*numbers, *captures), sink=sink), tuple(values))
     for stage in stages:
-        parse(stage, form.captures)
-    return Score(form, tuple(values)), tuple(arrays)
+        parse(stage, score.form.captures)
+    hides = "bias" in given
+    if text is not None:
+        hides |= may_be_infinite(parse(text.expression, score.form.captures), score.numbers)
+    return Score(score.form._replace(hides=hides), score.values), tuple(arrays)
 
 
 def _whole(name: str, given: Spec) -> Captured:

@@ -119,6 +119,8 @@ class Emitter:
         if operation in _COMPARISONS:
             a, b = (f"{x}.value" if is_dual else x for x, is_dual in zip(inputs, dual))
             return f"({a} {operation} {b})"
+        if (added := _hides_or_adds(node)) and not self._is_dual(added[1]):
+            return f"add_or_hide({', '.join(map(self._emit, added))}, element)"
         if operation == "where":
             a, b = inputs[1:]
             if any(dual[1:]):
@@ -162,6 +164,14 @@ class Emitter:
         return self._reads.setdefault(text, f"element_{len(self._reads)}")
 
 
+def rows_of(nodes: tuple[Node, ...]) -> Node | None:
+    """What an Emitter of these stages keeps as `rows`."""
+    emitter = Emitter()
+    for node in nodes:
+        emitter.stage(node)
+    return emitter.rows
+
+
 def _extents(capture: Capture) -> tuple[str, str]:
     """Sizes and strides of a captured array, in C."""
     if not capture.axes:
@@ -183,6 +193,24 @@ def _has_rows(node: Node) -> bool:
 def _reads(node: Node) -> bool:
     """Whether it depends on elements of arrays."""
     return node.operation == "read" or any(map(_reads, node.inputs))
+
+
+def is_infinite(node: Node) -> bool:
+    """Whether it is -infinity."""
+    return node.operation == "negative" and node.inputs[0].value == float("inf")
+
+
+def _hides_or_adds(node: Node) -> tuple[Node, Node] | None:
+    """The score and x of where(x == -inf, -inf, score + x), the stage of a bias; None of others."""
+    if node.operation != "where":
+        return None
+    condition, hidden, total = node.inputs
+    if condition.operation != "==" or total.operation != "+":
+        return None
+    score, x = total.inputs
+    same = condition.inputs[0].key == x.key and condition.inputs[1].key == hidden.key
+    known = score.operation == "score" and not x.reads_score
+    return (score, x) if same and known and is_infinite(hidden) else None
 
 
 def _is_place(node: Node) -> bool:

@@ -129,7 +129,23 @@ def parse(text: str, captures: tuple[Capture, ...]) -> Node:
     ValueError
         If it is none; the message shows the place.
     """
-    return _Reader(text, captures).read()
+    node = _Reader(text, captures).read()
+    return node if node.kind == "real" else _number_of(node, "real")
+
+
+@functools.lru_cache(maxsize=1024)
+def parse_condition(text: str, captures: tuple[Capture, ...]) -> Node:
+    """The tree of an expression that is true or false.
+
+    Raises
+    ------
+    ValueError
+        If it is none.
+    """
+    node = _Reader(text, captures).read()
+    if node.kind != "bool":
+        raise ValueError(f"score expression: {text} is {node.kind}, no condition")
+    return node
 
 
 class _Reader:
@@ -144,8 +160,7 @@ class _Reader:
         except SyntaxError as error:
             column = (error.offset or 2) - (2 if error.lineno == 1 else 1)
             self._show(error.msg, error.lineno or 1, column, column + 1)
-        node = self._node(tree.body)
-        return node if node.kind == "real" else _number_of(node, "real")
+        return self._node(tree.body)
 
     def _show(self, message: str, line: int, begin: int, end: int) -> NoReturn:
         lines = self.text.splitlines() or [""]

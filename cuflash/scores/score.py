@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from .emit import is_infinite, rows_of
 from .evaluate import evaluate
 from .expression import Capture, Node, parse
 
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
 # flushing takes from score / softcap: 2^100 2^-126, less than rounding to float32 does.
 _SCALES = {"float32": (2.0**-126, 2.0**127), "float64": (2.0**-1022, 2.0**1023)}
 _SOFTCAPS = {"float32": (2.0**-100, 2.0**100), "float64": (2.0**-1000, 2.0**1000)}
+
+_SMALLEST, _LARGEST = 2.0**-126, float(np.finfo(np.float32).max)  # of normal float32
 
 
 class ScoreForm(NamedTuple):
@@ -42,7 +45,8 @@ class ScoreForm(NamedTuple):
     sink : str
         The expression of a row's sink, over `batch` and `head`; empty for none.
     hides : bool
-        Whether a changed score may be -infinity, which hides its key.
+        Whether a changed score may be -infinity, which hides its key: with a bias, and where
+        :func:`may_be_infinite` says so of what `score_mod` is.
     """
 
     stages: tuple[str, ...] = ()
@@ -67,6 +71,18 @@ class ScoreForm(NamedTuple):
         return any(x.loads for x in self.nodes)
 
     @property
+    def reads_pairs(self) -> bool:
+        """Whether the array that kernels load elements of ahead has one for each query and key."""
+        rows = rows_of(self.nodes)
+        return rows is not None and len(rows.inputs) > 1 and rows.inputs[-2].value == "q"
+
+    @property
+    def shares_entries(self) -> bool:
+        """Whether that array is the same for all entries of the batch."""
+        rows = rows_of(self.nodes)
+        return self.reads_pairs and not any(map(_reads_batch, rows.inputs if rows else ()))
+
+    @property
     def may_be_nan(self) -> bool:
         """Whether positions that no array has may make the score infinite or NaN.
 
@@ -87,6 +103,11 @@ class ScoreForm(NamedTuple):
 UNCHANGED = ScoreForm()
 
 
+def _reads_batch(node: Node) -> bool:
+    own = node.operation == "position" and node.value == "batch"
+    return own or any(map(_reads_batch, node.inputs))
+
+
 def _is_addend(node: Node) -> bool:
     """Whether a stage adds to the score what does not depend on it, or makes it infinite."""
     if node.operation == "score":
@@ -95,7 +116,7 @@ def _is_addend(node: Node) -> bool:
         return False
     first, *others = node.inputs
     if node.operation == "where":
-        return not first.reads_score and all(_is_addend(x) or _is_infinite(x) for x in others)
+        return not first.reads_score and all(_is_addend(x) or is_infinite(x) for x in others)
     (second,) = others
     added = node.operation == "+" and second.operation == "score" and not first.reads_score
     return added or (first.operation == "score" and not second.reads_score)
@@ -113,8 +134,34 @@ def _is_finite(node: Node) -> bool:
     return node.operation in _FINITE and all(map(_is_finite, node.inputs))
 
 
-def _is_infinite(node: Node) -> bool:
-    return node.operation == "negative" and node.inputs[0].value == math.inf
+def may_be_infinite(node: Node, numbers: Mapping[str, float]) -> bool:
+    """Whether a stage may make an infinity of a finite score.
+
+    `numbers` are the values of the captured numbers, which float32 has to hold. Sums and products
+    of finite numbers count as finite; of elements of arrays nobody knows.
+    """
+    operation, inputs = node.operation, node.inputs
+    if node.kind != "real" or operation in ("score", "real", "tanh"):
+        return False
+    if operation == "number":
+        return not abs(node.value) <= _LARGEST
+    if operation == "capture":
+        return not abs(numbers[node.value.name]) <= _LARGEST
+    if operation in ("read", "log", "exp"):
+        return True
+    if operation in ("/", "//", "%") and not _is_divisor(inputs[1], numbers):
+        return True
+    values = inputs[1:] if operation == "where" else inputs
+    return any(may_be_infinite(x, numbers) for x in values)
+
+
+def _is_divisor(node: Node, numbers: Mapping[str, float]) -> bool:
+    """Whether it is a number that is not 0, nor flushed to 0."""
+    if node.operation in ("negative", "real"):
+        return _is_divisor(node.inputs[0], numbers)
+    if node.operation == "capture":
+        return abs(numbers[node.value.name]) >= _SMALLEST
+    return node.operation == "number" and abs(node.value) >= _SMALLEST
 
 
 @dataclass(frozen=True)

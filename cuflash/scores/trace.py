@@ -7,7 +7,7 @@ import linecache
 import sys
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import numpy as np
@@ -49,7 +49,7 @@ def as_score_mod(given: object) -> ScoreMod | None:
         raise TypeError(
             f"score_mod is a {type(given).__name__}: give a cuflash.ScoreMod or a function"
         )
-    captures = _captures_of(given)
+    captures = captures_of(given)
     texts = _texts.setdefault(given, {})
     names = tuple(captures)
     if names not in texts:
@@ -57,7 +57,7 @@ def as_score_mod(given: object) -> ScoreMod | None:
     return ScoreMod(texts[names], **captures)
 
 
-def _captures_of(function: types.FunctionType) -> dict[str, Any]:
+def captures_of(function: types.FunctionType) -> dict[str, Any]:
     """Arrays and numbers that the function finds in its closure and its module."""
     found = inspect.getclosurevars(function)
     seen = {**found.globals, **found.nonlocals}
@@ -73,7 +73,6 @@ def _is_captured(value: object) -> bool:
 
 def _text_of(function: types.FunctionType, captures: dict[str, Any]) -> str:
     """The expression of what the function returns, whose captures stand by their names."""
-    code = function.__code__
     for name in captures:
         if name in RESERVED:
             raise _untraceable(
@@ -91,7 +90,29 @@ def _text_of(function: types.FunctionType, captures: dict[str, Any]) -> str:
             f"score_mod {function.__qualname__} takes {inspect.signature(function)}: it is called "
             "with (score, batch, head, q, k) and, if it takes six, shift"
         ) from None
-    stand_ins = {name: _Traced(name) for name in captures}
+    return trace(function, names, {name: name for name in captures})
+
+
+def trace(
+    function: types.FunctionType, arguments: Sequence[str], captures: Mapping[str, str]
+) -> str:
+    """The expression of what a function returns.
+
+    Parameters
+    ----------
+    function : function
+    arguments : sequence of str
+        What stands for its arguments in the expression.
+    captures : mapping of str to str
+        What stands for the names of its closure and its module.
+
+    Raises
+    ------
+    TypeError
+        If it cannot be traced; the message shows the line.
+    """
+    code = function.__code__
+    stand_ins = {name: _Traced(text) for name, text in captures.items()}
     cells = tuple(
         types.CellType(stand_ins[name]) if name in stand_ins else cell
         for name, cell in zip(code.co_freevars, function.__closure__ or ())
@@ -101,7 +122,7 @@ def _text_of(function: types.FunctionType, captures: dict[str, Any]) -> str:
     )
     traced.__kwdefaults__ = function.__kwdefaults__
     try:
-        result = traced(*map(_Traced, names))
+        result = traced(*map(_Traced, arguments))
     except _Untraceable as error:
         raise TypeError(str(error)) from None
     except (TypeError, AttributeError) as error:

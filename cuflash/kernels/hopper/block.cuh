@@ -7,6 +7,7 @@
 #include "hopper/paged_tiles.cuh"
 #include "hopper/producer.cuh"
 #include "hopper/roles.cuh"
+#include "hopper/staged_rows.cuh"
 #include "hopper/tables.cuh"
 #include "hopper/work_list.cuh"
 #include "ptx/named_barrier.cuh"
@@ -36,13 +37,14 @@ struct SharedMemory {
     Barriers barriers;
     alignas(16) ItemSlots<Item> items;
     u32 missing[PAGED ? STAGES : 1];  // which boxes of a slot's keys are on no page
+    alignas(16) unsigned char rows[STAGES_ROWS ? WARPS * StagedRows<BLOCK_K>::WARP_BYTES : 16];
 };
 static_assert(BLOCK_Q == CONSUMERS * SLAB, "a consumer has SLAB queries");
 static_assert(sizeof(SharedMemory::Q) == shared_at::K &&
                   sizeof(SharedMemory::K) == shared_at::V - shared_at::K &&
                   sizeof(SharedMemory::V) == shared_at::barriers - shared_at::V,
               "the plan lays out shared memory alike");
-static_assert(sizeof(SharedMemory) <= SHARED_BYTES, "barriers and items");
+static_assert(sizeof(SharedMemory) <= SHARED_BYTES, "barriers, items and rows");
 
 // The planning thread works out the items of this block.
 __device__ __forceinline__ void plan_items(const Params& p, const int* order, SharedMemory& smem) {

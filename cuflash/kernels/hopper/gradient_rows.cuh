@@ -82,7 +82,7 @@ __device__ __forceinline__ void add_nonfinite_gradients(const Params& p, const K
             for (int column = lane; column < HEAD_DIM_V; column += 32)
                 finite &= is_finite(widen(dO[column]));
             if (__all_sync(FULL_WARP, finite)) continue;
-            const TileBits bits(p, visit, first);
+            const TileBits bits(p, head, visit.bits, first, k_begin, visit.tile * BLOCK_Q);
 #pragma unroll 1
             for (int row = 0; row < 16; ++row) {
                 const int k = k_begin + row;

@@ -68,7 +68,7 @@ struct LocatedHead {
         }
         take_part(p, head, part);
         output = locate_output(p, head, part, offset);
-        if (!SCORE_IS_MODIFIED && !DROPS && !PAGED && !VARLEN)
+        if (!SCORE_IS_MODIFIED && !MASK_IS_COMPUTED && !DROPS && !PAGED && !VARLEN)
             head.batch = head.head = 0;  // nobody asks: no division
     }
 };

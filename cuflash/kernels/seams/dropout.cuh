@@ -43,9 +43,14 @@ __device__ __forceinline__ u64 find_seed(const P& p) {
 __device__ __forceinline__ u32 query_number(int q) { return u32(q) / 16 * 8 + u32(q) % 8; }
 __device__ __forceinline__ u32 key_number(int k) { return u32(k) / 16 * 4 + u32(k) % 8 / 2; }
 
-// The words of one call.
-__device__ __forceinline__ RandomWords draw(u64 seed, const Head& head, u32 of_query, u32 of_key) {
-    return philox<DROPOUT_ROUNDS>({of_query, of_key, u32(head.head), u32(head.batch)}, seed);
+// The words of one call. Where the operands are part of a larger call's, p says where they begin in it.
+template <typename P>
+__device__ __forceinline__ RandomWords draw(const P& p, u64 seed, const Head& head, u32 of_query,
+                                            u32 of_key) {
+    return philox<DROPOUT_ROUNDS>(
+        {of_query + u32(p.first_query_number), of_key + u32(p.first_key_number),
+         u32(head.head) + u32(p.first_head), u32(head.batch)},
+        seed);
 }
 
 // Which word is that of a key with these remainders by 2 and, divided by 8, by 2.
@@ -61,7 +66,7 @@ __device__ __forceinline__ bool stays(const P& p, u32 word, bool is_other) {
 template <typename P>
 __device__ __forceinline__ bool keep(const P& p, const Head& head, int q, int k) {
     if constexpr (DROPS) {
-        const RandomWords words = draw(find_seed(p), head, query_number(q), key_number(k));
+        const RandomWords words = draw(p, find_seed(p), head, query_number(q), key_number(k));
         const bool upper = k / 8 % 2 != 0;  // no index, for which words would have to be in memory
         const u32 even_word = upper ? words.at[word_of(0, 1)] : words.at[word_of(0, 0)];
         const u32 odd_word = upper ? words.at[word_of(1, 1)] : words.at[word_of(1, 0)];
@@ -110,7 +115,7 @@ __device__ __forceinline__ void each_kept(const Tile& tile, const P& p, const He
                     const int row = afresh(row_begin + tile.row(i)), q = query_of(row);
                     // Packed heads lie between a lane's queries.
                     if (i == first || PACKED > 1)
-                        words = draw(seed, row_head(head, row), query_number(q), first_key + j);
+                        words = draw(p, seed, row_head(head, row), query_number(q), first_key + j);
                     const bool is_other = PACKED > 1 ? q / 8 % 2 != 0 : i > first;
 #pragma unroll
                     for (int e = 0; e < 4; ++e)
@@ -140,7 +145,7 @@ __device__ __forceinline__ void each_kept_turned(const Tile& tile, const P& p, c
             if constexpr (Tile::IS_OF_TENSOR_CORES) {
                 // The lane's keys are odd or even, its queries q and q + 1. It makes the bits of one
                 // of these, its neighbour those of the other; each gives away what is not of its keys.
-                RandomWords words = draw(seed, head, first_query + 2 * j, key_number(k));
+                RandomWords words = draw(p, seed, head, first_query + 2 * j, key_number(k));
 #pragma unroll
                 for (int upper = 0; upper < 2; ++upper) {
                     u32 &even_word = words.at[word_of(0, upper)],

@@ -39,10 +39,14 @@ __device__ __forceinline__ void modify_scores(Accumulator (&S)[ROWS][COLUMNS], c
             const Head own = row_head(head, row);
             const OfHead of_head = read_of_head(own, p);
 #pragma unroll
-            for (int j = 0; j < COLUMNS; ++j)
-                S[i][j] = score_of(S[i][j], of_head, own, query_of(row),
-                                   column_place(tile, k_begin, j), p, rows.at(i, j))
-                              .value;
+            for (int first = 0; first < COLUMNS; first += ROW_GROUP) {
+                const auto elements = rows.of_row(i, first);
+#pragma unroll
+                for (int j = first; j < first + ROW_GROUP && j < COLUMNS; ++j)
+                    S[i][j] = score_of(S[i][j], of_head, own, query_of(row),
+                                       column_place(tile, k_begin, j), p, elements.at(j - first))
+                                  .value;
+            }
         }
     }
 }

@@ -8,6 +8,7 @@
 
 // How an expression comes by an element: it reads it,
 struct ReadEach {
+    static constexpr bool HIDES_NAN = true;  // whether -infinity, added to NaN, has to stay that
     template <typename Read>
     __device__ __forceinline__ auto get(const Read& read) const {
         return read();
@@ -15,6 +16,7 @@ struct ReadEach {
 };
 // or it is one of two in a register.
 struct LoadedElement {
+    static constexpr bool HIDES_NAN = true;
     unsigned short bits;
     __device__ __forceinline__ LoadedElement(u32 pair, int e)
         : bits(static_cast<unsigned short>(pair >> 16 * e)) {}
@@ -24,12 +26,30 @@ struct LoadedElement {
     }
 };
 
+// The same for who finds NaN in sums and then scores again, with an element of the other kind: a sum does
+// with two instructions less.
+struct SummedElement : LoadedElement {
+    static constexpr bool HIDES_NAN = false;
+    using LoadedElement::LoadedElement;
+};
+
+// Columns of a row of a tile, so many from one on: the j-th of them has `at(j)`.
+constexpr int ROW_GROUP = 8;
+struct EachRead {
+    __device__ __forceinline__ ReadEach at(int) const { return {}; }
+};
+struct LoadedRow {
+    const u32* pairs;
+    __device__ __forceinline__ LoadedElement at(int j) const { return {pairs[j / 2], j % 2}; }
+};
+
 // Where the columns of a tile do not come in pairs, as for halves they do, each is read when needed.
 template <typename Tile, int ROWS, int COLUMNS, bool LOADS = READS_ROWS && sizeof(Element) == 2>
 struct LoadedRows {
     template <typename P>
     __device__ __forceinline__ void load(const Tile&, const P&, const Head&, int, int) {}
     __device__ __forceinline__ ReadEach at(int, int) const { return {}; }
+    __device__ __forceinline__ EachRead of_row(int, int) const { return {}; }
 };
 
 // Of a tile whose rows are queries and whose columns keys.
@@ -72,6 +92,9 @@ struct LoadedRows<Tile, ROWS, COLUMNS, true> {
     }
     __device__ __forceinline__ LoadedElement at(int i, int j) const {
         return {pairs[i][j / 2], j % 2};
+    }
+    __device__ __forceinline__ LoadedRow of_row(int i, int first) const {
+        return {pairs[i] + first / 2};
     }
 };
 

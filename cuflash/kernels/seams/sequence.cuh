@@ -196,7 +196,8 @@ __device__ __forceinline__ int query_lead(const P& p, const Head& head) {
 
 // Which tile of which head a block works on. Heads come in sections whose operands share the L2
 // cache; within a section the first tiles of all heads start first. With `group`, so many heads in a
-// row count as one.
+// row count as one. Where the entries of a batch share the elements that scores read for each query and
+// key (SHARES_ENTRIES), the entries of a head come one behind the other: so they share them in the cache.
 struct Work {
     int head, tile;
     __device__ __forceinline__ Work(const Params& p, int index, int tiles, int group = 1) {
@@ -206,5 +207,6 @@ struct Work {
         const int rest = index - section * width * tiles;
         head = section * width + rest % heads;
         tile = rest / heads;
+        if constexpr (SHARES_ENTRIES) head = head % p.entries * (p.heads / group) + head / p.entries;
     }
 };

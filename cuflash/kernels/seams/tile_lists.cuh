@@ -59,25 +59,29 @@ __device__ __forceinline__ int row_at(const P& p, const Head& head, int index, i
     return natural;
 }
 
-// What the mask shows of one tile: a bit per element, from a warp's first row on.
-struct TileBits {
+// What the mask shows of one tile, from a warp's first row on: a bit per element.
+struct StoredTile {
     static constexpr int WORDS = round_up(MASK_COLUMNS, 32) / 32;
     const u32* words;  // null: it shows all of the tile
 
+    // `number` is the tile's among those of bits, or -1. Rows of the tile begin with that of the
+    // position `row_begin`, the `first_row`-th, and columns with that of `column_begin`.
     template <typename P>
-    __device__ __forceinline__ TileBits(const P& p, const Visit& visit, int first_row) {
+    __device__ __forceinline__ StoredTile(const P& p, const Head&, int number, int first_row, int,
+                                          int) {
         if constexpr (MASKED) {
-            const i64 row = i64(visit.bits) * MASK_ROWS + first_row;
-            words = visit.bits < 0 ? nullptr : p.mask_bits + row * WORDS;
+            const i64 row = i64(number) * MASK_ROWS + first_row;
+            words = number < 0 ? nullptr : p.mask_bits + row * WORDS;
         }
     }
-    // What a row's word holds from `column` on.
+    __device__ __forceinline__ bool is_full() const { return !MASKED || words == nullptr; }
+    // The word of a row that has a column.
     __device__ __forceinline__ u32 word(int row, int column) const {
-        return words[row * WORDS + column / 32] >> column % 32;
+        return words[row * WORDS + column / 32];
     }
     __device__ __forceinline__ bool has(int row, int column) const {
         if constexpr (!MASKED) return true;
-        return words == nullptr || word(row, column) & 1;
+        return words == nullptr || word(row, column) >> column % 32 & 1;
     }
     // Sets a warp's values from `column` on to `hidden` where the mask hides them.
     template <typename Tile, int ROWS, int COLUMNS, typename A>
@@ -85,42 +89,95 @@ struct TileBits {
                                          int column) const;
 };
 
-// The words of a warp's values from a column on.
-template <typename Tile, int ROWS, int COLUMNS>
-struct LoadedBits {
-    static constexpr int STEP = COLUMNS * Tile::ROW_THREADS;
-    u32 shown[MASKED ? ROWS : 1][MASKED ? round_up(STEP, 32) / 32 : 1];
+// The same of a mask whose function kernels evaluate. P is Params, a template's because only then the
+// prelude has that function.
+template <typename P>
+struct ComputedTile {
+    const P& p;
+    const Head& head;
+    int row_begin, column_begin;
+    bool shows_all;
 
-    __device__ __forceinline__ void load(const Tile& tile, const TileBits& bits, int column) {
-        if constexpr (MASKED) {
-            static_assert(STEP % 32 == 0 || 32 % STEP == 0, "a word has whole steps");
+    __device__ __forceinline__ ComputedTile(const P& p, const Head& head, int number, int,
+                                            int row_begin, int column_begin)
+        : p(p),
+          head(head),
+          row_begin(row_begin),
+          column_begin(column_begin),
+          shows_all(number < 0) {}
+    __device__ __forceinline__ bool has(int row, int column) const {
+        return shows_all || shows(row, column);
+    }
+    template <typename Tile, int ROWS, int COLUMNS, typename A>
+    __device__ __forceinline__ void hide(A (&values)[ROWS][COLUMNS], A hidden, const Tile& tile,
+                                         int column) const {
+        if (shows_all) return;
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j)
 #pragma unroll
             for (int i = 0; i < ROWS; ++i)
+                if (!shows(tile.row(i), column + tile.column(j))) values[i][j] = hidden;
+    }
+
+  private:
+    __device__ __forceinline__ bool shows(int row, int column) const {
+        return mask_shows(head, row_begin + row, column_begin + column, p);
+    }
+};
+
+using TileBits = Select<MASK_IS_COMPUTED, ComputedTile<Params>, StoredTile>::type;
+
+// What is loaded of a tile ahead of its use: nothing where the mask is computed,
+template <typename Tile, int ROWS, int COLUMNS, bool LOADS = MASKED && !MASK_IS_COMPUTED>
+struct LoadedBits {
+    __device__ __forceinline__ void load(const Tile&, const TileBits&, int) {}
+    template <typename A>
+    __device__ __forceinline__ void hide(A (&values)[ROWS][COLUMNS], A hidden, const Tile& tile,
+                                         const TileBits& bits, int column) const {
+        bits.hide(values, hidden, tile, column);
+    }
+};
+// else the words of a warp's values from a column on. They are shifted when they are used: a shift
+// behind the load would wait for it.
+template <typename Tile, int ROWS, int COLUMNS>
+struct LoadedBits<Tile, ROWS, COLUMNS, true> {
+    static constexpr int STEP = COLUMNS * Tile::ROW_THREADS;
+    u32 words[ROWS][round_up(STEP, 32) / 32];
+    int shift;
+
+    __device__ __forceinline__ void load(const Tile& tile, const StoredTile& bits, int column) {
+        shift = column % 32;
+        static_assert(STEP % 32 == 0 || 32 % STEP == 0, "a word has whole steps");
 #pragma unroll
-                for (int c = 0; c < STEP; c += 32)
-                    shown[i][c / 32] =
-                        bits.words == nullptr ? ~0u : bits.word(tile.row(i), column + c);
-        }
+        for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+            for (int c = 0; c < STEP; c += 32)
+                words[i][c / 32] = bits.is_full() ? ~0u : bits.word(tile.row(i), column + c);
     }
     template <typename A>
-    __device__ __forceinline__ void hide(A (&values)[ROWS][COLUMNS], A hidden,
-                                         const Tile& tile) const {
-        if constexpr (MASKED)
+    __device__ __forceinline__ void hide(A (&values)[ROWS][COLUMNS], A hidden, const Tile& tile,
+                                         const StoredTile&, int) const {
 #pragma unroll
-            for (int i = 0; i < ROWS; ++i)
+        for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+            for (int w = 0; w < STEP; w += 32) {
+                const u32 shown = words[i][w / 32] >> shift;
 #pragma unroll
                 for (int j = 0; j < COLUMNS; ++j) {
-                    const int c = tile.column(j);
-                    if (!(shown[i][c / 32] >> c % 32 & 1)) values[i][j] = hidden;
+                    const int c = tile.column(j) - w;
+                    if (c >= 0 && c < 32 && !(shown >> c & 1)) values[i][j] = hidden;
                 }
+            }
     }
 };
 
 template <typename Tile, int ROWS, int COLUMNS, typename A>
-__device__ __forceinline__ void TileBits::hide(A (&values)[ROWS][COLUMNS], A hidden,
-                                               const Tile& tile, int column) const {
-    if (!MASKED || words == nullptr) return;
-    LoadedBits<Tile, ROWS, COLUMNS> bits;
-    bits.load(tile, *this, column);
-    bits.hide(values, hidden, tile);
+__device__ __forceinline__ void StoredTile::hide(A (&values)[ROWS][COLUMNS], A hidden,
+                                                 const Tile& tile, int column) const {
+    if constexpr (MASKED) {
+        if (is_full()) return;
+        LoadedBits<Tile, ROWS, COLUMNS> bits;
+        bits.load(tile, *this, column);
+        bits.hide(values, hidden, tile, *this, column);
+    }
 }

@@ -14,7 +14,9 @@
 __device__ __forceinline__ float divide_roughly(float a, float b) { return __fdividef(a, b); }
 __device__ __forceinline__ double divide_roughly(double a, double b) { return a / b; }
 
-template <typename A, int ROWS, int ROW_THREADS>
+// With DOUBTS_NAN a score that is NaN may be a hidden one's: NaN is looked for in sums, too, and its scores
+// are worked out again.
+template <typename A, int ROWS, int ROW_THREADS, bool DOUBTS_NAN = false>
 struct GuardedSoftmax : OnlineSoftmax<A, ROWS, ROW_THREADS> {
     using Exact = OnlineSoftmax<A, ROWS, ROW_THREADS>;
     using Exact::origin, Exact::sum;
@@ -36,7 +38,7 @@ struct GuardedSoftmax : OnlineSoftmax<A, ROWS, ROW_THREADS> {
                 const A subtracted = origin[i] * multiplier;
                 added[i] = A(0);
                 exponentiate(S[i], multiplier, subtracted, added[i]);
-                large |= added[i] > GUARD;
+                large |= DOUBTS_NAN ? !(added[i] <= GUARD) : added[i] > GUARD;
             }
             if (!__any_sync(FULL_WARP, large)) {
 #pragma unroll
@@ -44,6 +46,8 @@ struct GuardedSoftmax : OnlineSoftmax<A, ROWS, ROW_THREADS> {
                 return false;
             }
             if (raise(S, added, multiplier, rescale)) return true;
+            score_again();
+        } else if (DOUBTS_NAN && __any_sync(FULL_WARP, has_nan(S))) {
             score_again();
         }
         const bool stale = Exact::update(S, multiplier, rescale);
@@ -56,6 +60,15 @@ struct GuardedSoftmax : OnlineSoftmax<A, ROWS, ROW_THREADS> {
     }
 
   private:
+    template <int COLUMNS>
+    static __device__ __forceinline__ bool has_nan(const A (&S)[ROWS][COLUMNS]) {
+        bool found = false;
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j) found |= S[i][j] != S[i][j];
+        return found;
+    }
     // Raises origins by what the sums tell; returns whether they tell enough.
     template <int COLUMNS>
     __device__ __forceinline__ bool raise(A (&P)[ROWS][COLUMNS], const A (&added)[ROWS],
@@ -65,7 +78,7 @@ struct GuardedSoftmax : OnlineSoftmax<A, ROWS, ROW_THREADS> {
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             excess[i] = row_maximum<ROW_THREADS>(larger(added[i], A(1)));
-            lost |= excess[i] > LOST;
+            lost |= excess[i] > LOST || (DOUBTS_NAN && added[i] != added[i]);
         }
         if (__any_sync(FULL_WARP, lost)) return false;
 #pragma unroll

@@ -1,0 +1,32 @@
+"""The example of a sequence that one rank has no room for: here its ranks are threads."""
+
+import long_context
+import pytest
+
+
+def test_the_example_is_right(capsys):
+    assert long_context.main(["--tokens", "1024", "--dim", "16", "--budget", "0.001"]) == 0
+    said = capsys.readouterr().out
+    assert "1024 tokens on 2 ranks: rows of out, lse and gradients are within" in said
+    assert "on 2 ranks, zigzag: 1024 x 1024 tokens, 2 heads on 2, attention, causal" in said
+
+
+def test_a_budget_that_makes_no_sense():
+    with pytest.raises(ValueError, match="take 0.00105 GB, 0.000524 on each of 2 ranks"):
+        long_context.main(["--tokens", "1024", "--dim", "16", "--budget", "0.002"])
+
+
+def test_what_is_drawn_does_not_depend_on_who_draws():
+    whole = long_context.draw("q", range(1024), 2, 8, "f4")
+    part = long_context.draw("q", range(300, 900), 2, 8, "f4")
+    assert (part == whole[:, 300:900]).all()
+
+
+def test_wrong_rows_are_noticed(monkeypatch):
+    drawn = long_context.own_part
+
+    def shifted(name, *form):
+        return drawn(name, *form) * (1.01 if name == "v" else 1)
+
+    monkeypatch.setattr(long_context, "own_part", shifted)
+    assert long_context.main(["--tokens", "1024", "--dim", "16", "--budget", "0.001"]) == 1
