@@ -1,6 +1,6 @@
 """What the estimate of a forward plan reckons with, measured: cuflash/planning/estimate.py.
 
-    python asv_bench/calibrate.py [--engines wgmma mma simt] [--ms 20]
+    python asv_bench/calibrate.py [--engines wgmma mma simt] [--dtype fp64] [--ms 20]
 
 Every row of the table works on items of one length, the same number of them for each thread block:
 few and many items, short and long ones, of keys that all heads share and the L2 cache holds. A
@@ -34,13 +34,15 @@ ITEMS, KEY_TILES = (4, 16), (2, 34)
 DTYPES = {"wgmma": "bf16", "mma": "bf16", "simt": "fp32"}
 
 
-def rows(engines):
-    """The forward rows of those engines that serve the type, but fa2 where fa3 has the same."""
-    names = {"bf16": "bfloat16", "fp32": "float32"}
+def rows(engines, dtype=None):
+    """The forward rows of those engines, and the type of each, by default the one that its engine's
+    rates are of; but fa2 where fa3 has the same.
+    """
     for row in TILES:
-        serves = row.engine in engines and names[DTYPES[row.engine]] in row.dtypes
+        kind = dtype or DTYPES.get(row.engine)
+        serves = row.engine in engines and bench.DTYPES[kind].name in row.dtypes
         if row.rate and serves and (row.persists or row.engine != "wgmma"):
-            yield row
+            yield row, kind
 
 
 def call_with(tile, q, k, v, **options):
@@ -53,9 +55,8 @@ def call_with(tile, q, k, v, **options):
     return functools.partial(launch_module().run, call, arguments, 1)
 
 
-def work(row, items: int, key_tiles: int):
+def work(row, dtype: str, items: int, key_tiles: int):
     """A call in which every block works on so many items of so many key tiles."""
-    dtype = DTYPES[row.engine]
     device = bench.need_gpu().cuda.Device()
     heads = device.attributes["MultiProcessorCount"] * row.blocks_per_multiprocessor
     width, keys = row.max_dim, key_tiles * row.block_k
@@ -64,11 +65,11 @@ def work(row, items: int, key_tiles: int):
     return call_with(row, q.cupy, k.cupy, v.cupy)
 
 
-def measure(row, milliseconds: float) -> tuple[float, float, float]:
+def measure(row, dtype: str, milliseconds: float) -> tuple[float, float, float]:
     """(rate, item_time, start) of a row."""
     meter, (few, many), (short, long) = bench.meter(), ITEMS, KEY_TILES
     sizes = [(few, short), (many, short), (many, long)]
-    columns = meter.measure([work(row, *x) for x in sizes], milliseconds)
+    columns = meter.measure([work(row, dtype, *x) for x in sizes], milliseconds)
     shortest, short_ones, long_ones = map(statistics.median, columns)
     step = (long_ones - short_ones) / (many * (long - short))
     item = (short_ones - shortest) / (many - few) - short * step
@@ -84,12 +85,13 @@ def main(arguments=None) -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--engines", nargs="+", default=list(DTYPES), choices=list(DTYPES))
+    parser.add_argument("--dtype", choices=list(bench.DTYPES), help="by default the engine's")
     parser.add_argument("--ms", type=float, default=20, help="GPU time per call")
     options = parser.parse_args(arguments)
     print(cuflash.__name__, ", ".join(f"{key} {value}" for key, value in bench.facts().items()))
-    for row in rows(options.engines):
+    for row, dtype in rows(options.engines, options.dtype):
         try:
-            rate, item, start = measure(row, options.ms)
+            rate, item, start = measure(row, dtype, options.ms)
         except Exception as error:
             print(f"{row} D {row.max_dim}: {bench.in_words(error)}")
             continue

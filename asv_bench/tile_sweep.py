@@ -41,7 +41,7 @@ from cuflash.calls.arguments import Arguments, Options
 from cuflash.calls.call import BackwardCall, ForwardCall
 from cuflash.calls.run import find_call
 from cuflash.gpu import launch
-from cuflash.operands.dtypes import HALF, SINGLE
+from cuflash.operands.dtypes import DOUBLE, HALF, SINGLE
 from cuflash.planning.mma import MmaTile
 from cuflash.planning.plan import TILES, Plan
 from cuflash.planning.simt import SimtTile
@@ -106,6 +106,14 @@ CASES = {
     "fa1_256": Case("fa1", "mma", "bf16", "bnhd", "", ((4, 33, 2048, 256, False),)),
     "fa1_fp32_64": Case("fa1", "simt", "fp32", "bhnd", "", ((4, 33, 2048, 64, False),)),
     "fa1_fp32_128": Case("fa1", "simt", "fp32", "bhnd", "", ((4, 33, 2048, 128, False),)),
+    "fp64_64": Case("fa2", "mma", "fp64", "bhnd", "",
+        ((2, 8, 2048, 64, False), (4, 16, 4096, 64, False))),
+    "fp64_128": Case("fa2", "mma", "fp64", "bhnd", "",
+        ((2, 8, 2048, 128, False), (4, 8, 4096, 128, False))),
+    "bwd_fp64_64": Case("fa2", "mma", "fp64", "bhnd", "",
+        ((2, 8, 2048, 64, False), (4, 16, 4096, 64, False)), True),
+    "bwd_fp64_128": Case("fa2", "mma", "fp64", "bhnd", "",
+        ((2, 8, 2048, 128, False), (4, 8, 4096, 128, False)), True),
     "bwd32": Case("fa2", "mma", "fp16", "bhnd", FLASH, _both_masks(4, 48, 4096, 32), True),
     "bwd64": Case("fa2", "mma", "bf16", "bnhd", FLASH, _tokens(64, 1024, 4096, 16384), True),
     "bwd128": Case("fa2", "mma", "bf16", "bnhd", FLASH, _tokens(128, 1024, 4096, 16384), True),
@@ -152,7 +160,7 @@ def _backward(algo, engine, dtypes, max_dim, block_q, warps, rows, **more):
     """`rows`: slabs (mma), or row_lanes and lane_rows (simt)."""
     sizes = {"algo": algo, "max_dim": max_dim, "block_q": block_q, "warps": warps, **more}
     if engine == "mma":
-        return MmaTile(slabs=rows, backward=True, **sizes)
+        return MmaTile(dtypes=dtypes, slabs=rows, backward=True, **sizes)
     row_lanes, lane_rows = rows
     return SimtTile(dtypes=dtypes, row_lanes=row_lanes, lane_rows=lane_rows, backward=True, **sizes)
 
@@ -237,6 +245,17 @@ CANDIDATES: dict[str, list[Tile]] = {
         _simt("fa2", SINGLE, 128, 64, 4, 8, 8),
         _simt("fa2", SINGLE, 128, 32, 8, 8, 8),
     ],
+    "fp64_64": [
+        _mma("fa2", 64, 32, 8, 1, dtypes=DOUBLE, stages=2),
+        _mma("fa2", 64, 64, 8, 1, dtypes=DOUBLE, stages=2, step_k=32, queries_in_registers=True),
+        _mma("fa2", 64, 32, 8, 2, dtypes=DOUBLE, stages=2, step_k=16),
+    ],
+    "fp64_128": [_mma("fa2", 128, 16, 8, 1, dtypes=DOUBLE, stages=2)],
+    "bwd_fp64_64": [
+        _backward("fa2", "mma", DOUBLE, 64, 32, 8, 1, stages=1),
+        _backward("fa2", "mma", DOUBLE, 64, 64, 8, 1, split=2, step_q=32, stages=1),
+    ],
+    "bwd_fp64_128": [_backward("fa2", "mma", DOUBLE, 128, 16, 8, 1, split=2, step_q=8, stages=2)],
     "fa1_64": [],
     "fa1_128": [
         _mma("fa1", 128, 256, 8, 1, step_k=64, queries_in_registers=True),
@@ -316,7 +335,7 @@ def candidates(name: str) -> list[Tile]:
     """The table's rows for a case and its own, each kernel once."""
     case, found = CASES[name], []
     kind = (case.algo, case.engine, case.backward)
-    dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[case.dtype]
+    dtype = bench.DTYPES[case.dtype].name
     rows = [t for t in TILES if (t.algo, t.engine, t.backward) == kind and dtype in t.dtypes]
     for row in (*rows, *CANDIDATES.get(name, ())):
         if (
@@ -355,13 +374,15 @@ class Shape:
 
     def __init__(self, case: Case, shape, deterministic: bool):
         *sizes, self.causal = shape
+        self.device_id = cupy.cuda.Device().id
         self.case, self.sizes, self.deterministic = case, sizes, deterministic
         self.q, self.k, self.v, self.out = (self._draw() for _ in "qkvo")
         inputs = self.q.cupy, self.k.cupy, self.v.cupy
         if case.backward:
             self.dout, *gradients = (self._draw() for _ in range(4))
             self.results = tuple(gradients)
-            out = self.out.cupy, cupy.empty(sizes[:3], cupy.float32)
+            kind = np.float64 if case.dtype == "fp64" else np.float32
+            out = self.out.cupy, cupy.empty(sizes[:3], kind)
             cuflash.attention(*inputs, causal=self.causal, return_lse=True, out=out)
             self.read = (self.dout.cupy, *inputs, *out)
             kind, missing = BackwardCall, (None,)  # dlse

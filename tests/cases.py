@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from cuflash import BlockMask, ScoreMod, reference
-from cuflash.operands.dtypes import EVERY, HALF
+from cuflash.operands.dtypes import DOUBLE, EVERY, HALF
 from cuflash.planning.plan import make_plan
 from cuflash.planning.problem import Device, Problem
 
@@ -25,6 +25,7 @@ H200 = Device(90, "NVIDIA H200", multiprocessors=132)
 FEW = dataclasses.replace(H200, multiprocessors=2)
 DTYPES = {"mma": HALF, "simt": EVERY, "wgmma": HALF}
 ALGOS_OF = {"mma": ("fa1", "fa2"), "simt": ("fa1", "fa2"), "wgmma": ("fa1", "fa2", "fa3")}
+DOUBLES = DOUBLE, 128  # on mma cases of their own, and the widest heads
 KERNELS = [(algo, engine) for engine, algos in ALGOS_OF.items() for algo in algos]
 BACKWARD_KERNELS = [kernel for kernel in KERNELS if kernel != ("fa1", "wgmma")]
 DIMS = {
@@ -370,9 +371,9 @@ class _Cases:
 
     backward = False
 
-    def __init__(self, algo, engine):
-        self.algo, self.engine, self.list = algo, engine, []
-        self.dtypes = DTYPES[engine]
+    def __init__(self, algo, engine, dtypes, max_dim=math.inf):
+        self.algo, self.engine, self.dtypes, self.list = algo, engine, dtypes, []
+        self.max_dim = max_dim
 
     def tile(self, dtype, *dims):
         return tile_of(self.algo, self.engine, dtype, *dims)
@@ -510,6 +511,8 @@ class _Cases:
                      enable_gqa=True, poison=poison)  # fmt: skip
         for dims in ((40, 72), (128, 128), (256, 256)):
             d, e = dims
+            if max(dims) > self.max_dim:
+                continue
             self.add(f"splits of head dims {dims}", self.turn(), (*few[:3], d), (*keys[:3], d),
                      (*keys[:3], e), split_keys=64, enable_gqa=True, causal=True)  # fmt: skip
 
@@ -645,6 +648,7 @@ class _Cases:
             pairs += [(64, 32), (32, 64), (24, 40), (40, 8), (128, 8), (8, 128), (96, 160)]
         else:
             pairs += [(64, 32), (32, 64), (17, 40), (40, 3), (128, 1), (1, 128), (96, 160), (2, 6)]
+        pairs = [x for x in pairs if max(x) <= self.max_dim]
         for i, (dim, value_dim) in enumerate(pairs):
             # All types at one small and one large dim, else one after the other.
             chosen = (
@@ -973,6 +977,8 @@ class _BackwardCases(_Cases):
         }[self.engine]  # fmt: skip
         for i, dim in enumerate(dims):
             dim, value_dim = dim if isinstance(dim, tuple) else (dim, dim)
+            if max(dim, value_dim) > self.max_dim:
+                continue
             dtype = self.turn() if max(dim, value_dim) <= 64 else self.dtypes[i % 2 * -1]
             tile = self.tile(dtype, dim, value_dim)
             n, m = tile.block_q + 1, tile.block_k + 3
@@ -1081,12 +1087,16 @@ class _BackwardCases(_Cases):
 
 def _all_cases(kind, kernels):
     cases = []
-    for kernel in kernels:
+    served = [(algo, engine, DTYPES[engine]) for algo, engine in kernels]
+    served += [(algo, engine, *DOUBLES) for algo, engine in kernels if engine == "mma"]
+    for kernel in served:
         of_kernel = kind(*kernel)
         for family in FAMILIES:
             getattr(of_kernel, family)()
-        # fa2 and fa3 on wgmma are one source; fa3 goes through more of it.
-        cases += of_kernel.list[:: 6 if kernel == ("fa2", "wgmma") else 1]
+        # fa2 and fa3 on wgmma are one source; fa3 goes through more of it. Of doubles on mma only
+        # the products are their own.
+        step = 6 if kernel[:2] == ("fa2", "wgmma") else 3 if DOUBLE in kernel else 1
+        cases += of_kernel.list[::step]
     assert len({str(case) for case in cases}) == len(cases)
     return cases
 

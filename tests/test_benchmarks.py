@@ -119,7 +119,7 @@ def test_the_suite_measures_a_version_without_meters_of_its_own(tmp_path):
         [sys.executable, "-c", "from benchmarks import gpu; print(gpu.meters.draw, *gpu.DTYPES)"],
         cwd=BENCH, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)},
     )  # fmt: skip
-    assert done.stdout.endswith(" bf16 fp16 fp32\n"), done.stderr
+    assert done.stdout.endswith(" bf16 fp16 fp32 fp64\n"), done.stderr
 
 
 def test_a_call_that_no_kernel_serves_skips(suite):

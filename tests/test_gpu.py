@@ -11,6 +11,7 @@ import warnings
 import numpy as np
 import packed_cases
 import pytest
+import test_double_exp2
 import test_packed_wrt
 from cases import (
     BACKWARD_CASES,
@@ -182,6 +183,19 @@ def check_backward(cupy, case):
     for like, pattern in zip(likes, before, strict=True):
         like[...] = np.nan
         assert (owner(like).view(np.uint8) == pattern).all(), "wrote beside a gradient's rows"
+
+
+def test_exp2_in_double(cupy):
+    kernel = cupy.RawKernel(test_double_exp2.SOURCE, "k")
+
+    def exp2(x):
+        y = cupy.empty(x.shape)
+        kernel((x.size // 32,), (32,), (cupy.asarray(x), y))
+        return y.get()
+
+    x = test_double_exp2.points()
+    test_double_exp2.assert_exact(x, exp2(x))
+    test_double_exp2.assert_ends(exp2)
 
 
 @pytest.mark.parametrize("group", BACKWARD_GROUPS)

@@ -104,10 +104,13 @@ def is_twin(case):
 def thinned(cases):
     """A GPU runs all cases. Here a tenth of twins and of offsets (one integer of a head) is enough,
     a quarter of bfloat16 on simt, whose float32 is the same but for its loads, and half of splits
-    and head dims.
+    and head dims. So is a quarter of float64 on mma, whose kernels are those of halves but for
+    the products.
     """
 
     def step(case):
+        if (case.engine, case.dtype) == ("mma", "float64"):
+            return 4
         if case.family == "offsets" or is_twin(case):
             return 10
         if (case.engine, case.dtype) == ("simt", "bfloat16"):
@@ -143,7 +146,8 @@ def test_case(group):
 def run_backward(case, **more):
     dout, q, k, v, out, lse, dlse = case.inputs()
     given = {"dlse": dlse, "grads_out": case.grads_out(SENTINEL)}
-    given["device"] = FEW if case.algo == "fa3" else H200
+    large = case.algo == "fa3" or (case.engine, case.dtype) == ("mma", "float64")
+    given["device"] = FEW if large else H200
     return attention_backward(dout, q, k, v, out, lse, **given, **case.call(), **more)
 
 
@@ -255,6 +259,7 @@ def test_no_products_for_keys_that_no_query_sees(algo, band, length):
         *[("fa3", "wgmma", "float16", dim) for dim in (32, 64, 80, 256)],
         ("fa3", "wgmma", "bfloat16", 64), ("fa1", "wgmma", "float16", 64),
         *[("fa2", "mma", "float16", dim) for dim in (64, 128, 256)],
+        ("fa2", "mma", "float64", 64),
         ("fa2", "mma", "bfloat16", 32), ("fa1", "mma", "float16", 64),
         ("fa2", "simt", "float32", 64), ("fa1", "simt", "float32", 64),
     ],

@@ -30,7 +30,8 @@ ARCHES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_100", "sm_120")
 # Bytes of stack and spills that a kernel may use at the head dim its row is for, as measured with
 # NVRTC 13.0. What is not listed must use none. On sm_90a, which the table is tuned on, mma kernels,
 # and simt kernels up to head dim 128 but for float64, cannot be listed, except what does the work
-# of backward: it keeps two tiles of sums in registers and may spill a little.
+# of backward: it keeps two tiles of sums in registers and may spill a little; and on mma what has a
+# mask, a softcap, packed sequences or parts of the keys in float64.
 BUDGETS_FILE = Path(__file__).with_name("budgets.csv")
 
 
@@ -112,7 +113,10 @@ class Kernel(NamedTuple):
     def must_not_spill(self) -> bool:
         if self.row.backward and not self.name:
             return False
-        small = self.head_dim <= 128 and self.dtype != "float64"
+        if self.dtype == "float64":  # of 128 columns sums alone take half of the registers
+            varied = self.mask or self.capped or self.sequences or self.row.packed > 1
+            return self.arch == "sm_90a" and self.row.engine == "mma" and not varied
+        small = self.head_dim <= 128
         return self.arch == "sm_90a" and (self.row.engine in ("mma", "wgmma") or small)
 
 
@@ -141,7 +145,8 @@ def kernels(arch, dtypes) -> list[Kernel]:
 
 def every_row() -> list[Kernel]:
     """All rows for sm_90a: mma and wgmma in bf16, without and with a mask, softcap, dropout, packed
-    heads or parts of the keys; simt in one of two types. fa2 and fa3 on wgmma are one source.
+    heads or parts of the keys; mma in float64; simt in one of two types. fa2 and fa3 on wgmma are
+    one source.
     """
     halves = [x for x in kernels("sm_90a", ["bfloat16"]) if x.row.engine != "simt"]
     mma = [x for x in halves if (x.row.algo, x.row.engine) != ("fa2", "wgmma")]
@@ -157,7 +162,19 @@ def every_row() -> list[Kernel]:
     main = [x for x in fa3 if not x.name]
     made += fa3 + masked(main)[:-2] + capped(main[1:2]) + dropping(main[1:2])
     made += [x._replace(row=dataclasses.replace(x.row, span=1024)) for x in main[::2]]
-    return made + turns + split(simt)[::3]
+    return made + turns + split(simt)[::3] + doubles()
+
+
+def doubles() -> list[Kernel]:
+    """What does the work of the rows of float64 on mma, and some of it with a mask and the like."""
+    made = [x for x in kernels("sm_90a", ["float64"]) if x.row.engine == "mma" and not x.name]
+    return made + varied(made)[::4]
+
+
+def varied(made: list[Kernel]) -> list[Kernel]:
+    """The main kernels of `made` with a mask, softcap, parts of the keys, dropout, or packed."""
+    found = masked(made) + capped(made) + split(made) + dropping(made) + packed(made)
+    return [x for x in found if not x.name]
 
 
 def paged(made: list[Kernel]) -> list[Kernel]:
@@ -260,6 +277,8 @@ def whole_matrix() -> dict[str, Kernel]:
     made += masked(halves) + capped(halves) + split(halves) + paged(halves) + dropping(halves)
     made += packed(halves)
     made += split([x for x in kernels("sm_90a", ["float32", "float64"]) if x.row.engine == "simt"])
+    of_doubles = [x for x in kernels("sm_90a", ["float64"]) if x.row.engine == "mma"]
+    made += varied([x for x in of_doubles if not x.name])
     names = {str(kernel): kernel for kernel in made}
     assert len(names) == len(made)  # a name tells a row
     return names

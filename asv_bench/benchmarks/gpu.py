@@ -29,8 +29,8 @@ import numpy as np
 import cuflash
 
 # What results of two kernels may differ by, as `difference` and `relative_difference` say.
-TOLERANCE = {"bf16": 2e-2, "fp16": 5e-3, "fp32": 1e-3}
-GRADIENT_TOLERANCE = {"bf16": 5e-2, "fp16": 1e-2, "fp32": 1e-3}
+TOLERANCE = {"bf16": 2e-2, "fp16": 5e-3, "fp32": 1e-3, "fp64": 1e-6}
+GRADIENT_TOLERANCE = {"bf16": 5e-2, "fp16": 1e-2, "fp32": 1e-3, "fp64": 1e-6}
 FLASH = {  # module and package; that of FA3 has no gradients
     "FA3": ("fa3_fwd_interface", "fa3-fwd"),
     "FA4": ("flash_attn.cute", "flash-attn-4"),

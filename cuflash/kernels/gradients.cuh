@@ -14,7 +14,8 @@
 //
 // At head dims above 64 a warp has no registers for dK and dV of 32 keys: there WARP_SPLIT warps
 // share keys. Each scores queries of its own, P^T meets in P_smem as dS^T does, and each sums
-// columns of its own.
+// columns of its own. Where there is room for one tile of scores only, dS^T takes the place of P^T, once
+// dV has it (ONE_SCORE_TILE).
 //
 // Shared memory:  K_smem, V_smem [BLOCK_K]             loaded once
 //                 Q_smem, dO_smem [STAGES][BLOCK_Q]    a ring
@@ -26,12 +27,16 @@
 #include "dq_turns.cuh"
 #include "key_scores.cuh"
 #include "nonfinite.cuh"
+#include "ptx/named_barrier.cuh"
 #include "tiles/query_sums.cuh"
 #include "tiles/units.cuh"
 
+using TensorCoreQuerySums =
+    typename Select<SAME<Element, double>,
+                    DoubleMmaQuerySums<WARPS, BLOCK_Q, BLOCK_K, KeyTile::PADDED_D>,
+                    MmaQuerySums<Element, WARPS, BLOCK_Q, BLOCK_K, KeyTile::PADDED_D>>::type;
 using QuerySums =
-    typename Select<ENGINE_IS_MMA,
-                    MmaQuerySums<Element, WARPS, BLOCK_Q, BLOCK_K, KeyTile::PADDED_D>,
+    typename Select<ENGINE_IS_MMA, TensorCoreQuerySums,
                     SimtQuerySums<Accumulator, WARPS, BLOCK_Q, BLOCK_K, KeyTile::PADDED_D>>::type;
 
 static_assert(STEP_Q == BLOCK_Q || ENGINE_IS_MMA, "simt leaves dS where accumulate() has put it");
@@ -42,6 +47,11 @@ static_assert(is_laid_out<Accumulator>(tile_bytes::dq_sum, QUERY_SUMS) &&
                   is_laid_out<Accumulator>(tile_bytes::dk_sum, KEY_SUMS) &&
                   is_laid_out<Accumulator>(tile_bytes::dv_sum, VALUE_SUMS),
               "the plan's tiles in the workspace are those of the kernels");
+
+// All warps that share keys come here.
+__device__ __forceinline__ void meet_sharers() {
+    meet(1 + threadIdx.x / (32 * WARP_SPLIT), 32 * WARP_SPLIT);
+}
 
 struct Gradients {
     Accumulator dK_regs[ROWS][KeyTile::VALUE_COLUMNS];
@@ -57,6 +67,8 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
     constexpr int Q_TILE = BLOCK_Q * KeyTile::PITCH, O_TILE = BLOCK_Q * ValueTile::PITCH;
     constexpr int S_PITCH = pitch<Shared>(BLOCK_Q), S_TILE = BLOCK_K * S_PITCH;
     constexpr bool SHARE_P = WARP_SPLIT > 1;
+    static_assert(!ONE_SCORE_TILE || STEPS == BLOCK_Q,
+                  "all of P has been in the tile before dS is");
     static_assert(is_laid_out<Shared>(tile_bytes::K, K_TILE) &&
                       is_laid_out<Shared>(tile_bytes::V, V_TILE) &&
                       is_laid_out<Shared>(tile_bytes::Q, Q_TILE) &&
@@ -69,7 +81,8 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
     Shared* const Q_smem = reinterpret_cast<Shared*>(smem + shared_at::Q);
     Shared* const dO_smem = reinterpret_cast<Shared*>(smem + shared_at::dO);
     Shared* const dS_smem = reinterpret_cast<Shared*>(smem + shared_at::dS);
-    Shared* const P_smem = reinterpret_cast<Shared*>(smem + shared_at::P);
+    Shared* const P_smem =
+        ONE_SCORE_TILE ? dS_smem : reinterpret_cast<Shared*>(smem + shared_at::P);
     Accumulator* const row_stats_smem = reinterpret_cast<Accumulator*>(smem + shared_at::row_stats);
 
     const int warp_row = first_row_of_warp();
@@ -122,7 +135,7 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
         // Infinite keys: their scores with the zeros that stand for queries beyond the length are NaN.
         const bool cut = tiles.is_cut(visit) || nonfinite_keys || weightless || SCORE_MAY_HIDE;
         if (STAGES > 1 && more) load_queries((i + 1) % STAGES, tiles[i + 1].tile);
-        commit_copies();
+        if (STAGES > 1) commit_copies();
         if (nonfinite_keys) {
             restore_nonfinite<BLOCK_K, HEAD_DIM, KeyTile::PITCH, THREADS>(
                 K_smem, head.k, p.k_row_stride, k_block, head.key_length);
@@ -157,11 +170,21 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
             }
             if constexpr (SHARE_P) {
                 values.publish(P_smem + warp_row * S_PITCH + step, S_PITCH, P_regs);
+                if constexpr (ONE_SCORE_TILE) {
+                    meet_sharers();  // P of these keys is there
+                    values.template accumulate_published<BLOCK_Q>(gradients.dV_regs,
+                                                                  P_smem + warp_row * S_PITCH, dO);
+                    meet_sharers();  // nobody reads it any more
+                }
             } else {
                 values.accumulate(gradients.dV_regs, P_regs, dO_step);
                 keys.accumulate(gradients.dK_regs, dS_regs, Q_step);
             }
             keys.publish(dS_slab + step, S_PITCH, dS_regs);
+            if constexpr (ONE_SCORE_TILE) {
+                meet_sharers();  // dS of these keys is there
+                keys.template accumulate_published<BLOCK_Q>(gradients.dK_regs, dS_slab, Q);
+            }
         }
 
         u32* const turn = p.turns + first_tile + visit.tile;
@@ -172,24 +195,23 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
         __syncthreads();  // dS of all keys is there; it is this block's turn
         if (ORDERED && i > 0 && threadIdx.x == 0)
             pass_turn(p.turns + first_tile + tiles[i - 1].tile, key_tile + 1);
-        if constexpr (SHARE_P) {
+        if constexpr (SHARE_P && !ONE_SCORE_TILE) {
             values.template accumulate_published<BLOCK_Q>(gradients.dV_regs,
                                                           P_smem + warp_row * S_PITCH, dO);
             keys.template accumulate_published<BLOCK_Q>(gradients.dK_regs, dS_slab, Q);
+        }
+        if constexpr (STAGES == 1) {
+            if (SHARE_P && !ONE_SCORE_TILE) __syncthreads();  // nobody reads these queries any more
+            if (more) load_queries(0, tiles[i + 1].tile);
+            commit_copies();
         }
         if (nonfinite_keys) clear_nonfinite<BLOCK_K, KeyTile::PADDED_D, THREADS>(K_smem);
         QuerySums sums;
         Accumulator dQ_regs[QuerySums::ROWS][QuerySums::COLUMNS] = {};
         sums.multiply_tiles(dQ_regs, dS_smem, K_smem);
         add_units<THREADS>(p.dq_sum + (first_tile + visit.tile) * QUERY_SUMS, dQ_regs);
-        if (STAGES > 1) wait_copies<0>();
+        wait_copies<0>();
         __syncthreads();  // the next tile has arrived; nobody reads this one nor dS any more
-        if (STAGES == 1) {
-            if (more) load_queries(0, tiles[i + 1].tile);
-            commit_copies();
-            wait_copies<0>();
-            __syncthreads();  // the next tile has arrived
-        }
     }
     if (ORDERED && tiles.count > 0) {
         __threadfence();

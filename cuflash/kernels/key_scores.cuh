@@ -49,6 +49,7 @@ __device__ __forceinline__ void to_probabilities(Accumulator (&S)[ROWS][COLUMNS]
         const int k = k_begin + tile.row(i);
         const VisibleQueries visible(p, head, k);
         const int first = visible.first - q_begin, last = visible.last - q_begin;
+        bool hidden[COLUMNS];
 #pragma unroll
         for (int j = 0; j < COLUMNS; ++j) {
             const int column = tile.column(j);
@@ -57,11 +58,14 @@ __device__ __forceinline__ void to_probabilities(Accumulator (&S)[ROWS][COLUMNS]
                     score_of(S[i][j], of_head, head, column_place(tile, q_begin, j), k, p);
                 S[i][j] = score.value, slope[i][j] = score.slope;
             }
-            const bool hidden = SCORE_MAY_HIDE && S[i][j] == -infinity<Accumulator>();
-            S[i][j] = exp2_of(multiply_add(S[i][j], multiplier, -log2_sums[column]));
-            if (SCORE_MAY_HIDE && hidden) S[i][j] = Accumulator(-0.0);
-            if (CUT && (column < first || column > last)) S[i][j] = Accumulator(-0.0);
+            hidden[j] = SCORE_MAY_HIDE && S[i][j] == -infinity<Accumulator>();
+            hidden[j] |= CUT && (column < first || column > last);
+            S[i][j] = multiply_add(S[i][j], multiplier, -log2_sums[column]);
         }
+        exp2_row(S[i]);
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j)
+            if ((CUT || SCORE_MAY_HIDE) && hidden[j]) S[i][j] = Accumulator(-0.0);
     }
     if (CUT) bits.hide(S, Accumulator(-0.0), tile, step);
     if (CUT && weightless) {

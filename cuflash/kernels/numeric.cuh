@@ -2,6 +2,7 @@
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+#include "double_exp2.cuh"
 
 typedef unsigned int u32;
 typedef unsigned long long u64;
@@ -74,7 +75,16 @@ __device__ __forceinline__ float exp2_of(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
-__device__ __forceinline__ double exp2_of(double x) { return exp2(x); }
+// 2^x of each.
+template <int COUNT>
+__device__ __forceinline__ void exp2_row(float (&x)[COUNT]) {
+#pragma unroll
+    for (int i = 0; i < COUNT; ++i) x[i] = exp2_of(x[i]);
+}
+template <int COUNT>
+__device__ __forceinline__ void exp2_row(double (&x)[COUNT]) {
+    exp2_each<COUNT % 4 == 0 ? 4 : 1>(x);  // four hide the time that a term takes
+}
 __device__ __forceinline__ float log_of(float x) { return logf(x); }
 __device__ __forceinline__ double log_of(double x) { return log(x); }
 __device__ __forceinline__ float larger(float a, float b) { return fmaxf(a, b); }

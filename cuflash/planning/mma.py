@@ -1,4 +1,4 @@
-"""The engine of tensor cores: mma.sync on halves, from sm_80 on."""
+"""The engine of tensor cores: mma.sync on halves and on doubles, from sm_80 on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..operands.dtypes import HALF, ITEM_BYTES
+from ..operands.dtypes import DOUBLE, HALF, ITEM_BYTES
 from .problem import Device, Problem
 from .tile import ceil_div, round_up
 from .warps import WarpTile
@@ -40,11 +40,16 @@ class MmaTile(WarpTile):
         return round_up(problem.head_dim, 16), round_up(problem.value_dim, 16)
 
     def dq_per_thread(self, problem: Problem) -> int:
-        """Sums of a dQ tile that one thread holds: a warp has 32 queries, every so many-th group
-        of 16 columns.
+        """Sums of a dQ tile that one thread holds: a warp has 32 queries and every so many-th group
+        of 16 columns. Of doubles it has 16 queries where it would have no columns left.
         """
-        across = self.warps * 32 // self.block_q
-        return 16 * ceil_div(self.widths(problem)[0], 16 * across)
+        rows, groups = 32, self.widths(problem)[0] // 16
+        if self.dtypes == DOUBLE and (
+            self.block_q % 32 or self.warps * 32 // self.block_q > groups
+        ):
+            rows = 16
+        across = self.warps * rows // self.block_q
+        return rows // 2 * ceil_div(groups, across)
 
     def sum_widths(self, problem: Problem) -> tuple[int, int]:
         """Columns of dK and dV, whose groups of 16 the warps that share keys deal out."""
@@ -56,7 +61,7 @@ class MmaTile(WarpTile):
 
         Threads hold the sums of a tile: where warps share no keys, twice as many do so.
         """
-        if self.split > 1:
+        if self.split > 1 or self.dtypes == DOUBLE:
             return super().differentiating(name)
         step = 32 if self.block_q <= 64 else 16  # of more queries sums take more registers
         shared = replace(self, warps=2 * self.warps, split=2, step_q=step, min_blocks=1)
@@ -69,6 +74,8 @@ class MmaTile(WarpTile):
 
 _fa2 = partial(MmaTile, algo="fa2")
 _fa1 = partial(MmaTile, algo="fa1")
+_double_fa2 = partial(_fa2, dtypes=DOUBLE)
+_double_fa1 = partial(_fa1, dtypes=DOUBLE)
 
 
 def _both(**sizes: Any) -> tuple[MmaTile, MmaTile]:
@@ -109,5 +116,26 @@ _BACKWARD = (
     *_both(max_dim=256, block_q=64,  step_q=16, warps=8, slabs=2, split=4, stages=2),
     *_both(max_dim=256, block_q=64,  step_q=16, warps=8, slabs=2, split=4, stages=1),
 )
+# Rates are the sweep's of 2048 and 4096 tokens, without the loads and stores of an item.
+_DOUBLE = (
+    _double_fa2(max_dim=64,  block_k=64, warps=8, slabs=1, stages=2, step_k=32,
+                rate=42, item_time=3.1, start_time=12.0),
+    _double_fa2(max_dim=64,  block_k=32, warps=4, slabs=1, stages=2, min_blocks=2,
+                rate=43, item_time=8.0, start_time=7.0),
+    _double_fa2(max_dim=128, block_k=32, warps=8, slabs=1, stages=1, load_unroll=1,
+                rate=48, item_time=9.2, start_time=12.0),
+    _double_fa2(max_dim=128, block_k=16, warps=4, slabs=1, stages=1, min_blocks=2, load_unroll=1,
+                rate=45, item_time=11.5, start_time=7.0),
+    _double_fa1(max_dim=64,  block_k=64, warps=8, slabs=1, stages=2, step_k=32),
+    _double_fa1(max_dim=128, block_k=32, warps=4, slabs=1, stages=2, step_k=16),
+    _double_fa1(max_dim=128, block_k=16, warps=4, slabs=1, stages=2),
+    *_both(dtypes=DOUBLE, max_dim=64,  block_q=32, step_q=16, warps=8, slabs=1, split=1, stages=1,
+           fill=0.5),
+    *_both(dtypes=DOUBLE, max_dim=64,  block_q=16, warps=4, slabs=1, split=1, stages=2,
+           min_blocks=2),
+    *_both(dtypes=DOUBLE, max_dim=128, block_q=32, step_q=16, warps=8, slabs=1, split=2, stages=1,
+           one_score_tile=True, load_unroll=1),
+    *_both(dtypes=DOUBLE, max_dim=128, block_q=32, step_q=8, warps=8, slabs=1, split=4, stages=1),
+)
 # fmt: on
-ROWS = (*_FORWARD, *_BACKWARD)
+ROWS = (*_FORWARD, *_BACKWARD, *_DOUBLE)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from ..operands.dtypes import CHUNK_BYTES, EVERY, ITEM_BYTES, SINGLE
+from ..operands.dtypes import CHUNK_BYTES, DOUBLE, EVERY, ITEM_BYTES, SINGLE
 from .problem import Problem
 from .tile import ceil_div, round_up
 from .warps import WarpTile
@@ -58,6 +58,10 @@ class SimtTile(WarpTile):
         """Sums of a dQ tile that one thread holds: 4 queries, every so many-th chunk of columns."""
         chunk, across = self._chunk(problem), self.warps * 32 * 4 // self.block_q
         return 4 * chunk * ceil_div(self.widths(problem)[0], chunk * across)
+
+    def step_time(self, problem: Problem) -> float:
+        """Of doubles the units multiply half as many."""
+        return super().step_time(problem) * (2 if problem.dtype in DOUBLE else 1)
 
     def constants(self, problem: Problem) -> dict[str, int | bool]:
         """Sizes that the kernels read."""

@@ -25,6 +25,8 @@ class WarpTile(KernelTile):
     split : int
         Warps that have the same keys, in backward: each scores queries of its own and sums columns
         of its own, and P goes through shared memory.
+    one_score_tile : bool
+        Whether P and dS lie in the same place of shared memory, one after the other.
     queries_in_registers : bool
         Whether a warp keeps its queries in registers from the first key tile on.
     maxima : bool
@@ -38,6 +40,7 @@ class WarpTile(KernelTile):
 
     load_unroll: int = 2
     split: int = 1
+    one_score_tile: bool = False
     queries_in_registers: bool = False
     maxima: bool = False
     row_lanes: int = 1
@@ -131,7 +134,7 @@ class WarpTile(KernelTile):
                 Buffer("Q", q, self.stages),
                 Buffer("dO", self.tile_bytes(problem, self.block_q, value), self.stages),
                 Buffer("dS", scores),
-                Buffer("P", scores, int(self.split > 1)),
+                Buffer("P", scores, int(self.split > 1 and not self.one_score_tile)),
                 Buffer("row_stats", self.row_stats_bytes(problem), self.stages),
             )
         exchange = Buffer("exchange", self.exchange_bytes(problem), self.warps)
@@ -202,6 +205,7 @@ class WarpTile(KernelTile):
             ordered = self.adds_in_order(problem)
             own |= {
                 "STEP_Q": self.step_q,
+                "ONE_SCORE_TILE": self.one_score_tile,
                 "ORDERED": ordered,
                 "TICKETS": int(ordered),
                 "TURNS": 1,

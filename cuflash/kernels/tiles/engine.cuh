@@ -1,7 +1,7 @@
 // Tiles of a warp's rows, on the engine that the plan chose. Reads the prelude: ENGINE_IS_MMA and the
 // sizes of a warp's tile.
 //
-// MmaTile and SimtTile offer the same. A tile scores WARP_ROWS rows (queries; keys in backward)
+// MmaTile, DoubleMmaTile and SimtTile offer the same. A tile scores WARP_ROWS rows (queries; keys in backward)
 // against STEP others at a time, over D columns, and sums rows of DV columns.
 //
 //     Shared                        type of elements in shared memory
@@ -28,12 +28,15 @@
 // nonfinite.cuh use lane, row, column, value_column and the constants of a lane only: these a
 // WarpgroupTile has as well.
 #pragma once
+#include "tiles/double_mma.cuh"
 #include "tiles/mma.cuh"
 #include "tiles/simt.cuh"
 
 // A warp's rows against STEP columns at a time: scores over D, sums of DV columns.
 template <int STEP, int D, int DV>
-using TileOf =
-    typename Select<ENGINE_IS_MMA,
-                    MmaTile<Element, WARP_SLABS, STEP, D, DV, QUERIES_IN_REGISTERS, WARP_SPLIT>,
-                    SimtTile<Accumulator, ROW_LANES, LANE_ROWS, STEP, D, DV>>::type;
+using TensorCoreTileOf = typename Select<
+    SAME<Element, double>, DoubleMmaTile<WARP_SLABS, STEP, D, DV, QUERIES_IN_REGISTERS, WARP_SPLIT>,
+    MmaTile<Element, WARP_SLABS, STEP, D, DV, QUERIES_IN_REGISTERS, WARP_SPLIT>>::type;
+template <int STEP, int D, int DV>
+using TileOf = typename Select<ENGINE_IS_MMA, TensorCoreTileOf<STEP, D, DV>,
+                               SimtTile<Accumulator, ROW_LANES, LANE_ROWS, STEP, D, DV>>::type;

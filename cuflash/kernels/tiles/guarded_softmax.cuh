@@ -11,7 +11,9 @@
 #pragma once
 #include "tiles/softmax.cuh"
 
-//
+__device__ __forceinline__ float divide_roughly(float a, float b) { return __fdividef(a, b); }
+__device__ __forceinline__ double divide_roughly(double a, double b) { return a / b; }
+
 // With DOUBTS_NAN a score that is NaN may be a hidden one's: NaN is looked for in sums, too, and its scores
 // are worked out again.
 template <typename A, int ROWS, int ROW_THREADS, bool DOUBTS_NAN = false>
@@ -35,11 +37,7 @@ struct GuardedSoftmax : OnlineSoftmax<A, ROWS, ROW_THREADS> {
             for (int i = 0; i < ROWS; ++i) {
                 const A subtracted = origin[i] * multiplier;
                 added[i] = A(0);
-#pragma unroll
-                for (int j = 0; j < COLUMNS; ++j) {
-                    S[i][j] = exp2_of(multiply_add(S[i][j], multiplier, -subtracted));
-                    added[i] += S[i][j];
-                }
+                exponentiate(S[i], multiplier, subtracted, added[i]);
                 large |= DOUBTS_NAN ? !(added[i] <= GUARD) : added[i] > GUARD;
             }
             if (!__any_sync(FULL_WARP, large)) {
@@ -85,7 +83,7 @@ struct GuardedSoftmax : OnlineSoftmax<A, ROWS, ROW_THREADS> {
         if (__any_sync(FULL_WARP, lost)) return false;
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
-            const A raised = origin[i] + __fdividef(__log2f(excess[i]), multiplier);
+            const A raised = origin[i] + divide_roughly(A(__log2f(excess[i])), multiplier);
             rescale[i] = exp2_of((origin[i] - raised) * multiplier);
             origin[i] = raised;
             sum[i] = (sum[i] + added[i]) * rescale[i];

@@ -26,6 +26,26 @@ __device__ __forceinline__ A row_sum(A x) {
     return x;
 }
 
+// Turns the scores of a row into exp2(multiplier * score - subtracted), and adds these to `sum`.
+template <int COLUMNS>
+__device__ __forceinline__ void exponentiate(float (&S)[COLUMNS], float multiplier,
+                                             float subtracted, float& sum) {
+#pragma unroll
+    for (int j = 0; j < COLUMNS; ++j) {
+        S[j] = exp2_of(multiply_add(S[j], multiplier, -subtracted));
+        sum += S[j];
+    }
+}
+template <int COLUMNS>
+__device__ __forceinline__ void exponentiate(double (&S)[COLUMNS], double multiplier,
+                                             double subtracted, double& sum) {
+#pragma unroll
+    for (int j = 0; j < COLUMNS; ++j) S[j] = multiply_add(S[j], multiplier, -subtracted);
+    exp2_row(S);
+#pragma unroll
+    for (int j = 0; j < COLUMNS; ++j) sum += S[j];
+}
+
 template <typename A, int ROWS, int ROW_THREADS, int LAZY = LAZINESS>
 struct OnlineSoftmax {
     A origin[ROWS], sum[ROWS];
@@ -78,13 +98,7 @@ struct OnlineSoftmax {
             }
         }
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i) {
-#pragma unroll
-            for (int j = 0; j < COLUMNS; ++j) {
-                S[i][j] = exp2_of(multiply_add(S[i][j], multiplier, -subtracted[i]));
-                sum[i] += S[i][j];
-            }
-        }
+        for (int i = 0; i < ROWS; ++i) exponentiate(S[i], multiplier, subtracted[i], sum[i]);
         return stale;
     }
 

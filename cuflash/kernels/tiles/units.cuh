@@ -1,39 +1,40 @@
 // Tiles of sums in memory as their threads hold them, and their addition.
 //
 // A tile of dQ in global memory belongs to the kernels of backward alone. It is laid out unit after
-// unit of 16 bytes, each for all threads, so that every addition is coalesced:
+// unit of 16 bytes, of doubles one number, each for all threads, so that every addition is coalesced:
 //
 //     unit 0: thread 0, thread 1, ...   unit 1: thread 0, thread 1, ...
 #pragma once
 #include "ptx/memory.cuh"
 
-// How many adjacent numbers of a thread form a unit.
+// How many adjacent numbers of a thread form a unit: as many as one instruction may add.
 template <typename A, int COLUMNS>
-constexpr int UNIT = COLUMNS % CHUNK<A> == 0 ? CHUNK<A> : 1;
+constexpr int UNIT = SAME<A, double> || COLUMNS % CHUNK<A> != 0 ? 1 : CHUNK<A>;
 
 // Adds to four floats at once where the architecture can (red.global.add.v4.f32).
-template <typename A>
-__device__ __forceinline__ void add_unit(A* target, const Vector<A>& unit) {
+template <typename A, int SIZE>
+__device__ __forceinline__ void add_unit(A* target, const Vector<A, SIZE>& unit) {
     if constexpr (SAME<A, float> && ARCH >= 90) {
         using Float4 = typename Select<SAME<A, float>, float4, A>::type;
         atomicAdd(reinterpret_cast<Float4*>(target),
                   Float4{unit.at[0], unit.at[1], unit.at[2], unit.at[3]});
     } else {
 #pragma unroll
-        for (int e = 0; e < CHUNK<A>; ++e) atomicAdd(target + e, unit.at[e]);
+        for (int e = 0; e < SIZE; ++e) atomicAdd(target + e, unit.at[e]);
     }
 }
 
 // sums += regs, a tile of THREADS * ROWS * COLUMNS numbers in global memory.
 template <int THREADS, typename A, int ROWS, int COLUMNS>
 __device__ __forceinline__ void add_units(A* sums, const A (&regs)[ROWS][COLUMNS]) {
-    static_assert(UNIT<A, COLUMNS> == CHUNK<A>, "whole chunks");
+    constexpr int SIZE = UNIT<A, COLUMNS>;
+    static_assert(COLUMNS % CHUNK<A> == 0, "whole chunks");
 #pragma unroll
-    for (int e = 0; e < ROWS * COLUMNS; e += CHUNK<A>) {
-        Vector<A> unit;
+    for (int e = 0; e < ROWS * COLUMNS; e += SIZE) {
+        Vector<A, SIZE> unit;
 #pragma unroll
-        for (int c = 0; c < CHUNK<A>; ++c) unit.at[c] = regs[e / COLUMNS][e % COLUMNS + c];
-        add_unit(sums + (e / CHUNK<A> * THREADS + threadIdx.x) * CHUNK<A>, unit);
+        for (int c = 0; c < SIZE; ++c) unit.at[c] = regs[e / COLUMNS][e % COLUMNS + c];
+        add_unit(sums + (e / SIZE * THREADS + threadIdx.x) * SIZE, unit);
     }
 }
 
