@@ -20,8 +20,8 @@ from .extras import HOW_TO_INSTALL_CUPY
 from .keywords import explains_keywords
 from .operands.dtypes import ITEM_BYTES
 from .operands.spec import Spec
+from .planning.launches import Launch
 from .planning.plan import Plan, choice_for_gradients
-from .planning.tile import Launch
 from .progress import progress_bar
 from .scores.wanted import as_names
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from cases import H200
 
+from cuflash.planning.launches import Launch
 from cuflash.planning.problem import Device
-from cuflash.planning.tile import Launch
 
 kernel_start = pytest.importorskip("cuflash.gpu.kernel_start", exc_type=ImportError)
 PLAIN, FOLLOWING = Launch("first", 5, 256, 1024), Launch("second", 7, 128, 2048, follows=True)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import cupy
 
+from ..planning.launches import Launch
 from ..planning.problem import Device
-from ..planning.tile import Launch
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray

@@ -17,11 +17,11 @@ import cupy
 
 from ..extras import HOW_TO_INSTALL_CUPY
 from ..operands.checks import checked_integer
+from ..planning.launches import Launch
 from ..planning.params import pointers, workspace_pointers
 from ..planning.plan import Plan
 from ..planning.problem import Device
 from ..planning.source import without_comments
-from ..planning.tile import Launch
 from ..scores.wanted import gradient_of
 from .arguments import pack
 from .kernel_start import starter

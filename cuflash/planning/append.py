@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
+from .launches import Launch
 from .params import Field, struct_dtype
 from .source import C_INTEGERS, expand, params_struct
-from .tile import Launch, ceil_div
+from .tile import ceil_div
 from .units import is_side_by_side, unit_of
 
 if TYPE_CHECKING:

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ..operands.dtypes import HALF, ITEM_BYTES
+from .launches import MapBox
 from .mma import MmaTile
 from .problem import Device, Problem
-from .tile import KernelTile, MapBox, round_up
+from .tile import KernelTile, round_up
 
 if TYPE_CHECKING:
     from ..typing import Engine

@@ -11,9 +11,10 @@ import numpy as np
 
 from ..operands.dtypes import ACCUMULATORS
 from ..operands.layout import fold_axes
+from .launches import Launch
 from .params import Field, struct_dtype
 from .source import C_TYPES, expand, params_struct
-from .tile import Launch, ceil_div
+from .tile import ceil_div
 from .units import unit_of
 
 if TYPE_CHECKING:

@@ -13,8 +13,9 @@ from ..operands.dtypes import ITEM_BYTES
 from . import source
 from .choice import best_variants
 from .estimate import estimate
+from .launches import Launch, MapBox
 from .problem import Device, Problem
-from .tile import Launch, MapBox, Tile, round_up
+from .tile import Tile, round_up
 from .traffic import moved, moved_unfused
 
 if TYPE_CHECKING:

@@ -11,9 +11,10 @@ from typing import Any
 
 from ..operands.dtypes import ITEM_BYTES
 from . import simt
+from .launches import Buffer, Launch, MapBox
 from .problem import Device, Problem
 from .products import Planes, product
-from .tile import Buffer, KernelTile, Launch, MapBox, ceil_div
+from .tile import KernelTile, ceil_div
 from .warps import AGAIN_ROWS
 from .wgmma import WgmmaTile
 

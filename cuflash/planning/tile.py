@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import TYPE_CHECKING, ClassVar
 
 from ..dropout import BLOCK as DROPOUT_BLOCK
 from ..dropout import ROUNDS
@@ -28,6 +28,7 @@ from .array_gradients import (
     text_of,
     variable_of,
 )
+from .launches import Buffer, Launch, MapBox
 from .problem import Device, Problem
 
 if TYPE_CHECKING:
@@ -54,44 +55,6 @@ def _tiles(problem: Problem, rows: int, size: int) -> int:
     as many as r is more than the whole tiles of all rows (seams/regions.cuh).
     """
     return rows // size + problem.regions if problem.is_packed else ceil_div(rows, size)
-
-
-class Buffer(NamedTuple):
-    """Memory with a name: so many `tiles` of `tile_bytes`, one behind the other."""
-
-    name: str
-    tile_bytes: int
-    tiles: int = 1
-
-    @property
-    def bytes(self) -> int:
-        """Size of all its tiles."""
-        return self.tile_bytes * self.tiles
-
-
-class Launch(NamedTuple):
-    """One kernel of a plan, as it is launched. One that `follows` waits by itself for the end of
-    the one before, so that it can be launched ahead of it.
-    """
-
-    name: str
-    grid: int
-    threads: int
-    shared_bytes: int = 0
-    follows: bool = False
-
-
-class MapBox(NamedTuple):
-    """What one copy by a tensor map moves of an operand; `columns` are those of a row in shared
-    memory, which may take several copies. Rows are of `packed` heads side by side. What has several
-    planes of halves is float32 of the caller's.
-    """
-
-    operand: str
-    rows: int
-    columns: int
-    packed: int = 1
-    planes: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)

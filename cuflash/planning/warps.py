@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..operands.dtypes import CHUNK_BYTES, ITEM_BYTES
+from .launches import Buffer, Launch
 from .problem import Problem
-from .tile import Buffer, KernelTile, Launch, ceil_div
+from .tile import KernelTile, ceil_div
 
 AGAIN_ROWS = 128  # queries that are worked on again together (planes.py)
 

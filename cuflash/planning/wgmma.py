@@ -10,9 +10,9 @@ from typing import Any
 from ..dropout import BLOCK as DROPOUT_BLOCK
 from ..operands.dtypes import CHUNK_BYTES, ITEM_BYTES
 from .hopper import BARRIER_BYTES, WARPGROUP_ROWS, HopperTile
+from .launches import Buffer, MapBox
 from .problem import Device, Problem
 from .products import product
-from .tile import Buffer, MapBox
 
 ROW_WARP = 16  # rows of a tile of scores that a warp has
 

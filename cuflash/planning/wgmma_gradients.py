@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 from ..operands.dtypes import CHUNK_BYTES, ITEM_BYTES
 from .array_gradients import Wanted, array_of, file_of
 from .hopper import BARRIER_BYTES, WARPGROUP_ROWS, HopperGradientTile
+from .launches import Buffer, Launch
 from .problem import Device, Problem
 from .products import product
-from .tile import Buffer, KernelTile, Launch, round_up
+from .tile import KernelTile, round_up
 from .wgmma_arrays import WGMMA_WALK, WgmmaArrayTile, walked
 
 if TYPE_CHECKING:

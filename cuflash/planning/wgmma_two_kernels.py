@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from ..operands.dtypes import ITEM_BYTES
 from .array_gradients import WALK, Wanted
 from .hopper import BARRIER_BYTES, WARPGROUP_ROWS, HopperGradientTile
+from .launches import Buffer, Launch
 from .problem import Device, Problem
 from .products import product
-from .tile import MASK_LIST_THREADS, Buffer, KernelTile, Launch, ceil_div
+from .tile import MASK_LIST_THREADS, KernelTile, ceil_div
 from .wgmma_gradients import WgmmaGradientTile
 
 QUERIES = 2 * WARPGROUP_ROWS  # of a block of the second kernel
