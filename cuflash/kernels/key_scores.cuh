@@ -42,6 +42,7 @@ __device__ __forceinline__ void to_probabilities(Accumulator (&S)[ROWS][COLUMNS]
                                                  const Head& head, const Accumulator* log2_sums,
                                                  int q_begin, int k_begin, const TileBits& bits,
                                                  int step, bool weightless) {
+    constexpr bool TOGETHER = SAME<Accumulator, double>;  // a row's exponentials
     const Accumulator multiplier = score_multiplier(p);
     const OfHead of_head = read_of_head(head, p);
 #pragma unroll
@@ -49,7 +50,7 @@ __device__ __forceinline__ void to_probabilities(Accumulator (&S)[ROWS][COLUMNS]
         const int k = k_begin + tile.row(i);
         const VisibleQueries visible(p, head, k);
         const int first = visible.first - q_begin, last = visible.last - q_begin;
-        bool hidden[COLUMNS];
+        [[maybe_unused]] bool hidden[COLUMNS];
 #pragma unroll
         for (int j = 0; j < COLUMNS; ++j) {
             const int column = tile.column(j);
@@ -58,14 +59,23 @@ __device__ __forceinline__ void to_probabilities(Accumulator (&S)[ROWS][COLUMNS]
                     score_of(S[i][j], of_head, head, column_place(tile, q_begin, j), k, p);
                 S[i][j] = score.value, slope[i][j] = score.slope;
             }
-            hidden[j] = SCORE_MAY_HIDE && S[i][j] == -infinity<Accumulator>();
-            hidden[j] |= CUT && (column < first || column > last);
+            const bool hides = SCORE_MAY_HIDE && S[i][j] == -infinity<Accumulator>();
+            const bool outside = CUT && (column < first || column > last);
             S[i][j] = multiply_add(S[i][j], multiplier, -log2_sums[column]);
+            if constexpr (TOGETHER) {
+                hidden[j] = hides || outside;
+            } else {
+                S[i][j] = exp2_of(S[i][j]);
+                if (SCORE_MAY_HIDE && hides) S[i][j] = Accumulator(-0.0);
+                if (CUT && outside) S[i][j] = Accumulator(-0.0);
+            }
         }
-        exp2_row(S[i]);
+        if constexpr (TOGETHER) {
+            exp2_row(S[i]);
 #pragma unroll
-        for (int j = 0; j < COLUMNS; ++j)
-            if ((CUT || SCORE_MAY_HIDE) && hidden[j]) S[i][j] = Accumulator(-0.0);
+            for (int j = 0; j < COLUMNS; ++j)
+                if ((CUT || SCORE_MAY_HIDE) && hidden[j]) S[i][j] = Accumulator(-0.0);
+        }
     }
     if (CUT) bits.hide(S, Accumulator(-0.0), tile, step);
     if (CUT && weightless) {
