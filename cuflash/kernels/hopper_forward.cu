@@ -145,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     using Columns = Tile::FromFirstColumn;
     const Columns columns{tile};
     RowsOfKeys<Tile, BLOCK_K> rows(smem.rows, (threadIdx.x - WARPGROUP) / 32);  // of an array
-    LoadedBits<Columns, Tile::ROWS, Tile::COLUMNS> bits;  // of the mask
+    LoadedBits<Columns, Tile::ROWS, Tile::COLUMNS> bits;                        // of the mask
     const auto bring_rows = [&](const Visit& visit) {
         rows.bring(p, head, row_begin + tile.row(0) / 8 * 8, visit.tile * BLOCK_K);
     };

@@ -35,8 +35,8 @@ struct StagedRows {
         const auto source = find_rows(row_head(head, row), p)[query_of(row)];
         const int k = k_begin + lane % 2 * CHUNK<RowElement>;
         const RowElement* const first = source.elements + k;
-        RowElement* const target = reinterpret_cast<RowElement*>(rows) + lane / 2 * PITCH +
-                                   lane % 2 * CHUNK<RowElement>;
+        RowElement* const target =
+            reinterpret_cast<RowElement*>(rows) + lane / 2 * PITCH + lane % 2 * CHUNK<RowElement>;
         const bool aligned = reinterpret_cast<u64>(first) % CHUNK_BYTES == 0;
         __syncwarp();  // all lanes have read the tile before
         if (__all_sync(FULL_WARP, aligned)) {

@@ -207,6 +207,7 @@ struct Work {
         const int rest = index - section * width * tiles;
         head = section * width + rest % heads;
         tile = rest / heads;
-        if constexpr (SHARES_ENTRIES) head = head % p.entries * (p.heads / group) + head / p.entries;
+        if constexpr (SHARES_ENTRIES)
+            head = head % p.entries * (p.heads / group) + head / p.entries;
     }
 };
