@@ -1,5 +1,6 @@
 import functools
 import os
+import sys
 import warnings
 
 os.environ.setdefault(
@@ -27,6 +28,16 @@ def empty_cache(monkeypatch):
     from cuflash.calls import run
 
     monkeypatch.setattr(run, "_calls", {})
+
+
+@pytest.fixture(autouse=True)
+def torch_as_it_was():
+    """What the comparison and the benchmarks set in torch stays in their tests."""
+    torch = sys.modules.get("torch")
+    enabled = torch is None or torch.is_grad_enabled()
+    yield
+    if torch := sys.modules.get("torch"):
+        torch.set_grad_enabled(enabled)
 
 
 @functools.cache

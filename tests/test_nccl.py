@@ -19,10 +19,11 @@ SCRIPT = Path(__file__).with_name("nccl_ranks.py")
 
 def launched(*arguments):
     import cupy
+    from cupy.cuda import nccl
 
     if cupy.cuda.runtime.getDeviceCount() < 2:
         pytest.skip("one CUDA device: two are needed")
-    if not cupy.cuda.nccl.available:
+    if not nccl.available:
         pytest.skip("NCCL is missing")
     command = [sys.executable, "-m", "cuflash", "launch", "-n", "2", str(SCRIPT), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)

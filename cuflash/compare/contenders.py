@@ -198,10 +198,14 @@ def _difference(found: Iterable[NDArray[Any]], expected: Iterable[NDArray[Any]])
 
 
 def _in_words(error: Exception) -> str:
-    """One line; of a plan's reasons the last, without the row of the table that gave it."""
+    """One line; of a plan's reasons the last, or all those that tell of types, without the rows of
+    the table that gave them.
+    """
     lines = str(error).strip().splitlines() or [type(error).__name__]
     if isinstance(error, NotImplementedError):
-        return lines[-1].rpartition(": ")[2].strip()
+        reasons = [line.rpartition(": ")[2].strip() for line in lines]
+        of_types = [x for x in reasons if x.startswith("serves float")]
+        return "; ".join(dict.fromkeys(of_types)) if reasons[-1] in of_types else reasons[-1]
     return f"{type(error).__name__}: {lines[0]}"[:120]
 
 
