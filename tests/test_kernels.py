@@ -103,9 +103,9 @@ def is_twin(case):
 
 def thinned(cases):
     """A GPU runs all cases. Here a tenth of twins and of offsets (one integer of a head) is enough,
-    a quarter of bfloat16 on simt, whose float32 is the same but for its loads, and half of splits
-    and head dims. So is a quarter of float64 on mma, whose kernels are those of halves but for
-    the products.
+    a twelfth of bfloat16 on simt, whose float32 is the same but for its loads, and half of splits
+    and head dims, of float64 on simt and of the large tiles of fa1 on wgmma. So is a quarter of
+    float64 on mma, whose kernels are those of halves but for the products.
     """
 
     def step(case):
@@ -114,7 +114,11 @@ def thinned(cases):
         if case.family == "offsets" or is_twin(case):
             return 10
         if (case.engine, case.dtype) == ("simt", "bfloat16"):
-            return 4
+            return 12
+        if (case.engine, case.dtype) == ("simt", "float64") and case.family != "extremes":
+            return 2
+        if (case.algo, case.engine) == ("fa1", "wgmma"):
+            return 2
         return 2 if case.family in ("splits", "dims") else 1
 
     return [case for i, case in enumerate(cases) if i % step(case) == 0]

@@ -153,8 +153,8 @@ def every_row() -> list[Kernel]:
     simt = [x for x in kernels("sm_90a", ["float32", "float64"]) if x.row.engine == "simt"]
     rows = list(dict.fromkeys(x.row for x in simt))
     turns = [x for x in simt if x.dtype == ("float32", "float64")[rows.index(x.row) % 2]]
-    # What masks and softcap add is alike from row to row: one of two rows has either.
-    made = mma + masked(mma[::2]) + capped(mma[1::2]) + split(mma) + paged(mma)
+    # What masks and softcap add is alike from row to row: one of four rows has either.
+    made = mma + masked(mma[::4]) + capped(mma[1::4]) + split(mma)[::2] + paged(mma)[::2]
     made += dropping([x for x in mma if x.row.engine == "mma"])[::5]  # wgmma's: test_dropout.py
     made += [*packed(mma)[::6], mma[0]._replace(sequences=64, name="sequence_starts")]
     planes = [x for x in kernels("sm_90a", ["float32"]) if x.row.kernel == PLANES]
@@ -168,7 +168,7 @@ def every_row() -> list[Kernel]:
 def doubles() -> list[Kernel]:
     """What does the work of the rows of float64 on mma, and some of it with a mask and the like."""
     made = [x for x in kernels("sm_90a", ["float64"]) if x.row.engine == "mma" and not x.name]
-    return made + varied(made)[::4]
+    return made + varied(made)[::8]
 
 
 def varied(made: list[Kernel]) -> list[Kernel]:
