@@ -103,23 +103,24 @@ def is_twin(case):
 
 def thinned(cases):
     """A GPU runs all cases. Here a tenth of twins and of offsets (one integer of a head) is enough,
-    a twelfth of bfloat16 on simt, whose float32 is the same but for its loads, and half of splits
-    and head dims, of float64 on simt and of the large tiles of fa1 on wgmma. So is a quarter of
-    float64 on mma, whose kernels are those of halves but for the products.
+    a twelfth of bfloat16 on simt, whose float32 is the same but for its loads, a quarter of
+    float64, whose kernels are those of other types but for the products, a third of fa1, and half
+    of what is not on wgmma, of splits and of head dims.
     """
 
     def step(case):
-        if (case.engine, case.dtype) == ("mma", "float64"):
-            return 4
+        kind = case.engine, case.dtype
+        if case.family == "extremes":
+            return 1
         if case.family == "offsets" or is_twin(case):
             return 10
-        if (case.engine, case.dtype) == ("simt", "bfloat16"):
+        if kind == ("simt", "bfloat16"):
             return 12
-        if (case.engine, case.dtype) == ("simt", "float64") and case.family != "extremes":
-            return 2
-        if (case.algo, case.engine) == ("fa1", "wgmma"):
-            return 2
-        return 2 if case.family in ("splits", "dims") else 1
+        if case.dtype == "float64":
+            return 4
+        if case.algo == "fa1":
+            return 3
+        return 2 if case.engine != "wgmma" or case.family in ("splits", "dims") else 1
 
     return [case for i, case in enumerate(cases) if i % step(case) == 0]
 

@@ -154,7 +154,7 @@ def every_row() -> list[Kernel]:
     rows = list(dict.fromkeys(x.row for x in simt))
     turns = [x for x in simt if x.dtype == ("float32", "float64")[rows.index(x.row) % 2]]
     # What masks and softcap add is alike from row to row: one of four rows has either.
-    made = mma + masked(mma[::4]) + capped(mma[1::4]) + split(mma)[::2] + paged(mma)[::2]
+    made = mma + masked(mma[::4]) + capped(mma[1::4]) + split(mma)[::4] + paged(mma)[::4]
     made += dropping([x for x in mma if x.row.engine == "mma"])[::5]  # wgmma's: test_dropout.py
     made += [*packed(mma)[::6], mma[0]._replace(sequences=64, name="sequence_starts")]
     planes = [x for x in kernels("sm_90a", ["float32"]) if x.row.kernel == PLANES]

@@ -161,7 +161,7 @@ def emulated(q, k, v, row, **options):
 
 @emulated_only
 @hard
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_emulator_hard(change, causal):
     """One tile of queries, three of keys: heads in planes take as many products as heads do."""
     row, sizes = row_of(64, 64), (70, 140, 64)
