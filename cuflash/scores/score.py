@@ -73,14 +73,14 @@ class ScoreForm(NamedTuple):
     @property
     def reads_pairs(self) -> bool:
         """Whether the array that kernels load elements of ahead has one for each query and key."""
-        rows = rows_of(self.nodes)
+        rows = _rows_of(self)
         return rows is not None and len(rows.inputs) > 1 and rows.inputs[-2].value == "q"
 
     @property
     def shares_entries(self) -> bool:
         """Whether that array is the same for all entries of the batch."""
-        rows = rows_of(self.nodes)
-        return self.reads_pairs and not any(map(_reads_batch, rows.inputs if rows else ()))
+        rows = _rows_of(self)
+        return self.reads_pairs and rows is not None and not _reads_batch(rows)
 
     @property
     def may_be_nan(self) -> bool:
@@ -116,6 +116,11 @@ class ScoreForm(NamedTuple):
 
 
 UNCHANGED = ScoreForm()
+
+
+@functools.lru_cache(maxsize=256)  # every row of a table asks
+def _rows_of(form: ScoreForm) -> Node | None:
+    return rows_of(form.nodes)
 
 
 def _reads_batch(node: Node) -> bool:
