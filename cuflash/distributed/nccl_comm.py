@@ -9,8 +9,9 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
-from .communicator import TIMEOUT, Communicator, Nothing, Parcel, RankError, Transfer
+from .communicator import TIMEOUT, Nothing, Parcel, RankError, Transfer
 from .host_group import HostGroup, variable
+from .process_comm import ProcessComm
 
 _TICK = 0.02  # seconds
 
@@ -33,7 +34,7 @@ class _Sent:
         self.parcels = ()
 
 
-class NcclComm(Communicator):
+class NcclComm(ProcessComm):
     """A rank that is a process with a GPU; arrays are CuPy's.
 
     Arrays travel on a stream of their own, while kernels run on the current one: nothing waits on
@@ -87,7 +88,7 @@ class NcclComm(Communicator):
         kind, numbers = group.tell([type(mine).__name__, list(mine)])[0]
         unique_id = bytes(numbers) if kind == "bytes" else tuple(numbers)
         self = cls.__new__(cls)
-        Communicator.__init__(self, rank, size, timeout)
+        ProcessComm.__init__(self, rank, size, timeout)
         self._begin(group, nccl.NcclCommunicator(size, unique_id, rank))
         return self
 
@@ -156,19 +157,3 @@ class NcclComm(Communicator):
             if not self._is_aborted:
                 self._is_aborted = True
                 self._communicator.abort()
-
-    def tell(self, words: Any) -> list[Any]:
-        """What each rank has told, by rank."""
-        return self.group.tell(words)
-
-    def fail(self, error: RankError) -> None:
-        """Make all ranks fail with this error, unless they already fail with another."""
-        self.group.fail(error)
-
-    def check(self) -> None:
-        """Raise the error with which a rank has failed, if one has."""
-        self.group.check()
-
-    def close(self) -> None:
-        """Leave the other ranks, which can make no calls with this one any more."""
-        self.group.leave()

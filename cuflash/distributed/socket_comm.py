@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from .communicator import TIMEOUT, Communicator, OnHost, Parcel, RankError, Transfer
+from .communicator import TIMEOUT, OnHost, Parcel, RankError, Transfer
 from .host_group import HostGroup, fill, variable
+from .process_comm import ProcessComm
 
 _TICK = 0.05  # seconds
 
@@ -44,7 +45,7 @@ class _Jobs(OnHost):
         self.jobs = []
 
 
-class SocketComm(Communicator):
+class SocketComm(ProcessComm):
     """A rank that is a process; arrays are NumPy's.
 
     Parameters
@@ -140,18 +141,6 @@ class SocketComm(Communicator):
                     self._queues[kind, peer].put(jobs[-1])
         return _Jobs(self, jobs)
 
-    def tell(self, words: Any) -> list[Any]:
-        """What each rank has told, by rank."""
-        return self.group.tell(words)
-
-    def fail(self, error: RankError) -> None:
-        """Make all ranks fail with this error, unless they already fail with another."""
-        self.group.fail(error)
-
-    def check(self) -> None:
-        """Raise the error with which a rank has failed, if one has."""
-        self.group.check()
-
     def close(self) -> None:
         """Leave the other ranks, which can make no calls with this one any more."""
         for jobs in self._queues.values():
@@ -162,4 +151,4 @@ class SocketComm(Communicator):
             thread.join(self.timeout)
         for connection in self._sockets.values():
             connection.close()
-        self.group.leave()
+        super().close()
