@@ -46,10 +46,10 @@ struct GuardedSoftmax : OnlineSoftmax<A, ROWS, ROW_THREADS> {
                 return false;
             }
             if (raise(S, added, multiplier, rescale)) return true;
-            score_again();
-        } else if (DOUBTS_NAN && __any_sync(FULL_WARP, has_nan(S))) {
-            score_again();
+            if (!DOUBTS_NAN) score_again();
         }
+        // One call for both reasons: each is a copy of the scores' code.
+        if (DOUBTS_NAN && (settled || __any_sync(FULL_WARP, has_nan(S)))) score_again();
         const bool stale = Exact::update(S, multiplier, rescale);
         settled = true;
 #pragma unroll
