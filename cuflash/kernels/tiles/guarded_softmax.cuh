@@ -22,6 +22,9 @@ struct GuardedSoftmax : OnlineSoftmax<A, ROWS, ROW_THREADS> {
     using Exact::origin, Exact::sum;
     static constexpr A GUARD = 32768;  // for a lane's sum: P becomes halves, which end at 65504
     static constexpr A LOST = 1e30;    // sums from which P cannot be scaled back
+    // What earlier sums are multiplied by where scores grow so fast from tile to tile, as those of a
+    // bias by distance do, that the next origin would not serve either: maxima cost less than that.
+    static constexpr A STEEP = 1e-20;
 
     bool settled = false;  // whether all rows of the warp have an origin, none of them a far one
 
@@ -50,11 +53,16 @@ struct GuardedSoftmax : OnlineSoftmax<A, ROWS, ROW_THREADS> {
         }
         // One call for both reasons: each is a copy of the scores' code.
         if (DOUBTS_NAN && (settled || __any_sync(FULL_WARP, has_nan(S)))) score_again();
+        bool first[ROWS];
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) first[i] = origin[i] == -infinity<A>();
         const bool stale = Exact::update(S, multiplier, rescale);
         settled = true;
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i)
+        for (int i = 0; i < ROWS; ++i) {
             settled &= origin[i] != -infinity<A>() && !Exact::is_far(origin[i] * multiplier);
+            settled &= !stale || first[i] || rescale[i] > STEEP;
+        }
         settled = __all_sync(FULL_WARP, settled);
         return stale;
     }
