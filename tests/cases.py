@@ -237,15 +237,24 @@ def random_mask(shape, block, shown=0.4, partial=0.3, seed=0):
     return mask.reshape(*leading, grid[-2] * block, grid[-1] * block)[..., :n, :m]
 
 
-def growing_scores(shape, dtype, growth, seed=0):
+# Of growing_scores: what the softmax's exponentials of a tile are, taken from tiles visited before.
+GROWTHS = {
+    "floats": (1, None), "beyond floats": (40, None), "beyond floats at once": (40, 3),
+    "almost beyond floats": (6.6, 3),
+}  # fmt: skip
+
+
+def growing_scores(shape, dtype, growth, steps=None, seed=0):
     """q, k, v of which a key's score is the larger the earlier it is, by 40 * `growth` in all.
 
-    That is the order in which kernels visit keys: of a `growth` of 1 the softmax's exponentials
-    of a tile stay floats, taken from the tiles visited before, and of 40 they do not.
+    That is the order in which kernels visit keys. They grow from key to key, or in so many steps.
     """
     rng = np.random.default_rng(seed)
     q, k, v = rng.standard_normal((3, *shape))
-    slope = np.linspace(growth * 40 / (2 / np.pi * math.sqrt(shape[-1])), 0, shape[-2])
+    slope = np.linspace(1, 0, shape[-2])
+    if steps:
+        slope = np.ceil(slope * steps) / steps
+    slope *= growth * 40 / (2 / np.pi * math.sqrt(shape[-1]))
     return tuple(x.astype(numpy_dtype(dtype)) for x in (abs(q), abs(k) * slope[:, None], v))
 
 

@@ -18,6 +18,7 @@ from cases import (
     BACKWARD_KERNELS,
     DIMS,
     DTYPES,
+    GROWTHS,
     HUGE,
     KERNELS,
     assert_huge_scores,
@@ -257,13 +258,13 @@ def test_a_thousand_runs_on_hopper_leave_the_same_bits(cupy, dim):
         assert int(different) == 0
 
 
-@pytest.mark.parametrize("growth", [1, 40])
+@pytest.mark.parametrize("growth", GROWTHS)
 @pytest.mark.parametrize("dim", [32, 64, 80, 128, 192, 256])
 @pytest.mark.parametrize("engine", ["mma", "wgmma"])
 def test_scores_that_grow(cupy, engine, dim, growth):
-    """Exponentials that the softmax's guard finds too large, and that are lost."""
+    """Exponentials that a guarded softmax finds or expects too large, and lost ones."""
     for dtype in HALF:
-        arrays = growing_scores((4, 700, dim), dtype, growth)
+        arrays = growing_scores((4, 700, dim), dtype, *GROWTHS[growth])
         on_device = [to_device(cupy, x) for x in arrays]
         for band in ({}, {"causal": True}, {"causal": True, "window": (300, 0)}):
             out, lse = cuflash.attention(*on_device, engine=engine, return_lse=True, **band)

@@ -15,6 +15,7 @@ from cases import (
     DTYPES,
     FAR,
     FEW,
+    GROWTHS,
     H200,
     HUGE,
     KERNELS,
@@ -257,7 +258,7 @@ def test_no_products_for_keys_that_no_query_sees(algo, band, length):
     assert result.stats["wgmma"] == 2 * 4 * products  # of heads and warps
 
 
-@pytest.mark.parametrize("growth", [1, 40])  # of exponentials within floats, and beyond them
+@pytest.mark.parametrize("growth", GROWTHS)
 @pytest.mark.parametrize(
     ("algo", "engine", "dtype", "dim"),
     [
@@ -271,7 +272,7 @@ def test_no_products_for_keys_that_no_query_sees(algo, band, length):
 )  # fmt: skip
 def test_scores_that_grow(algo, engine, dtype, dim, growth):
     """Tile by tile, in the order in which keys are visited."""
-    q, k, v = growing_scores((2, 500, dim), dtype, growth)
+    q, k, v = growing_scores((2, 600, dim), dtype, *GROWTHS[growth])
     result = attention(q, k, v, algo=algo, engine=engine, device=FEW)
     assert_forward_close(*result[:2], q, k, v)
 

@@ -26,7 +26,7 @@ _MODES = {
     # -fsanitize=thread only inserts calls: the runtime defines them, libtsan is never linked.
     # Loops must not become memset or memcpy, which have no hooks.
     "check": [
-        "-O1",
+        "-O0",
         "-fsanitize=thread",
         "-fsanitize=alignment",
         "-fno-tree-loop-distribute-patterns",
