@@ -34,6 +34,7 @@ extensions = [
 templates_path = ["templates"]
 exclude_patterns = ["gallery/*", "gallery_pages/sg_execution_times.rst", "sg_execution_times.rst"]
 nitpicky = True
+smartquotes = False  # "fa1" is what one types
 default_role = "code"  # what a docstring has in single backticks
 highlight_language = "none"  # of blocks that do not name theirs: drawings
 
@@ -46,6 +47,7 @@ html_math_renderer = "mathml"
 autosummary_generate = True
 autosummary_imported_members = False
 autodoc_typehints = "none"
+toc_object_entries_show_parents = "hide"
 autodoc_member_order = "bysource"
 numpydoc_show_class_members = False
 numpydoc_class_members_toctree = False

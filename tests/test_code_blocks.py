@@ -41,7 +41,7 @@ def pages():
 
 
 def blocks(page):
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     return [
         Block(m["language"], m["text"], text.count("\n", 0, m.start("text")), m["note"] or "")
         for m in FENCED.finditer(text)
@@ -101,7 +101,7 @@ def test_python_on_a_gpu(page, monkeypatch, tmp_path):
 def commands():
     """The lines of shell blocks, and indented lines that begin with a program, by page."""
     for page in pages():
-        text = page.read_text()
+        text = page.read_text(encoding="utf-8")
         lines = [line for x in blocks(page) if x.language == "sh" for line in x.text.splitlines()]
         bare = FENCED.sub("", text)
         lines += re.findall(r"^    ((?:pip|python|pytest|CUFLASH_\w+=1) .*)$", bare, re.M)
@@ -139,7 +139,7 @@ def test_command_names_what_is_there(page, words):
     program, *rest = words
     if program == "pip":
         setup = configparser.ConfigParser()
-        setup.read(ROOT / "setup.cfg")
+        setup.read(ROOT / "setup.cfg", encoding="utf-8")
         extras = re.findall(r"\[([^\]]*)\]", " ".join(rest))
         wanted = {x for given in extras for x in given.split(",")}
         assert wanted <= set(setup["options.extras_require"])
@@ -149,7 +149,7 @@ def test_command_names_what_is_there(page, words):
     elif program == "python" and rest[0].endswith(".py"):
         folders = (ROOT, ROOT / "asv_bench") if "asv_bench" in str(page) else (ROOT,)
         (script,) = (x / rest[0] for x in folders if (x / rest[0]).exists())
-        text = script.read_text() + "--help"
+        text = script.read_text(encoding="utf-8") + "--help"
         assert all(option in text for option in options_of(rest))
     else:
         assert program == "python" or program in OTHER_PROGRAMS

@@ -121,7 +121,8 @@ def look(site, tmp_path):
     if browser is None:
         require("chromium is not installed", "CUFLASH_REQUIRE_BROWSER")
     views = [(page, width) for page in (*SEEN, GALLERY) for width in WIDTHS]
-    (site / "probe.html").write_text(PROBE.replace("VIEWS", json.dumps(views)))
+    probe = PROBE.replace("VIEWS", json.dumps(views))
+    (site / "probe.html").write_text(probe, encoding="utf-8")
 
     class Quiet(http.server.SimpleHTTPRequestHandler):
         def log_message(self, *_):
@@ -177,10 +178,12 @@ def check_picture(path):
 
 def test_the_site(tmp_path):
     """One test: what is looked at is built once, and tests run side by side."""
-    assert all("assert " in x.read_text() for x in (ROOT / "docs" / "gallery").glob("*.py"))
+    assert all(
+        "assert " in x.read_text(encoding="utf-8") for x in (ROOT / "docs" / "gallery").glob("*.py")
+    )
     site = build(tmp_path)
     made = (path.resolve() for path in site.rglob("*.html") if "_static" not in path.parts)
-    pages = {path: path.read_text() for path in made}
+    pages = {path: path.read_text(encoding="utf-8") for path in made}
     assert len(pages) > 60
     check_links(pages)
     check_public_names("".join(pages.values()))

@@ -71,8 +71,9 @@ figure.tight_layout()
 
 # %%
 # At head dim 64 fa1 has tiles of 512 keys and moves fewer bytes than fa2 with its 128 queries. At
-# 128 its state is twice as wide and the tiles half as long, and fa2 moves fewer. The lines of
-# short problems bend where a problem is one tile.
+# 128 its state is twice as wide and the tiles half as long, and fa2 moves fewer. For
+# short problems the plan takes tiles of 64 queries, so that all multiprocessors have work: there
+# the lines of fa2 bend.
 #
 # The other reason for fa2 is not in the picture: fa1 has one thread block for each head, so with
 # few heads most of a GPU waits.
