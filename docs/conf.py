@@ -12,6 +12,7 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path[:0] = [str(ROOT), str(HERE / "extensions")]
 # The gallery and the API are made where Sphinx imports the package: both of this checkout.
+os.environ["OPENBLAS_NUM_THREADS"] = "1"  # other programs may run beside
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 
 import cuflash  # noqa: E402
