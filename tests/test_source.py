@@ -90,7 +90,7 @@ def test_every_kernel_file_is_used():
         re.findall(r'"cuflash/kernels/([\w./]+)"', "".join(map(source_module.expand, NAMES)))
     )
     used |= {"score_functions.cuh"}  # which preludes paste
-    assert used == {str(path.relative_to(KERNELS)) for path in kernel_files()}
+    assert used == {path.relative_to(KERNELS).as_posix() for path in kernel_files()}
 
 
 @kernels
