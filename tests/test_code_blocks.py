@@ -3,6 +3,7 @@
 import configparser
 import doctest
 import functools
+import logging
 import os
 import re
 import shlex
@@ -72,6 +73,16 @@ def run(page, block, namespace, text):
     code = compile("\n" * block.line + text, str(page), "exec")
     if not block.note.startswith((GPU, GPUS)):
         exec(code, namespace)
+
+
+@pytest.fixture(autouse=True)
+def _logging_as_it_was():
+    """A page shows how to turn it on."""
+    ours, root = logging.getLogger("cuflash"), logging.getLogger()
+    level, handlers = ours.level, root.handlers[:]
+    yield
+    ours.setLevel(level)
+    root.handlers[:] = handlers
 
 
 @EACH_PAGE

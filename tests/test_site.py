@@ -67,8 +67,8 @@ def build(folder):
     generated = shutil.ignore_patterns("generated", "gallery_pages", "sg_*", "__pycache__")
     shutil.copytree(ROOT / "docs", folder / "docs", ignore=generated)
     (folder / "asv_bench").mkdir()
-    for name in ("CONTRIBUTING.md", "asv_bench/README.md"):
-        shutil.copy(ROOT / name, folder / name)
+    for path in (*ROOT.glob("*.md"), ROOT / "asv_bench" / "README.md"):
+        shutil.copy(path, folder / path.relative_to(ROOT))
     ours = {name: x for name, x in os.environ.items() if not name.startswith(("COV", "PYTEST"))}
     paths = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
