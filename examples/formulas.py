@@ -89,6 +89,7 @@ class Formula:
         self.text = textwrap.dedent(text).strip()
         self.lines = [tuple(line.split(" = ", 1)) for line in self.text.splitlines()]
         self.assigned = dict.fromkeys(name for name, _ in self.lines)
+        self.name = "_".join(("formula", *self.assigned))  # of the kernel
         self._code = compile(self.text, "<formula>", "exec")
         self._kernels = {}
 
@@ -115,7 +116,7 @@ class Formula:
 
         key, blocks, arguments = self.launch(operands, arrays)
         if key not in self._kernels:
-            self._kernels[key] = cupy.RawKernel(self.source(*key), "formula")
+            self._kernels[key] = cupy.RawKernel(self.source(*key), self.name)
         self._kernels[key]((blocks,), (32 * WARPS,), arguments)
 
     def launch(self, operands, arrays):
@@ -178,7 +179,7 @@ class Formula:
         return (
             f"#include <cuda_bf16.h>\n#include <cuda_fp16.h>\n"
             f"typedef {real} REAL;\nconstexpr int LENGTH = {length};\n{PRELUDE}\n"
-            f'extern "C" __global__ void formula(int _rows, int _size1, int _size2,\n        '
+            f'extern "C" __global__ void {self.name}(int _rows, int _size1, int _size2,\n        '
             + ",\n        ".join(parameters)
             + ") {\n"
             "    const int _row = blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;\n"

@@ -23,7 +23,7 @@ def launched(formula, **operands):
     memory = Memory()
     placed = [memory.place(x) if isinstance(x, np.ndarray) else x for x in arguments]
     module = Module(formula.source(*key), mode="check")
-    module.launch("formula", blocks, 32 * WARPS, placed, memory=memory)
+    module.launch(formula.name, blocks, 32 * WARPS, placed, memory=memory)
     memory.fetch()
 
 
