@@ -38,6 +38,7 @@ residual_norm_backward = Formula("""
     inner = sum(dy * y)
     dx = dresidual + scale * (dy - y * (inner / n))
 """)
+copy = Formula("y = x")
 rotate = Formula("""
     y1 = x1 * cos - x2 * sin
     y2 = x1 * sin + x2 * cos
@@ -127,7 +128,7 @@ class Config:
         rng = np.random.default_rng(seed)
         flat = rng.standard_normal(self.parameters, dtype=np.float32)
         for name, x in self.views(flat).items():
-            x *= 0.02 if name == "embedding" else x.shape[1] ** -0.5
+            x *= 0.5 if name == "embedding" else x.shape[1] ** -0.5
             if name.endswith(("attended", "down")):  # so that the sum over the layers starts small
                 x *= (2 * self.layers) ** -0.5
         return flat
@@ -269,18 +270,19 @@ class GPT:
         q, k, v = self.split(qkv, shape)
         turn((q, k), (q, k), *table)
         out, vjp = self.attention(i, *(part.swapaxes(1, 2) for part in (q, k, v)))
-        attended = out.swapaxes(1, 2).reshape(len(x), -1)
-        update, out_backward = self.product(f"{i}.attended", attended)
+        attended = self.empty((*shape, *out.shape[1::2]))
+        copy(x=out.swapaxes(1, 2), y=attended)
+        update, out_backward = self.product(f"{i}.attended", attended.reshape(len(x), -1))
 
         def backward(dupdate):
-            dout = out_backward(dupdate).reshape(*shape, *out.shape[1::2]).swapaxes(1, 2)
+            dout = out_backward(dupdate).reshape(attended.shape).swapaxes(1, 2)
             with self.stopwatch:
                 dq, dk, dv = (part.swapaxes(1, 2) for part in vjp(dout))
             dqkv = self.empty(qkv.shape)
             *turned, dvalues = self.split(dqkv, shape)
             cos, sin = table
             turn((dq, dk), turned, cos, -sin)
-            dvalues[...] = dv
+            copy(x=dv, y=dvalues)
             return qkv_backward(dqkv)
 
         return update, backward

@@ -92,7 +92,7 @@ class Settings:
 PRESETS = {
     "tiny": Settings(
         Config(2, width=128, hidden=256, heads=4, key_heads=2, head_dim=32, context=128),
-        batch=8, steps=600, rate=5e-3, warmup=20,
+        batch=4, steps=1000, rate=5e-3, warmup=20,
     ),
     "100m": Settings(
         Config(9, width=1024, hidden=2816, heads=8, key_heads=2, head_dim=128, context=2048),
