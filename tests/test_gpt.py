@@ -177,7 +177,7 @@ def trainer(train, config, text, **settings):
 def test_it_learns_and_writes_on(train, generate, tmp_path, capsys):
     """More than pairs of bytes tell; then the same text whatever it is written beside."""
     saved, curve = tmp_path / "gpt.safetensors", tmp_path / "curve.png"
-    asked = ["--steps", "120", "--save", str(saved), "--curve", str(curve)]
+    asked = ["--steps", "160", "--save", str(saved), "--curve", str(curve)]
     assert train.main(asked) == 0
     printed = capsys.readouterr()
     loss, entropy = re.search(
@@ -185,7 +185,7 @@ def test_it_learns_and_writes_on(train, generate, tmp_path, capsys):
     ).groups()
     assert float(loss) < float(entropy)
     assert re.search(r"[\d,]+ tokens/s, \d+\.\d% of the time in attention", printed.out)
-    assert re.search(r"120/120 .* loss \d\.\d{3}, [\d,]+ tokens/s", printed.err)
+    assert re.search(r"160/160 .* loss \d\.\d{3}, [\d,]+ tokens/s", printed.err)
     assert curve.read_bytes().startswith(b"\x89PNG")
 
     prompts = ["import ", "    def __init__(self, ", "x"]
@@ -338,17 +338,17 @@ def test_with_and_without_cache(gpt, generate, config):
 def test_what_is_drawn(generate):
     """Of bytes with known chances: each as often as it should, none that top_p leaves out."""
     chances = np.array([0.5, 0.125, 0.3, 0.075])
-    logits = np.full((1000, 256), -np.inf, np.float32)
+    logits = np.full((200, 256), -np.inf, np.float32)
     logits[:, [7, 70, 3, 200]] = np.log(chances)
-    uniform = ((np.arange(1000) + 0.5) / 1000).astype(np.float32)[:, None]
+    uniform = ((np.arange(200) + 0.5) / 200).astype(np.float32)[:, None]
     for top_p, kept in ((1, 4), (0.8, 2), (0.81, 3), (0.1, 1)):
         token = generate.Sampler(np, top_p=top_p)(logits, uniform)
-        found = np.bincount(token[:, 0], minlength=256)[[7, 3, 70, 200]] / 1000
+        found = np.bincount(token[:, 0], minlength=256)[[7, 3, 70, 200]] / 200
         wanted = np.sort(chances)[::-1] * (np.arange(4) < kept)
-        np.testing.assert_allclose(found, wanted / wanted.sum(), atol=0.0011)
+        np.testing.assert_allclose(found, wanted / wanted.sum(), atol=0.0051)
     cold = generate.Sampler(np, temperature=0.5)(logits, uniform)
     share = np.mean(cold == 7)
-    np.testing.assert_allclose(share, 0.25 / np.sum(chances**2), atol=0.0011)
+    np.testing.assert_allclose(share, 0.25 / np.sum(chances**2), atol=0.0051)
     assert (generate.Sampler(np, temperature=0)(logits, uniform) == 7).all()
 
 
@@ -396,7 +396,7 @@ def test_a_gpu_has_numpys_gradients(dtype, gpt, cupy):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_gpu_learns_and_resumes(dtype, train, gpt, text, tmp_path, capsys):
+def test_a_gpu_learns_and_resumes(dtype, train, generate, text, tmp_path, capsys):
     path, again = str(tmp_path / "a"), str(tmp_path / "b")
     asked = ["--text", str(text), "--steps", "40", "--device", "gpu", "--dtype", dtype]
     assert train.main([*asked, "--save", path]) == 0
@@ -407,6 +407,11 @@ def test_a_gpu_learns_and_resumes(dtype, train, gpt, text, tmp_path, capsys):
     assert state["losses"][-1] < 0.5 * state["losses"][0]
     for name, wanted in state.items():
         np.testing.assert_array_equal(other[name], wanted, err_msg=name)
+    capsys.readouterr()
+    assert generate.main([path, "5 squared", "25", "--device", "gpu", "--dtype", dtype]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.count("squared; ") > 5
+    assert re.search(r"[\d,]+ bytes/s of 2 sequences", printed.err)
 
 
 @pytest.mark.gpu
