@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import json
 import math
 import os
@@ -332,7 +333,7 @@ def draw(path, losses, held_out, entropy) -> None:
 def parse(argv):
     """The arguments of the command line."""
     parser = argparse.ArgumentParser(description="Train a small GPT on text.")
-    parser.add_argument("--preset", choices=PRESETS, default="tiny")
+    parser.add_argument("--preset", choices=PRESETS, help="sizes; tiny by default")
     parser.add_argument("--device", choices=("cpu", "gpu"), default="cpu")
     parser.add_argument("--text", help="a file to learn from; left out, Python's standard library")
     parser.add_argument("--steps", type=int, help="of the whole run, which the schedule knows")
@@ -366,16 +367,18 @@ def parse(argv):
 def prepared(args) -> Trainer:
     """The trainer that the command line asks for."""
     text = read_text(args.text)
-    checksum = zlib.crc32(text)
+    checksum, state = zlib.crc32(text), None
+    names = "preset", "steps", "batch", "rate", "dtype", "seed"
+    asked = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     if args.resume:
+        if asked:
+            raise ValueError(f"--{next(iter(asked))}: a run goes on with its own settings")
         settings, state = load(args.resume)
         if settings.text_checksum != checksum:
             raise ValueError(f"{args.resume} was trained on another text: give that with --text")
     else:
-        asked = {name: getattr(args, name) for name in ("steps", "batch", "rate", "dtype", "seed")}
-        asked = {name: value for name, value in asked.items() if value is not None}
-        settings = replace(PRESETS[args.preset], text_checksum=checksum, **asked)
-        state = None
+        preset = PRESETS[asked.pop("preset", "tiny")]
+        settings = replace(preset, text_checksum=checksum, **asked)
     xp = find_module(args.device)
     return Trainer(settings, xp.asarray(text), xp, state, deterministic=not args.any_order)
 
@@ -384,9 +387,17 @@ def run(args) -> int:
     """Train, evaluate, save and draw."""
     from tqdm import tqdm
 
+    needed = {"safetensors": args.save, "matplotlib": args.curve}
+    for package, path in needed.items():  # before the work, not behind it
+        if path:
+            importlib.import_module(package)
+            if not Path(path).absolute().parent.is_dir():
+                raise FileNotFoundError(f"{path}: there is no such folder")
     trainer = prepared(args)
     settings = trainer.settings
-    until = min(args.until or settings.steps, settings.steps)
+    until = settings.steps if args.until is None else args.until
+    if not trainer.step <= until <= settings.steps:
+        raise ValueError(f"--until {until}: give a step from {trainer.step} to {settings.steps}")
     print(
         f"{settings.config.parameters / 1e6:.2f} M parameters in {settings.dtype}, "
         f"{len(trainer.text) / 1e6:.1f} MB of text, "

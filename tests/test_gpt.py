@@ -4,6 +4,7 @@ import importlib
 import os
 import re
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -147,6 +148,26 @@ def test_torch_notices_a_wrong_gradient(train, text, monkeypatch, capsys):
     assert "gradient of 1.qkv           1.0e-03" in capsys.readouterr().out
 
 
+def test_the_ten_lines_of_the_page(gpt):
+    """docs/rotary.md: its function turns as the model does, and its gradients are right."""
+    page = (Path(__file__).parents[1] / "docs" / "rotary.md").read_text()
+    names = {}
+    exec(re.search(r"```python\n(.*?)```", page, re.DOTALL)[1], names)
+    q, positions = names["q"], names["positions"]
+    wanted = np.empty_like(q)
+    model = gpt.GPT(gpt.Config(**SIZES | {"head_dim": 64}), np.zeros(200_000, np.float32))
+    gpt.turn([q.swapaxes(1, 2)], [wanted.swapaxes(1, 2)], *model.rotary(positions))
+    np.testing.assert_allclose(names["rotated"](q, positions), wanted, atol=1e-6)
+
+    def loss(q):
+        turned = [names["rotated"](x.astype(float), positions) for x in (q, names["k"])]
+        return cuflash.attention(*turned, names["v"].astype(float), causal=True).sum()
+
+    step = np.random.default_rng(1).standard_normal(q.shape)
+    difference = (loss(q + 1e-5 * step) - loss(q - 1e-5 * step)) / 2e-5
+    np.testing.assert_allclose(np.vdot(names["dq"], step), difference, rtol=1e-4)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -281,6 +302,12 @@ def test_the_preset_has_about_100_million_weights(train):
         (["--resume", "{short}"], "is no checkpoint of train_gpt.py"),
         (["--resume", "nowhere"], "nowhere"),
         (["--text", "{other}", "--resume", "{saved}"], "was trained on another text"),
+        (
+            ["--resume", "{saved}", "--seed", "1"],
+            "--seed: a run goes on with its own settings",
+        ),
+        (["--until", "2000"], "--until 2000: give a step from 0 to 1000"),
+        (["--save", "{short}/there"], "short/there: there is no such folder"),
     ],
 )
 def test_bad_arguments(arguments, message, train, config, text, tmp_path, capsys):
@@ -289,7 +316,8 @@ def test_bad_arguments(arguments, message, train, config, text, tmp_path, capsys
     paths["other"].write_bytes(b"x" * 5000)
     fresh = trainer(train, config, text)
     train.save(paths["saved"], fresh.settings, fresh.state())
-    assert train.main([x.format(**paths) for x in arguments]) == 2
+    arguments = [x.format(**paths) for x in ("--text", str(text), *arguments)]
+    assert train.main(arguments) == 2
     assert message in capsys.readouterr().err
 
 
