@@ -302,7 +302,7 @@ def train(trainer, until, progress) -> dict:
                 continue
             inside, steps = watch.seconds(), trainer.step - last
             now, last = time.perf_counter(), trainer.step
-            if counted or bar.n > bar.initial:
+            if bar.n > bar.initial:
                 attention, seconds = attention + inside, seconds + now - begin
                 counted += steps * tokens
             rate = steps * tokens / (now - begin)

@@ -1,5 +1,8 @@
 """The formulas of examples/: their kernels, in the emulator, against NumPy."""
 
+import doctest
+
+import formulas
 import ml_dtypes
 import numpy as np
 import pytest
@@ -114,6 +117,12 @@ def test_results_may_go_where_operands_lie(run):
     wanted = x - y, x + y
     run(both, x=x, y=y, a=x, b=y)
     np.testing.assert_array_equal((x, y), wanted)
+
+
+def test_the_example_in_the_docstring():
+    found = doctest.testmod(formulas)
+    assert found.attempted > 2
+    assert found.failed == 0
 
 
 def test_leading_axes_broadcast():
