@@ -112,7 +112,13 @@ def _keep_bars(app, what, name, obj, options, lines):
             )
 
 
+def _skip_fields(app, what, name, obj, skip, options):
+    """Fields of a named tuple stand among its attributes; of themselves they say their number."""
+    return skip or (getattr(obj, "__doc__", None) or "").startswith("Alias for field number")
+
+
 def setup(app):
     """Connect what is above with Sphinx."""
     app.connect("build-finished", _copy_graphs)
+    app.connect("autodoc-skip-member", _skip_fields)
     app.connect("autodoc-process-docstring", _keep_bars, priority=400)  # ahead of numpydoc

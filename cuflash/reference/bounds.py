@@ -22,7 +22,15 @@ TINY = {"float16": 2**-25, "bfloat16": 2**-126, "float32": 2**-126, "float64": 0
 
 
 class Bound(NamedTuple):
-    """The reference's results and how far from them a correct one may be, elementwise."""
+    """The reference's results and how far from them a correct one may be, elementwise.
+
+    Attributes
+    ----------
+    out, lse : ndarray
+        The reference's results: float64, or `numpy.longdouble` for results in float64.
+    out_bound, lse_bound : ndarray
+        How far from these a correct result may be.
+    """
 
     out: NDArray[np.floating[Any]]
     lse: NDArray[np.floating[Any]]
@@ -129,7 +137,15 @@ def forward_bound(
 
 
 class BackwardBound(NamedTuple):
-    """The reference's gradients and how far from them correct ones may be, elementwise."""
+    """The reference's gradients and how far from them correct ones may be, elementwise.
+
+    Attributes
+    ----------
+    dq, dk, dv : ndarray
+        The reference's gradients: float64, or `numpy.longdouble` for results in float64.
+    dq_bound, dk_bound, dv_bound : ndarray
+        How far from these correct gradients may be.
+    """
 
     dq: NDArray[np.floating[Any]]
     dk: NDArray[np.floating[Any]]
