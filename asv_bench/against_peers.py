@@ -39,7 +39,7 @@ host        host time of a call against a bare launch of 12 arguments
 first_call  seconds of a process's first call, with nothing compiled before, for kernels by name and
             for what the plan chooses where it fills the GPU, there with the gradients, too
 
-Every figure is measured as README.md's rules say: contenders alternate call by call, each call
+Every figure is measured as docs/performance.md says: contenders alternate call by call, each call
 after the same L2 flush, and a ratio is the median of the ratios of pairs. A ratio is the peer's
 time / cuflash's time: above 1 cuflash is faster. "%top" is the share of a large matrix product's
 rate, measured here too. What cannot be measured shows as n/a, with the reason below the table;
@@ -295,7 +295,7 @@ def main(arguments=None) -> None:
     parser.add_argument("--lengths", type=int, nargs="+", metavar="N", help="these lengths alone")
     parser.add_argument("--json", metavar="FILE", help="also write the results there")
     parser.add_argument("--append", action="store_true", help="to those that --json's FILE has")
-    parser.add_argument("--markdown", metavar="FILE", help="also write README.md's table there")
+    parser.add_argument("--markdown", metavar="FILE", help="also write its tables there")
     parser.add_argument("--quick", action="store_true", help="fewer shapes, shorter timings")
     parser.add_argument("--ms", type=float, help="GPU time per contender and shape; 80, quick 20")
     parser.add_argument("--tiles", nargs="+", metavar="CASE", help="sweep tiles: see tile_sweep.py")

@@ -10,7 +10,7 @@ from benchmarks.gpu import Problem
 FA2 = "torch FA2", "FLASH_ATTENTION"
 EFFICIENT = "torch efficient", "EFFICIENT_ATTENTION"
 CUDNN = "cuDNN", "CUDNN_ATTENTION"
-NAMES = {  # in README.md
+NAMES = {  # in docs/performance.md
     "FA3": "FlashAttention-3", "FA4": "FlashAttention-4", FA2[0]: "torch FlashAttention-2",
 }  # fmt: skip
 WIDTHS, LENGTHS = (64, 128, 256), (1024, 4096, 16384)  # of the field's grid
@@ -222,7 +222,7 @@ def _report_ratios(title: str, rows: list[dict]) -> None:
 
 
 def markdown(rows: list[dict]) -> str:
-    """The rows with a peer as README.md has them: a line for each problem and kernel."""
+    """The rows with a peer as docs/performance.md has them: a line for each problem and kernel."""
     lines = {}
     for row in rows:
         again = "absent" in row  # the fastest of several peers, which have rows of their own

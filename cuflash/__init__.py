@@ -3,6 +3,7 @@
 from . import reference
 from ._append_kv import append_kv
 from ._attention import attention, attention_backward, attention_vjp
+from ._kernel_info import KernelInfo, kernel_info
 from ._merge import merge
 from ._plan import plan
 from ._precompile import CompiledKernel, precompile
@@ -17,6 +18,7 @@ __all__ = [
     "BlockMask",
     "CompiledKernel",
     "Device",
+    "KernelInfo",
     "Plan",
     "ScoreMod",
     "append_kv",
@@ -26,6 +28,7 @@ __all__ = [
     "attention_varlen_backward",
     "attention_varlen_vjp",
     "attention_vjp",
+    "kernel_info",
     "merge",
     "plan",
     "precompile",

@@ -1,7 +1,8 @@
 """`python -m cuflash`: what is here, a checked run of all that works here, and its times.
 
-`python -m cuflash check` is the same. Other commands are `compare`, see compare/contenders.py,
-`precompile`, which is :func:`cuflash.precompile`, and `launch`, see distributed/launcher.py.
+`python -m cuflash check` is the same. Other commands are `info` and `explain`, see commands/,
+`compare`, see compare/contenders.py, `precompile`, which is :func:`cuflash.precompile`, and
+`launch`, see distributed/launcher.py.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from . import __version__, attention, plan, precompile, reference
+from .commands.problem_line import add_problem, take_problem
 from .compare.machine import DTYPES, describe, find_cupy, first_line
 from .extras import HOW_TO_INSTALL_CUPY
-from .masks.band import ALIGNMENTS
 from .planning.plan import ALGOS, ENGINES, Plan
 
 if TYPE_CHECKING:
@@ -214,22 +215,13 @@ def precompile_command(arguments: Sequence[str]) -> int:
     """
     parser = precompile_line()
     options = vars(parser.parse_args(arguments))
-    q = options.pop("shape")
-    k = options.pop("keys") or q
-    v = options.pop("values") or k
     cupy, missing = find_cupy(HOW_TO_INSTALL_CUPY)
     if cupy is None:
         parser.error(f"kernels are compiled for a GPU: {missing}")
     begin = time.perf_counter()
     try:
-        sequences = options.pop("sequences")
-        if sequences is not None:
-            options["cu_seqlens_q"] = np.zeros(sequences + 1, np.int32)
-        for name in ("q_lengths", "kv_lengths"):
-            if options[name]:
-                batch = np.broadcast_shapes(q[:-3], k[:-3], v[:-3])
-                options[name] = np.zeros(batch if sequences is None else sequences, options[name])
-        kernels = precompile((q, k, v), **options)
+        shapes = take_problem(options)
+        kernels = precompile(shapes, **options)
     except (ValueError, TypeError, NotImplementedError) as error:
         parser.error(str(error))
     except RuntimeError as error:  # a kernel that does not compile
@@ -248,51 +240,11 @@ def precompile_line() -> argparse.ArgumentParser:
         description="Compile the kernels of attention before the first call that needs them: CuPy "
         "keeps them on disk. See help(cuflash.precompile).",
     )
+    add_problem(parser)
     add = parser.add_argument
-    add("--shape", type=_shape, metavar="B,H,N,D", required=True, help="of q")
-    add("--keys", type=_shape, metavar="B,H,M,D", help="shape of k, by default that of q")
-    add("--values", type=_shape, metavar="B,H,M,DV", help="shape of v, by default that of k")
-    add("--dtype", nargs="+", choices=DTYPES, required=True)
     add("--device", type=int, metavar="NUMBER", help="by default CuPy's current one")
-    add("--backward", action="store_true", help="gradients, too")
-    add("--any-order", dest="deterministic", action="store_false",
-        help="gradients that need not be the same bits each time")  # fmt: skip
-    add("--unaligned", dest="aligned", action="store_false",
-        help="of arrays that do not start on multiples of 16 bytes")  # fmt: skip
     add("--quiet", dest="progress", action="store_false", help="no progress bar")
-    add("--algo", choices=ALGOS)
-    add("--engine", choices=ENGINES)
-    add("--causal", nargs="?", const=True, default=False, choices=ALIGNMENTS)
-    add("--window", type=_window, metavar="LEFT,RIGHT", help="nothing for an open side: 256,")
-    add("--softcap", type=float)
-    add("--scale", type=float)
-    add("--enable-gqa", action="store_true", help="q has a multiple of the heads of k and v")
-    add("--split-keys", type=int, metavar="KEYS")
-    add("--q-offset", type=int)
-    add("--q-lengths", choices=("int32", "int64"), help="type of an array of lengths")
-    add("--kv-lengths", choices=("int32", "int64"), help="type of an array of lengths")
-    add("--sequences", type=int, metavar="B",
-        help="packed ones, of int32 offsets: shapes are then T,H,D")  # fmt: skip
-    add("--max-seqlen-q", type=int, metavar="N", help="the most queries of one")
-    add("--max-seqlen-k", type=int, metavar="M", help="the most keys of one")
     return parser
-
-
-def _shape(text: str) -> tuple[int, ...]:
-    """Sizes from the command line."""
-    try:
-        return tuple(map(int, text.split(",")))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no shape, such as 4,16,4096,128") from None
-
-
-def _window(text: str) -> tuple[int | None, ...]:
-    """Both sides of a window from the command line; one number stands for both."""
-    try:
-        sides = tuple(int(side) if side else None for side in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no window, such as 256,0") from None
-    return sides * 2 if len(sides) == 1 else sides
 
 
 def command_line() -> argparse.ArgumentParser:
@@ -308,6 +260,12 @@ def command_line() -> argparse.ArgumentParser:
     )
     commands.add_parser(
         "compare", add_help=False, help="compare with what else there is, as tables and pictures"
+    )
+    commands.add_parser(
+        "explain", add_help=False, help="say what a call would run, and what its kernels take"
+    )
+    commands.add_parser(
+        "info", add_help=False, help="say what a bug report needs: versions, devices, caches"
     )
     commands.add_parser(
         "launch", add_help=False, help="run a script on several ranks, a process for each"
@@ -326,6 +284,14 @@ def command() -> int:
         from .compare.contenders import main as compare
 
         return compare(arguments[1:])
+    if name == "explain":
+        from .commands.explain import main as explain
+
+        return explain(arguments[1:])
+    if name == "info":
+        from .commands.info import main as info
+
+        return info(arguments[1:])
     if name == "launch":
         from .distributed.launcher import main as launch
 

@@ -12,14 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-# What CuPy's RawKernel passes beside the architecture.
-OPTIONS = ("-std=c++17", "-default-device", "-ftz=true", "--ptxas-options=-v")
-_RESOURCES = re.compile(
-    r"Compiling entry function '(?P<name>\w+)' .*?"
-    r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
-    r"(?P<loads>\d+) bytes spill loads.*?Used (?P<registers>\d+) registers",
-    re.DOTALL,
-)
+from cuflash.gpu import offline
 
 
 class Compiled(NamedTuple):
@@ -40,14 +33,9 @@ def missing_nvrtc() -> str:
         nvrtc.getVersion()
     except Exception as error:  # no CuPy, or no library behind it
         return f"no NVRTC: {type(error).__name__}: {error}"
-    return "" if include_folder() else "no CUDA headers: the wheel nvidia-cuda-runtime is missing"
-
-
-def include_folder() -> Path | None:
-    """Where a wheel has put the CUDA headers."""
-    packages = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
-    found = [path.parent for path in sorted(packages.glob("*/include/cuda_fp16.h"))]
-    return found[-1] if found else None
+    if offline.header_folder() is None:
+        return "no CUDA headers: the wheel nvidia-cuda-runtime is missing"
+    return ""
 
 
 def require_nvrtc() -> None:
@@ -65,24 +53,8 @@ def compile_source(source: str, arch: str, compiler=None) -> Compiled:
     RuntimeError
         With the compiler's log, if the source does not compile.
     """
-    if compiler is None:
-        from cupy.cuda import nvrtc as compiler
-    program = compiler.createProgram(source, "kernel.cu", [], [])
-    try:
-        try:
-            compiler.compileProgram(program, [f"-arch={arch}", *OPTIONS, f"-I{include_folder()}"])
-        except compiler.NVRTCError:
-            raise RuntimeError(compiler.getProgramLog(program)) from None
-        log = compiler.getProgramLog(program)
-    finally:
-        compiler.destroyProgram(program)
-    (found,) = _RESOURCES.finditer(log)
-    return Compiled(
-        registers=int(found["registers"]),
-        stack=int(found["stack"]),
-        spills=int(found["stores"]) + int(found["loads"]),
-        messages=messages(log),
-    )
+    cost = offline.compile_source(source, arch, compiler)
+    return Compiled(cost.registers, cost.stack, cost.spills, messages(cost.log))
 
 
 def messages(log: str) -> tuple[str, ...]:

@@ -5,7 +5,9 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
+import venv
 from pathlib import Path
 
 import pytest
@@ -71,3 +73,35 @@ def test_its_tests_are_collected_without_an_error(unpacked):
 def test_quick_ones_pass(unpacked):
     printed = run(["-m", "pytest", "-n", "0", "-q", *QUICK], unpacked)
     assert " passed" in printed.splitlines()[-1]
+
+
+def test_its_wheel_works_where_nothing_else_is(unpacked, tmp_path):
+    """In an environment with what the package needs and no more, README's code runs."""
+    if sys.platform == "win32":
+        pytest.skip("links to folders take rights")
+    pip = ["-m", "pip", "--disable-pip-version-check"]
+    offline = ["--no-deps", "--no-build-isolation", "--no-index", "--wheel-dir", tmp_path]
+    run([*pip, "wheel", *offline, unpacked], tmp_path)
+    (wheel,) = tmp_path.glob("*.whl")
+    venv.create(tmp_path / "clean")
+    python = tmp_path / "clean" / "bin" / "python"
+    (packages,) = (tmp_path / "clean" / "lib").glob("python*/site-packages")
+    for name in ("numpy", "scipy", "ml_dtypes"):
+        for path in Path(sysconfig.get_paths()["purelib"]).glob(f"{name}*"):
+            (packages / path.name).symlink_to(path)
+    # That all it requires is there: otherwise pip would look for it.
+    run([*pip, "--python", python, "install", "--no-index", wheel], tmp_path)
+    readme = (unpacked / "README.md").read_text("utf-8")
+    (tmp_path / "block.py").write_text(readme.split("```python\n")[1].split("```")[0], "utf-8")
+    program = "import runpy; print(runpy.run_path('block.py')['y'].shape)"
+    command = [python, "-I", "-W", "error"]
+    done = subprocess.run(
+        [*command, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120
+    )
+    assert (done.stdout, done.stderr) == ("(2, 256, 512)\n", "")
+    done = subprocess.run(
+        [*command, "-m", "cuflash", "info"], capture_output=True, text=True, timeout=120
+    )
+    assert done.stderr == ""
+    assert str(packages) in done.stdout
+    assert "CuPy is not installed" in done.stdout

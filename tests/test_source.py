@@ -9,9 +9,10 @@ from importlib.resources import files
 
 import numpy as np
 import pytest
-from compile_kernels import OPTIONS, compile_source, include_folder, require_nvrtc
+from compile_kernels import compile_source, require_nvrtc
 from scoring import form
 
+from cuflash.gpu import offline
 from cuflash.gpu.arguments import pack
 from cuflash.masks.band import Band
 from cuflash.planning import source as source_module
@@ -89,7 +90,7 @@ def test_every_kernel_file_is_used():
         re.findall(r'"cuflash/kernels/([\w./]+)"', "".join(map(source_module.expand, NAMES)))
     )
     used |= {"score_functions.cuh"}  # which preludes paste
-    assert used == {str(path.relative_to(KERNELS)) for path in kernel_files()}
+    assert used == {path.relative_to(KERNELS).as_posix() for path in kernel_files()}
 
 
 @kernels
@@ -135,7 +136,9 @@ def test_machine_code_does_not_know_of_comments():
 
     def machine_code(text):
         program = nvrtc.createProgram(text, "kernel.cu", [], [])
-        nvrtc.compileProgram(program, ["-arch=sm_90a", *OPTIONS, f"-I{include_folder()}"])
+        nvrtc.compileProgram(
+            program, ["-arch=sm_90a", *offline.OPTIONS, f"-I{offline.header_folder()}"]
+        )
         return nvrtc.getCUBIN(program)
 
     text = plan(algo="fa2", engine="mma").source()

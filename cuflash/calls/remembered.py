@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -9,6 +10,8 @@ from ..operands.dtypes import CHUNK_BYTES
 from ..operands.spec import Spec
 from .arguments import Arguments
 from .arrays import check_devices
+
+_logger = logging.getLogger("cuflash")
 
 Call = TypeVar("Call")
 
@@ -27,7 +30,10 @@ def remembered(
     call = calls.get(key)
     if call is None:
         check_devices(arguments.arrays)
-        call = make(arguments.specs(), low_bits, arguments.device_id is None)
+        specs = arguments.specs()
+        call = make(specs, low_bits, arguments.device_id is None)
+        shapes = {name: spec.shape for name, spec in specs.items()}
+        _logger.debug("new kind of call: %s of %s", type(call).__name__, shapes)
         if len(calls) >= most:
             calls.clear()
         calls[key] = call

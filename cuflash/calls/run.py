@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import cache
 from types import ModuleType
@@ -15,6 +16,7 @@ from .arguments import Arguments, Options
 from .arrays import check_devices, conform, host_results, memory_module
 from .call import Call, keep_apart
 
+_logger = logging.getLogger("cuflash")
 _LARGEST_ITEM = 8  # bytes
 _MAX_CALLS = 1024  # kinds of call that are remembered
 _calls: dict[tuple[object, ...], Call] = {}
@@ -62,6 +64,11 @@ def _new_call(
     call = kind(
         arguments.specs(), options, device, arguments.mask_kind, aligned, arguments.predicate
     )
+    plan = call.plan
+    _logger.debug(
+        "new kind of call: %s on %s by %s, algo %s, engine %s",
+        plan.problem, plan.device, plan.kernel, plan.algo, plan.engine,
+    )  # fmt: skip
     if len(_calls) >= _MAX_CALLS:
         _calls.clear()
     _calls[key] = call

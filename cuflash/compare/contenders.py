@@ -303,7 +303,7 @@ def main(arguments: list[str]) -> int:
     rows = []
     total = sum(len(experiment.works) for experiment in experiments.values())
     with (
-        open(folder / "results.csv", "w", newline="") as file,
+        open(folder / "results.csv", "w", newline="", encoding="utf-8") as file,
         tqdm(total=total, unit="problem", disable=None) as bar,
     ):
         table = csv.DictWriter(file, COLUMNS)
@@ -321,7 +321,7 @@ def main(arguments: list[str]) -> int:
     command = f"python -m cuflash compare {shlex.join(arguments)}"
     facts = machine.facts(field.cupy, field.torch)
     text = charts.report(command, facts, experiments, rows, pictures)
-    (folder / "report.md").write_text(text)
+    (folder / "report.md").write_text(text, "utf-8")
     with contextlib.suppress(ValueError):
         folder = folder.resolve().relative_to(Path.cwd())
     print(f"{folder}/report.md, results.csv, {len(pictures)} picture(s)")

@@ -113,7 +113,7 @@ def facts(cupy: ModuleType | None = None, torch: Any = None) -> dict[str, str]:
 def _processor() -> str:
     """The model, where Linux tells it."""
     try:
-        with open("/proc/cpuinfo") as file:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
             lines = [line.partition(":")[2].strip() for line in file if line[:10] == "model name"]
     except OSError:
         lines = []

@@ -40,7 +40,7 @@ class NcclComm(ProcessComm):
     Arrays travel on a stream of their own, while kernels run on the current one: nothing waits on
     the host. Words, such as what ranks compare at each call, travel over a host socket. A watchdog
     aborts NCCL's communicator if a rank fails or leaves, or if transfers are under way and none has
-    ended within the time limit; the next call, or :meth:`check`, raises.
+    ended within the time limit; the next call, or :meth:`Communicator.check`, raises.
 
     Parameters
     ----------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
 import os
 import struct
 import threading
@@ -34,6 +35,7 @@ from .memory import (
     refuse_capture,
     workspace,
 )
+from .ranges import marked, with_range
 from .tables import tables_of
 
 if TYPE_CHECKING:
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from ..planning.append import AppendPlan
     from ..planning.merge import MergePlan
 
+_logger = logging.getLogger("cuflash")
 _compiling: dict[int, threading.Lock] = {}  # by the hash of a source
 
 # Launches a call's kernels, given the operands' addresses and that of the workspace.
@@ -85,7 +88,8 @@ def _load(
     source: str, name: str, options: tuple[str, ...], shared_bytes: int, device_id: int
 ) -> Any:
     refuse_capture(FIRST_CALL)
-    with cupy.cuda.Device(device_id):
+    begin = time.perf_counter()
+    with cupy.cuda.Device(device_id), marked(f"cuflash compiles {name}"):
         kernel = cupy.RawKernel(source, name, options)
         try:
             kernel.max_dynamic_shared_size_bytes = shared_bytes
@@ -94,7 +98,9 @@ def _load(
             if "cuda_fp16.h" in message or "cuda_bf16.h" in message:
                 message = f"the CUDA headers are missing: {HOW_TO_INSTALL_CUPY}"
             raise RuntimeError(message) from error
-        return kernel.kernel
+    seconds = time.perf_counter() - begin
+    _logger.debug("compiled %s for device %d in %.3f s", name, device_id, seconds)
+    return kernel.kernel
 
 
 def compiler_input(
@@ -221,7 +227,7 @@ def prepare(call: Call, device_id: int) -> Launcher:
         for start, more in kernels:
             start((params,) if more is None else (params, *more(places)))
 
-    return launch
+    return with_range(launch, f"cuflash {plan.kernel}: {plan.problem}")
 
 
 def run(call: Call, arguments: Arguments, count: int) -> list[Any]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from .launch import compiled, device_facts
+from .ranges import with_range
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -35,4 +36,4 @@ def prepare(
         pack(argument, 0, *fields)
         function(grid, block, (argument,), 0)
 
-    return launch
+    return with_range(launch, f"cuflash {plan.kernel}")

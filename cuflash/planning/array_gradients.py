@@ -178,7 +178,7 @@ def text_of(kernel: str) -> str | None:
     if not array_of(kernel):
         return None
     file = file_of(kernel)
-    text = (files(__package__.partition(".")[0]) / "kernels" / f"{file}.cu").read_text()
+    text = (files(__package__.partition(".")[0]) / "kernels" / f"{file}.cu").read_text("utf-8")
     return text.replace(f" {file}(const", f" {kernel}(const")
 
 

@@ -167,13 +167,13 @@ def expand(name: str, text: str | None = None) -> str:
             if included is None:
                 lines.append("" if line == "#pragma once" else line)
             elif included[1] not in seen:
-                lines += paste(included[1], (folder / included[1]).read_text())
+                lines += paste(included[1], (folder / included[1]).read_text("utf-8"))
                 lines.append(f'#line {number + 1} "cuflash/kernels/{name}"')
             else:
                 lines.append("")
         return lines
 
-    return "\n".join(paste(name, text or (folder / name).read_text())) + "\n"
+    return "\n".join(paste(name, text or (folder / name).read_text("utf-8"))) + "\n"
 
 
 def without_comments(text: str) -> str:

@@ -56,8 +56,8 @@ def array_bounds(
     Notes
     -----
     Notation is that of :func:`backward_bound`. c is the derivative of s by the element, and c_error
-    its error, by running error analysis (:mod:`cuflash.scores.errors`). ``dS = P (dP - delta)`` is
-    kept in the type of sums. Each of the n terms is off by
+    its error, by running error analysis (`cuflash.scores.errors`). ``dS = P (dP - delta)`` is
+    kept in the type of sums. Each of the n terms is off by::
 
         |c| [P (dP_error + delta_error) + |dS| (rho + 4 u_acc) + tiny] + 2 u_acc |c dS|
         + |dS| c_error,

@@ -22,7 +22,15 @@ TINY = {"float16": 2**-25, "bfloat16": 2**-126, "float32": 2**-126, "float64": 0
 
 
 class Bound(NamedTuple):
-    """The reference's results and how far from them a correct one may be, elementwise."""
+    """The reference's results and how far from them a correct one may be, elementwise.
+
+    Attributes
+    ----------
+    out, lse : ndarray
+        The reference's results: float64, or `numpy.longdouble` for results in float64.
+    out_bound, lse_bound : ndarray
+        How far from these a correct result may be.
+    """
 
     out: NDArray[np.floating[Any]]
     lse: NDArray[np.floating[Any]]
@@ -73,7 +81,7 @@ def forward_bound(
     **Scores.** A product of D terms, in any order of summation, is off by about sqrt(D) u_acc
     |q||k| (products of absolute values; the worst case D u_acc would need all roundings to
     conspire), and `scale` and its rounding add at most 2 u_acc of that. So, with the largest
-    |q||k| over the keys the row sees,
+    |q||k| over the keys the row sees::
 
         sigma = (sqrt(D) + 2) u_acc scale max(|q||k|).
 
@@ -92,7 +100,7 @@ def forward_bound(
     running rescaling and division contribute a few u_acc, taken as 8, and the sums over n keys
     sqrt(n) u_acc. Half types round P to the result's type before the product with V: u.
 
-    **Output.** Summed over the keys, and with the final rounding u |O|:
+    **Output.** Summed over the keys, and with the final rounding u |O|::
 
         |O - O_ref| <= 2 [u (P@|V| + |O|) + (2 sigma + u_acc (8 + sqrt n)) P@|V| + under + tiny].
 
@@ -107,7 +115,7 @@ def forward_bound(
     product with l: 2 u_acc, in the 8. lse knows nothing of it.
 
     **lse.** lse = m + log(l) moves by at most the largest error of a score (sigma) and by the
-    relative error of l, and is rounded at its own magnitude:
+    relative error of l, and is rounded at its own magnitude::
 
         |lse - ref| <= 2 (sigma + u_acc (8 + sqrt n)) max(1, |lse|).
 
@@ -129,7 +137,15 @@ def forward_bound(
 
 
 class BackwardBound(NamedTuple):
-    """The reference's gradients and how far from them correct ones may be, elementwise."""
+    """The reference's gradients and how far from them correct ones may be, elementwise.
+
+    Attributes
+    ----------
+    dq, dk, dv : ndarray
+        The reference's gradients: float64, or `numpy.longdouble` for results in float64.
+    dq_bound, dk_bound, dv_bound : ndarray
+        How far from these correct gradients may be.
+    """
 
     dq: NDArray[np.floating[Any]]
     dk: NDArray[np.floating[Any]]
@@ -188,7 +204,7 @@ def backward_bound(
     another sigma and by u_acc (8 + sqrt n) through the sum l. Taking the logarithm, adding the
     maximum, changing between base 2 and e (once to store lse, once to read it), subtracting, each
     round a number of the size of lse: 6 u_acc max(1, |lse|). What the difference rounds of s is
-    in sigma's 2 u_acc per score. Relative to P in all
+    in sigma's 2 u_acc per score. Relative to P in all::
 
         rho = 2 sigma + u_acc (8 + sqrt n + 6 max(1, |lse|)).
 
@@ -200,7 +216,7 @@ def backward_bound(
     over the visible keys. The sums' u_acc (8 + sqrt n) P@|V| and the final rounding u |O| + tiny
     are errors of each channel, to be multiplied by |dout|. Then the product with `dout` is a sum
     of E terms, (sqrt(E) + 2) u_acc |dout| |O|, and subtracting `dlse` rounds once more,
-    u_acc |dlse|. In all, with channels summed,
+    u_acc |dlse|. In all, with channels summed::
 
         delta_error = (u + 2 sigma) P@|dP| + under + u_acc |dlse| + |dout| . [
             u_acc (8 + sqrt n) P@|V| + u |O| + tiny + (sqrt(E) + 2) u_acc |O| ].
@@ -208,13 +224,13 @@ def backward_bound(
     **Softcap's slope.** An error sigma_x of the argument (sigma without softcap's own part)
     moves t by f sigma_x / c, and f by 2 |t| times that. t itself is off by 8 u_acc |t|, and
     squaring, subtracting and multiplying c and 1 / c into it round three to four numbers of at
-    most 1, and what kernels have for half types is good to 8 u_acc:
+    most 1, and what kernels have for half types is good to 8 u_acc::
 
         slope_error = 2 f sigma_x / c + 20 u_acc.
 
     **dS.** dP and delta cancel, so their errors are absolute, and rho is relative to what
     remains. Two products and the difference round: 4 u_acc. Half types round dS to the result's
-    type before the products with K and Q: u, and `under` for the elements that are subnormal.
+    type before the products with K and Q: u, and `under` for the elements that are subnormal::
 
         dS_error = P f (dP_error + delta_error) + P |dP - delta| slope_error
                    + |dS| (rho + 4 u_acc + u) + under.
@@ -225,7 +241,7 @@ def backward_bound(
     2 u_acc (max(1, |lse|) + |log(1 - p)|), and dP and delta are off by 2 u_acc of themselves.
 
     **Gradients.** Summed over n visible pairs, in all heads that share the row of the gradient,
-    products of absolute values give
+    products of absolute values give::
 
         dQ_error = scale [dS_error @ |K| + u_acc (8 + sqrt n) |dS| @ |K|],
         dK_error = scale [dS_error^T @ |Q| + u_acc (8 + sqrt n) |dS|^T @ |Q|],

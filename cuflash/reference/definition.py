@@ -65,7 +65,7 @@ def attention(
     Parameters
     ----------
     q, k, v : array_like, shapes (..., N, D), (..., M, D) and (..., M, E)
-        Leading axes broadcast as in :func:`numpy.matmul`.
+        Leading axes broadcast as in `numpy.matmul`.
     causal, window, mask, bias, score_mod, softcap, alibi_slopes, sinks
         As in :func:`cuflash.attention`.
     q_lengths, kv_lengths, q_offset, scale, enable_gqa, dropout_p, seed, return_lse

@@ -1,0 +1,1 @@
+"""Commands of `python -m cuflash`, and the options that they share."""
