@@ -90,8 +90,10 @@ def test_what_a_compiler_says_is_read():
     cost = offline.compile_source(SPILLING, "sm_90")
     assert (cost.shared, cost.stack, cost.spills, cost.barriers) == (1024, 128, 0, 1)
     assert "Used" in cost.log
-    with pytest.raises(RuntimeError, match="expected a"):
+    with pytest.raises(RuntimeError, match="does not compile it for sm_90\n(?s:.*)expected a"):
         offline.compile_source("void broken(", "sm_90")
+    with pytest.raises(RuntimeError, match="does not compile it for sm_1\n.*gpu-architecture"):
+        offline.compile_source(SPILLING, "sm_1")
 
 
 def test_on_a_device_the_driver_tells(monkeypatch):

@@ -5,9 +5,9 @@ import re
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tarfile
 import venv
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -87,7 +87,7 @@ def test_its_wheel_works_where_nothing_else_is(unpacked, tmp_path):
     python = tmp_path / "clean" / "bin" / "python"
     (packages,) = (tmp_path / "clean" / "lib").glob("python*/site-packages")
     for name in ("numpy", "scipy", "ml_dtypes"):
-        for path in Path(sysconfig.get_paths()["purelib"]).glob(f"{name}*"):
+        for path in Path(metadata.distribution(name).locate_file("")).glob(f"{name}*"):
             (packages / path.name).symlink_to(path)
     # That all it requires is there: otherwise pip would look for it.
     run([*pip, "--python", python, "install", "--no-index", wheel], tmp_path)

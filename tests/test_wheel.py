@@ -95,6 +95,13 @@ def test_the_python_versions_are_those_that_are_tested(wheel):
     assert [x for x in named if re.fullmatch(r"3\.\d+", x)] == re.findall(r"3\.\d+", tested)
 
 
+def test_the_oldest_that_it_takes_are_tested(wheel):
+    workflow = (ROOT / ".github" / "workflows" / "checks.yml").read_text("utf-8")
+    needed = [x for x in metadata_of(wheel).get_all("Requires-Dist") if "extra ==" not in x]
+    for name, version in (item.split(">=") for item in needed):
+        assert f'"{name}=={version}.' in workflow
+
+
 def test_the_page_of_an_index(wheel):
     """Nothing in it is relative to the repository; code is as in the README."""
     page, readme = metadata_of(wheel).get_payload(), (ROOT / "README.md").read_text("utf-8")

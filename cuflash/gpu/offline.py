@@ -82,7 +82,8 @@ def compile_source(source: str, arch: str, compiler: Any = None) -> Cost:
         try:
             compiler.compileProgram(program, [f"-arch={arch}", *OPTIONS, f"-I{headers}"])
         except compiler.NVRTCError:
-            raise RuntimeError(compiler.getProgramLog(program)) from None
+            log = compiler.getProgramLog(program)
+            raise RuntimeError(f"NVRTC does not compile it for {arch}\n{log}") from None
         log = compiler.getProgramLog(program)
     finally:
         compiler.destroyProgram(program)
