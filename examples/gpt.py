@@ -150,7 +150,9 @@ class GPT:
     Attributes
     ----------
     weights, gradients : array
-        Flat, of type `dtype`. :meth:`backward` fills the latter.
+        Flat, of type `dtype`. The latter are None until :meth:`loss` fills them.
+    w, g : dict of str to array
+        The same by the matrices' names.
     stopwatch : context manager
         Entered around each call of the attention, forward and backward.
     """
@@ -212,7 +214,7 @@ class GPT:
         -------
         logits : array, shape (B * N, VOCABULARY)
         backward : function
-            Takes the gradient of the logits, and fills :attr:`gradients`.
+            Takes the gradient of the logits, once, and fills :attr:`gradients`.
         """
         length = tokens.shape[1]
         if table is None:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from gpt import EPSILON, GPT, ROTARY_BASE
 
-LIMIT = 1e-5  # relative differences in float32: a hundred units roundoff
+LIMIT = 1e-5  # relative differences in float32: less than 200 units roundoff
 BLOCK = 5  # steps that one contender takes before the other has its turn
 BACKENDS = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION")
 

@@ -330,7 +330,7 @@ def test_packages_that_are_missing(train, text, monkeypatch, capsys):
 # Writing
 
 
-PROMPTS = [b"one prompt, longer than a page is: " * 2, b"short", b"s"]
+PROMPTS = [b"one prompt, longer than a span of keys: " * 6, b"short", b"s"]
 
 
 def logits_of(generate, config, prompts, steps=70, xp=np, dtype="float32", extra=0):
@@ -361,6 +361,13 @@ def test_with_and_without_cache(gpt, generate, config):
     for prompt, text, seed in zip(PROMPTS, texts, (4, 5, 6)):
         plain = generate.write_without_cache(config, flat, prompt, 70, seed=seed, sampler=sampler)
         assert plain == text
+
+
+def test_prompts_of_several_lengths(generate):
+    """One fills pages and goes beyond a span of keys, one starts within a page."""
+    lengths = [len(prompt) for prompt in PROMPTS]
+    assert lengths[0] < generate.SPAN < lengths[0] + 70
+    assert lengths[1] < generate.PAGE < lengths[1] + 70
 
 
 def test_what_is_drawn(generate):
