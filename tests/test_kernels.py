@@ -258,20 +258,23 @@ def test_no_products_for_keys_that_no_query_sees(algo, band, length):
     assert result.stats["wgmma"] == 2 * 4 * products  # of heads and warps
 
 
-@pytest.mark.parametrize("growth", GROWTHS)
-@pytest.mark.parametrize(
-    ("algo", "engine", "dtype", "dim"),
-    [
-        *[("fa3", "wgmma", "float16", dim) for dim in (32, 64, 80, 256)],
-        ("fa3", "wgmma", "bfloat16", 64), ("fa1", "wgmma", "float16", 64),
-        *[("fa2", "mma", "float16", dim) for dim in (64, 128, 256)],
-        ("fa2", "mma", "float64", 64),
-        ("fa2", "mma", "bfloat16", 32), ("fa1", "mma", "float16", 64),
-        ("fa2", "simt", "float32", 64), ("fa1", "simt", "float32", 64),
-    ],
-)  # fmt: skip
-def test_scores_that_grow(algo, engine, dtype, dim, growth):
+GROWING = [
+    *[("fa3", "wgmma", "float16", dim) for dim in (64, 32, 80, 256)],
+    ("fa3", "wgmma", "bfloat16", 64), ("fa1", "wgmma", "float16", 64),
+    *[("fa2", "mma", "float16", dim) for dim in (64, 128, 256)],
+    ("fa2", "mma", "float64", 64),
+    ("fa2", "mma", "bfloat16", 32), ("fa1", "mma", "float16", 64),
+    ("fa2", "simt", "float32", 64), ("fa1", "simt", "float32", 64),
+]  # fmt: skip
+ONCE = "beyond floats at once"
+
+
+@pytest.mark.parametrize(("growth", "kernel"), [
+    *itertools.product(GROWTHS, GROWING[:1]), *itertools.product(["floats", ONCE], GROWING[1:]),
+], ids=str)  # fmt: skip
+def test_scores_that_grow(growth, kernel):
     """Tile by tile, in the order in which keys are visited."""
+    algo, engine, dtype, dim = kernel
     q, k, v = growing_scores((2, 600, dim), dtype, *GROWTHS[growth])
     result = attention(q, k, v, algo=algo, engine=engine, device=FEW)
     assert_forward_close(*result[:2], q, k, v)
