@@ -16,8 +16,8 @@ __all__ = ["EAGER", "EmulatorError", "Module", "available"]
 EAGER = -1  # a seed
 
 # Lines of functions are all that is asked of the debug information, so variables are not tracked:
-# that is a quarter of the compiler's time. Nor is anything optimised: a kernel of the tests runs for
-# less time than that takes, a third of the whole.
+# that is a quarter of the compiler's time. Nor is anything optimised: that takes longer than a
+# kernel of the tests runs.
 _COMMON = [
     *("-std=c++17", "-fPIC", "-fno-strict-aliasing", "-w", *build.CPU),
     *("-g1", "-gdwarf-4", "-fno-var-tracking"),
