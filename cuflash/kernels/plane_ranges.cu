@@ -1,6 +1,6 @@
 // The range of the numbers in some rows of a head, for planes.cu.
 //
-// Grid: a block for every PLANE_ROWS rows of a head of q, then k, then v. Of operands that several
+// Grid: a block for every PLANE_ROWS rows of a head of q, then k, then v, then dO. Of operands that several
 // heads share each head is looked at once.
 #include "planes/block_range.cuh"
 #include "planes/plane_chunk.cuh"

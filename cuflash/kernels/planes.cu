@@ -1,10 +1,13 @@
-// Two planes of halves for every float of q, k and v (planes/plane_range.cuh), and what the kernels
-// behind must know of each head.
+// Two planes of halves for every float of q, k and v, and of dO in backward (planes/plane_range.cuh),
+// and what the kernels behind must know of each head.
 //
 // Grid: as in plane_ranges.cu, which has run before.
 #include "planes/block_range.cuh"
 #include "planes/plane_chunk.cuh"
 #include "tiles/copies.cuh"
+
+// Of low planes of queries and keys: in backward these are summed as well as scored.
+constexpr int SCORE_SHIFT = OF_GRADIENTS ? VALUE_SHIFT : 0;
 
 template <int COLUMNS, int WIDTH, int SHIFT>
 __device__ __forceinline__ void write_planes(const PlaneChunk& chunk, int exponent) {
@@ -36,7 +39,8 @@ extern "C" __global__ void __launch_bounds__(PLANE_THREADS)
     PlaneRange range;
     for (int i = threadIdx.x; i < chunk.parts; i += PLANE_THREADS)
         range.add(static_cast<const PlaneRange*>(p.plane_ranges)[chunk.part + i]);
-    const HeldHead held = HeldHead::of(range_of_block<PLANE_THREADS>(range), chunk.is_values);
+    const HeldHead held =
+        HeldHead::of(range_of_block<PLANE_THREADS>(range), chunk.is_values || OF_GRADIENTS);
     if (threadIdx.x == 0 && chunk.begin == 0)
         static_cast<HeldHead*>(p.held_heads)[chunk.head] = held;
     for (int i = blockIdx.x * PLANE_THREADS + threadIdx.x; i < p.head_count * p.again_tiles;
@@ -46,5 +50,5 @@ extern "C" __global__ void __launch_bounds__(PLANE_THREADS)
     if (chunk.is_values)
         write_planes<HEAD_DIM_V, PLANE_WIDTH_V, VALUE_SHIFT>(chunk, held.exponent);
     else
-        write_planes<HEAD_DIM, PLANE_WIDTH, 0>(chunk, held.exponent);
+        write_planes<HEAD_DIM, PLANE_WIDTH, SCORE_SHIFT>(chunk, held.exponent);
 }

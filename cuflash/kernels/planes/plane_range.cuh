@@ -6,7 +6,7 @@
 #include "numeric.cuh"
 
 constexpr int LARGEST_EXPONENT = 14;  // of a head's numbers as planes hold them
-constexpr int VALUE_SHIFT = 11;       // of low planes of values and of weights; others have none
+constexpr int VALUE_SHIFT = 11;       // of low planes of what is summed; scores alone need none
 
 __device__ __forceinline__ float power_of_two(int exponent) {
     return __int_as_float((exponent + 127) << 23);
