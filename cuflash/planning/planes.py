@@ -26,8 +26,8 @@ HELD_BYTES = 8  # two numbers of a head
 COPY_RATE = 3.6e6  # bytes per microsecond that making planes reads and writes
 
 HIGH, LOW = 0, 1
-_SMALL: Planes = ((LOW, HIGH), (HIGH, LOW))
-_LARGE: Planes = ((HIGH, HIGH),)
+SMALL: Planes = ((LOW, HIGH), (HIGH, LOW))
+LARGE: Planes = ((HIGH, HIGH),)
 
 
 def again_tiles(problem: Problem) -> int:
@@ -194,9 +194,9 @@ class PlanesTile(WgmmaTile):
             )
 
         head, _ = self.widths(problem)
-        scores = product("multiply_shared", problem, keys, head, planes=(*_SMALL, *_LARGE))
-        small = with_values("multiply_small_registers", _SMALL)
-        return "\n".join([scores, small, with_values("multiply_registers", _LARGE)])
+        scores = product("multiply_shared", problem, keys, head, planes=(*SMALL, *LARGE))
+        small = with_values("multiply_small_registers", SMALL)
+        return "\n".join([scores, small, with_values("multiply_registers", LARGE)])
 
 
 def _both(**sizes: Any) -> tuple[PlanesTile, PlanesTile]:

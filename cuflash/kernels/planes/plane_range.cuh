@@ -14,6 +14,15 @@ __device__ __forceinline__ float power_of_two(int exponent) {
 // Of the bits of a normal number without its sign.
 __device__ __forceinline__ int exponent_of(u32 bits) { return int(bits >> 23) - 127; }
 
+// Planes of queries and keys are off by 2^-25 each. So a score is off by less than
+// 2 HEAD_DIM 2^15 2^-25 in their units, which may be 4 units in the last place of 1.
+constexpr float LARGEST_SCORE_SUM = 1 << 17;
+// The most that a product of a query and a key may be.
+__device__ __forceinline__ float score_sum(float score_factor, float scale) {
+    const float square = 1 << 2 * (LARGEST_EXPONENT + 1);
+    return score_factor * fabsf(scale) * square * HEAD_DIM;
+}
+
 // Magnitudes as bits of floats, which compare as integers. Subnormal numbers are 0.
 struct PlaneRange {
     u32 most = 0;            // infinity or more if there are infinities or NaN
