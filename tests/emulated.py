@@ -105,7 +105,7 @@ def attention_backward(
     alibi_slopes=None, sinks=None, dropout_p=0.0, seed=None, wrt=(), mode="check", schedule=0,
     row=None, device=H200, truncates=False,
 ):  # fmt: skip
-    """attention_backward() as `device` would run it; `row`, `mode`, `schedule` and `truncates` as in
+    """attention_backward() as `device` would run it; `row`, `mode`, `schedule`, `truncates` as in
     attention().
 
     New gradients are never-written memory to the kernels; `grads_out=` counts as written.

@@ -6,10 +6,12 @@ behind work on the heads that planes do not hold.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from ..operands.dtypes import ITEM_BYTES
 from . import simt
+from .hopper import WARPGROUP_ROWS
 from .launches import Buffer, Launch, MapBox
 from .planes import LARGE, SMALL, plane_buffers, plane_constants, plane_launches, summed_at_once
 from .problem import Device, Problem
@@ -18,6 +20,7 @@ from .tile import KernelTile
 from .warps import PLANES_TICKETS
 from .wgmma_two_kernels import WgmmaKeysTile, WgmmaQueriesTile
 
+BARRIER_BYTES = 960  # of shared memory, with what else is not tiles
 HEAD_BYTES = 160  # of where a head lies, and of what its planes mean
 
 
@@ -75,7 +78,7 @@ class PlanesKeysTile(WgmmaKeysTile):
     @property
     def behind(self) -> simt.SimtTile:
         """The row of the kernels that work on what these leave out, with the same tiles."""
-        return simt.BEHIND_GRADIENTS
+        return replace(simt.BEHIND_GRADIENTS, block_q=self.block_q, step_q=self.block_q)
 
     def of_kernel(self, kernel: str) -> KernelTile:
         """The row that has the sizes of one of the kernels."""
@@ -89,6 +92,8 @@ class PlanesKeysTile(WgmmaKeysTile):
             return "a head's rows share a scale: bits of a sequence would depend on its neighbours"
         if problem.summed[0] > 1:
             return "sums over no heads that share queries"
+        if problem.mask and self.block_q != WARPGROUP_ROWS:
+            return f"walks no lists of a mask of {self.block_q} queries"
         if problem.wrt:
             return "computes no gradients of arrays"
         return super().reject(problem, device)
@@ -96,10 +101,9 @@ class PlanesKeysTile(WgmmaKeysTile):
     def shared(self, problem: Problem) -> tuple[Buffer, ...]:
         """Tiles as the copy engine lays them out, weights, numbers of rows, barriers."""
         weights = self.block_k * self.block_q * ITEM_BYTES[problem.accumulator]
-        return tuple(
-            part._replace(tile_bytes=weights) if part.name == "P" else part
-            for part in super().shared(problem)
-        )
+        own = {"P": weights, "barriers": BARRIER_BYTES}
+        parts = super().shared(problem)
+        return tuple(x._replace(tile_bytes=own.get(x.name, x.tile_bytes)) for x in parts)
 
     def workspace(self, problem: Problem) -> tuple[Buffer, ...]:
         """What the kernels of halves keep, planes, and sums of the kernels behind."""
@@ -166,7 +170,8 @@ class PlanesQueriesTile(WgmmaQueriesTile):
 
     def constants(self, problem: Problem) -> dict[str, int | bool]:
         """Sizes that the kernel reads."""
-        return super().constants(problem) | _sums_constants(self, problem, self.first.sums)
+        own = _sums_constants(self, problem, self.first.sums) | {"PRODUCER_REGISTERS": 40}
+        return super().constants(problem) | own
 
     def products(self, problem: Problem) -> str:
         """S and dP; dQ."""
@@ -179,7 +184,12 @@ def _sums_constants(sizes: KernelTile, problem: Problem, sums: int) -> dict[str,
     return {"HEAD_PART": head, "VALUE_PART": value, "SUMS": sums}
 
 
+def _both(**sizes: Any) -> tuple[PlanesKeysTile, PlanesKeysTile]:
+    """The row as fa3 and as fa2."""
+    return PlanesKeysTile(algo="fa3", **sizes), PlanesKeysTile(algo="fa2", **sizes)
+
+
 ROWS = (
-    PlanesKeysTile(algo="fa3", max_dim=128, block_q=64, fill=1.0),
-    PlanesKeysTile(algo="fa2", max_dim=128, block_q=64, fill=1.0),
+    *_both(max_dim=64, block_q=128, fill=1.0),
+    *_both(max_dim=128, block_q=64, fill=1.0),
 )
