@@ -33,7 +33,7 @@ __device__ __forceinline__ void sum_values(const Params& p, SharedMemory& smem) 
     const u64 Q = QueryRows::descriptor(shared_address(smem.Q));
     const u64 dO = GradientRows::descriptor(shared_address(smem.dO));
 
-    Accumulator dV[2][VALUE_WIDTH / 4];
+    RowSums<VALUE_WIDTH / 4> dV;
     ItemReader<KeyItem> reader(smem.items);
     StepCount step;
     u32 K_parity = 0;
@@ -43,10 +43,9 @@ __device__ __forceinline__ void sum_values(const Params& p, SharedMemory& smem) 
         if (!item.exists) break;
         const int count = item.queries.count, k_begin = item.key_tile * BLOCK_K;
         const Head& head = item.located.head;
-        clear_rows(dV);
+        dV.clear();
         barriers.K_full.wait(K_parity);
         K_parity ^= 1;
-        bool held = true;
 #pragma unroll 1
         for (int i = 0; i < count; ++i, step.advance()) {
             const int slot = step.slot();
@@ -73,22 +72,25 @@ __device__ __forceinline__ void sum_values(const Params& p, SharedMemory& smem) 
             now.to_weights(S, W, rows);
             if (facts.is_cut)
                 now.hide(S, W, TileBits(p, head, facts.visit.bits, 0, k_begin, now.q_begin));
-            if (smem.row_stats[slot][NONFINITE] != 0) held = false;
+            if (smem.row_stats[slot][NONFINITE] != 0) dV.held = false;
             barriers.P_empty[slot].wait(step.parity() ^ 1);
             store_units<WARPGROUP>(reinterpret_cast<Accumulator*>(smem.P[slot][0]), W, thread);
             __syncwarp();  // all lanes have stored P, and read what came with Q
             if (speaks) barriers.P_full[slot].arrive(), barriers.Q_empty[slot].arrive();
             barriers.dO_full[slot].wait(step.parity());
-            held &= multiply_rows<GradientRows, VALUE_PART, SUMS>(
-                dV, S, dO + slot * (GradientRows::BYTES >> 4), item.located.sparse_queries);
+            dV.add<GradientRows, VALUE_PART, SUMS>(S, dO + slot * (GradientRows::BYTES >> 4),
+                                                   item.located.of_dO & HeadFactors::SPARSE,
+                                                   [&](int i, int j) { return S[i][j]; });
             if (speaks) barriers.dO_empty[slot].arrive();
         }
         __syncwarp();  // all lanes have done with the keys
         if (speaks) barriers.K_empty.arrive();
+        if (item.located.of_dO & HeadFactors::SMALL && dV.is_small<HEAD_DIM_V>(tile))
+            dV.held = false;
+        if (!dV.held) mark(p, head);
         const Accumulator factor = item.located.dV_factor;
-        scale_rows(dV, {factor, factor});
-        store_value_gradients(dV, p, item, k_begin);
-        if (!held) mark(p, head);
+        scale_rows(dV.sums, {factor, factor});
+        store_value_gradients(dV.sums, p, item, k_begin);
         __syncwarp();  // all lanes have read the item
         if (speaks) reader.release(item);
     }
@@ -104,7 +106,7 @@ __device__ __forceinline__ void sum_keys(const Params& p, SharedMemory& smem) {
     const u64 Q = QueryRows::descriptor(shared_address(smem.Q));
     const u64 dO = GradientRows::descriptor(shared_address(smem.dO));
 
-    Accumulator dK[2][HEAD_WIDTH / 4];
+    RowSums<HEAD_WIDTH / 4> dK;
     ItemReader<KeyItem> reader(smem.items);
     StepCount step;
     u32 K_parity = 0;
@@ -114,10 +116,9 @@ __device__ __forceinline__ void sum_keys(const Params& p, SharedMemory& smem) {
         if (!item.exists) break;
         const int count = item.queries.count, k_begin = item.key_tile * BLOCK_K;
         const Head& head = item.located.head;
-        clear_rows(dK);
+        dK.clear();
         barriers.K_full.wait(K_parity);
         K_parity ^= 1;
-        bool held = true;
 #pragma unroll 1
         for (int i = 0; i < count; ++i, step.advance()) {
             const int slot = step.slot();
@@ -149,16 +150,18 @@ __device__ __forceinline__ void sum_keys(const Params& p, SharedMemory& smem) {
                 now.to_score_gradients<false>(dP, W);
             __syncwarp();  // all lanes have loaded P
             if (speaks) barriers.P_empty[slot].arrive();
-            held &= multiply_rows<QueryRows, HEAD_PART, SUMS>(
-                dK, dP, Q + slot * (QueryRows::BYTES >> 4), item.located.sparse_queries);
+            dK.add<QueryRows, HEAD_PART, SUMS>(
+                dP, Q + slot * (QueryRows::BYTES >> 4), item.located.of_q & HeadFactors::SPARSE,
+                [&](int i, int j) { return now.magnitude(dP, W, i, j); });
             if (speaks) barriers.Q_empty[slot].arrive();
         }
         __syncwarp();  // all lanes have done with the keys
         if (speaks) barriers.K_empty.arrive();
+        if (item.located.of_q & HeadFactors::SMALL && dK.is_small<HEAD_DIM>(tile)) dK.held = false;
+        if (!dK.held) mark(p, head);
         const Accumulator factor = item.located.dK_factor;
-        scale_rows(dK, {factor, factor});
-        store_score_gradients(dK, p, item, k_begin);
-        if (!held) mark(p, head);
+        scale_rows(dK.sums, {factor, factor});
+        store_score_gradients(dK.sums, p, item, k_begin);
         __syncwarp();  // all lanes have read the item
         if (speaks) reader.release(item);
     }

@@ -51,7 +51,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const u64 K = KeyRows::descriptor(shared_address(smem.K));
     const u64 V = ValueRows::descriptor(shared_address(smem.V));
 
-    Accumulator dQ[2][HEAD_WIDTH / 4];
+    RowSums<HEAD_WIDTH / 4> dQ;
     ItemReader<QueryItem> reader(smem.items);
     KeyStep step;
     u32 Q_parity = 0;
@@ -62,8 +62,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const int count = item.count(), q_begin = item.q_begin + consumer * SLAB;
         const Head& head = item.located.head;
         const QueryStats stats(p, head, tile, q_begin);
-        bool held = !stats.nonfinite;
-        clear_rows(dQ);
+        dQ.clear();
+        if (stats.nonfinite) dQ.held = false;
         if (count > 0) {
             barriers.Q_full.wait(Q_parity);
             Q_parity ^= 1;
@@ -112,16 +112,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 now.to_score_gradients<true>(dP, S);
             else
                 now.to_score_gradients<false>(dP, S);
-            held &= multiply_rows<KeyRows, HEAD_PART, SUMS>(
-                dQ, dP, K + slot * (KeyRows::BYTES >> 4), item.located.sparse_keys);
+            dQ.add<KeyRows, HEAD_PART, SUMS>(
+                dP, K + slot * (KeyRows::BYTES >> 4), item.located.of_k & HeadFactors::SPARSE,
+                [&](int i, int j) { return fabsf(dP[i][j]) + fabsf(S[i][j] * stats.deltas[i]); });
             if (speaks) barriers.K_empty[slot].arrive();
         }
         if (count > 0 && speaks) barriers.Q_empty.arrive();
+        if (item.located.of_k & HeadFactors::SMALL && dQ.is_small<HEAD_DIM>(tile)) dQ.held = false;
+        if (!dQ.held) mark(p, head);
         const Accumulator factor = item.located.dQ_factor;
-        scale_rows(dQ, {factor, factor});
-        store_gradient_rows<HEAD_DIM>(item.located.dq, p.dq_row_stride, query_extent(p, head), dQ,
-                                      q_begin, p.scale);
-        if (!held) mark(p, head);
+        scale_rows(dQ.sums, {factor, factor});
+        store_gradient_rows<HEAD_DIM>(item.located.dq, p.dq_row_stride, query_extent(p, head),
+                                      dQ.sums, q_begin, p.scale);
         __syncwarp();  // all lanes have read the item
         if (speaks) reader.release(item);
     }

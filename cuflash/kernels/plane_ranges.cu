@@ -27,4 +27,6 @@ extern "C" __global__ void __launch_bounds__(PLANE_THREADS)
         chunk.is_values ? range_of<HEAD_DIM_V>(chunk) : range_of<HEAD_DIM>(chunk));
     const int part = chunk.part + chunk.begin / PLANE_ROWS;
     if (threadIdx.x == 0) static_cast<PlaneRange*>(p.plane_ranges)[part] = range;
+    if (threadIdx.x == 0 && chunk.begin == 0)
+        static_cast<HeldHead*>(p.held_heads)[chunk.head].small = 0;
 }

@@ -22,7 +22,7 @@ from .wgmma import WgmmaTile
 PLANE_ROWS = 128  # of a block of the kernels that make planes
 PLANE_THREADS = 256
 RANGE_BYTES = 12  # three numbers for each of its rows together
-HELD_BYTES = 8  # two numbers of a head
+HELD_BYTES = 12  # three numbers of a head
 COPY_RATE = 3.6e6  # bytes per microsecond that making planes reads and writes
 
 HIGH, LOW = 0, 1

@@ -15,7 +15,7 @@ struct alignas(16) GradientHead : HeadFactors {
     Element *dq, *dk, *dv;  // the head's rows
 
     // Each of the PARTS is long in divisions, so several threads work them out.
-    static constexpr int PARTS = 9;
+    static constexpr int PARTS = 10;
     template <typename P>
     __device__ __forceinline__ void find(const P& p, int index, int part, int region) {
         if (part == 0) head = locate_head(p, index, region);
@@ -26,7 +26,8 @@ struct alignas(16) GradientHead : HeadFactors {
         if (part == 5) dq = p.dq + locate(p, index, p.dq_axis_stride);
         if (part == 6) dk = p.dk + locate(p, index, p.dk_axis_stride);
         if (part == 7) dv = p.dv + locate(p, index, p.dv_axis_stride);
-        if (part == 8) HeadFactors::find(p, index);
+        if (part == 8) this->find_scores(p, index);
+        if (part == 9) this->find_values(p, index);
         if constexpr (VARLEN) {
             if (part == 5) dq += p.query_starts[region] * p.dq_row_stride;
             if (part == 6) dk += p.key_starts[region] * p.dk_row_stride;

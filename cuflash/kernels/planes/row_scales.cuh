@@ -4,13 +4,15 @@
 #include "planes/fresh_sums.cuh"
 
 struct RowScales {
+    static constexpr int LEAST = -100,
+                         MOST = 110;  // exponents whose powers of two are normal numbers
+
     float factors[2], units[2];  // what a row is multiplied by, and what undoes it
     bool infinite;               // whether a row of this lane has an infinity
 
     // All lanes of a row come here. NaN counts for nothing: it stays one whatever it is multiplied by.
     template <int COLUMNS>
     __device__ __forceinline__ RowScales(const float (&rows)[2][COLUMNS]) {
-        constexpr int LEAST = -100, MOST = 110;  // exponents whose powers of two are normal numbers
         infinite = false;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -26,35 +28,65 @@ struct RowScales {
         }
     }
 
-    // Whether some number is too small for its planes, which hold it to 2^-20 of itself or better down
-    // to 2^-30 of the row's largest.
-    template <int COLUMNS>
-    __device__ __forceinline__ bool finds_small(const float (&rows)[2][COLUMNS]) const {
-        constexpr float LEAST = 1.0f / (1 << 30 - LARGEST_EXPONENT);
+    // Whether some number may be off by more than it is allowed. Planes are off by 2^-20 of it or by
+    // 2^-36 of their own units, which is 2^-20 of 2^-16. `magnitude` says of what size the numbers are
+    // whose errors it may have.
+    template <int COLUMNS, typename Magnitude>
+    __device__ __forceinline__ bool finds_small(const Magnitude& magnitude) const {
+        constexpr float LEAST_UNITS = 1.0f / (1 << 14);
         bool found = false;
 #pragma unroll
         for (int i = 0; i < 2; ++i)
 #pragma unroll
             for (int j = 0; j < COLUMNS; ++j) {
-                const float x = fabsf(rows[i][j] * factors[i]);
-                found |= x < LEAST && x > 0.0f;
+                const float x = magnitude(i, j) * factors[i];
+                found |= x < LEAST_UNITS && x > 0.0f;
             }
         return found;
     }
 };
 
-// O += A B for rows A in float32 and rows B in planes. Tells whether the planes of A hold it: `sparse`
-// says that small numbers of A may matter, since some of B are 0 or small.
-template <typename Rows, int PART, int SUMS, int COLUMNS, int DEPTH>
-__device__ __forceinline__ bool multiply_rows(float (&O)[2][COLUMNS], const float (&A)[2][DEPTH],
-                                              u64 B, bool sparse) {
-    const RowScales scales(A);
-    const bool held = !scales.infinite && !(sparse && scales.finds_small(A));
-    u32 planes[DEPTH / 2][4];
-    split_rows(planes, A, scales.factors);
-    add_products<Rows, PART, SUMS>(O, planes, B, scales.units);
-    return held;
-}
+// The sum of a warpgroup's products of rows A, which it holds in float32, and rows B in planes.
+//
+// A sum of B's column is off by what B's numbers are, where these are too small for planes: heads have
+// MOST_SMALL of such. So the sum is held if it is large beside that.
+template <int COLUMNS>
+struct RowSums {
+    float sums[2][COLUMNS], largest[2];  // units of a row of A so far
+    bool held;                           // whether planes have held all of A
+
+    __device__ __forceinline__ void clear() {
+        clear_rows(sums);
+        largest[0] = largest[1] = 0.0f;
+        held = true;
+    }
+    // Adds A B. `sparse` says that small numbers of A may matter, since some of B are 0 or small.
+    template <typename Rows, int PART, int SUMS, int DEPTH, typename Magnitude>
+    __device__ __forceinline__ void add(const float (&A)[2][DEPTH], u64 B, bool sparse,
+                                        const Magnitude& magnitude) {
+        const RowScales scales(A);
+        held &= !scales.infinite && !(sparse && scales.finds_small<DEPTH>(magnitude));
+#pragma unroll
+        for (int i = 0; i < 2; ++i) largest[i] = fmaxf(largest[i], scales.units[i]);
+        u32 planes[DEPTH / 2][4];
+        split_rows(planes, A, scales.factors);
+        add_products<Rows, PART, SUMS>(sums, planes, B, scales.units);
+    }
+    // Whether small numbers of B matter to some sum of the first D columns: MOST_SMALL are off by 2^-36
+    // each, A is at most 2^15 units, and a sum may be off by 2^-20 of itself.
+    template <int D, typename Tile>
+    __device__ __forceinline__ bool is_small(const Tile& tile) const {
+        const float least = power_of_two(RowScales::LEAST - LARGEST_EXPONENT);
+        bool found = false;
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j)
+                found |= tile.column(j) < D && largest[i] > least &&
+                         fabsf(sums[i][j]) < largest[i] * (MOST_SMALL / 2);
+        return found;
+    }
+};
 
 // What two sums of products amount to: of the high planes, and of each high with a low plane.
 template <int COLUMNS>

@@ -83,5 +83,11 @@ struct TurnedStep {
             }
         }
     }
+
+    // Of what size the numbers are whose errors dS may have: those that dP - delta was subtracted from.
+    __device__ __forceinline__ Accumulator magnitude(const Tile& dS, const Tile& W, int i,
+                                                     int j) const {
+        return fabsf(dS[i][j]) + fabsf(W[i][j] * stats(BLOCK_Q, j / 2).at[j % 2]);
+    }
 };
 static_assert(!(STORES_DSCORE && SCORE_HAS_SLOPE), "what is told is without the slope");
