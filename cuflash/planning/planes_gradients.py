@@ -183,7 +183,7 @@ def _both(**sizes: Any) -> tuple[PlanesKeysTile, PlanesKeysTile]:
     return PlanesKeysTile(algo="fa3", **sizes), PlanesKeysTile(algo="fa2", **sizes)
 
 
-# On an H200 64 blocks take a third of what FMA units take, or less; 16 of 128 queries as long as these.
+# On an H200 64 blocks take a third of the time of FMA units, or less; 16 of 128 queries as long.
 ROWS = (
     *_both(max_dim=64, block_q=128, fill=0.4),
     *_both(max_dim=128, block_q=64, fill=0.4),
