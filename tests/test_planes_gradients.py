@@ -272,9 +272,17 @@ def test_what_stays_on_fma_units(more, reason):
     assert reason in str(plan)
 
 
-def test_small_problems_stay_on_fma_units():
-    x = np.zeros((1, 8, 128, 64), np.float32)
-    assert cuflash.plan(x, x, x, device=H200, backward=True).engine == "simt"
+@pytest.mark.parametrize(
+    ("shape", "engine"),
+    [
+        ((1, 8, 128, 64), "simt"), ((1, 8, 256, 64), "wgmma"), ((64, 8, 128, 64), "wgmma"),
+        ((1, 1, 512, 64), "wgmma"),
+    ],
+)  # fmt: skip
+def test_few_queries_stay_on_fma_units(shape, engine):
+    x = np.zeros(shape, np.float32)
+    assert cuflash.plan(x, x, x, device=H200, backward=True).engine == engine
+    assert cuflash.plan(x, x, x, device=H200, backward=True, engine="wgmma").engine == "wgmma"
 
 
 FORMS = {

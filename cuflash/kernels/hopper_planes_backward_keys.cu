@@ -153,6 +153,7 @@ __device__ __forceinline__ void sum_keys(const Params& p, SharedMemory& smem) {
             dK.add<QueryRows, HEAD_PART, SUMS>(
                 dP, Q + slot * (QueryRows::BYTES >> 4), item.located.of_q & HeadFactors::SPARSE,
                 [&](int i, int j) { return now.magnitude(dP, W, i, j); });
+            __syncwarp();  // all lanes have read what came with Q
             if (speaks) barriers.Q_empty[slot].arrive();
         }
         __syncwarp();  // all lanes have done with the keys
