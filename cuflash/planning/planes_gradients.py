@@ -21,9 +21,9 @@ from .warps import PLANES_TICKETS
 from .wgmma_two_kernels import WgmmaKeysTile, WgmmaQueriesTile
 
 BARRIER_BYTES = 960  # of shared memory, with what else is not tiles
-# Of fewer queries few blocks are worked on by FMA units: seven launches take longer than these. On an
-# H200 call behind call, head dim 64: 101 us against 68 with 128 queries and 16 blocks, 62 against 135
-# with 256 and 64.
+# Fewer queries in few blocks go to FMA units, which seven launches take longer than: on an H200, call
+# behind call, head dim 64, 101 us against 68 with 128 queries and 16 blocks, 62 against 135 with 256
+# and 64.
 LEAST_QUERIES = 192
 HEAD_BYTES = 160  # of where a head lies, and of what its planes mean
 
