@@ -21,9 +21,8 @@ from .warps import PLANES_TICKETS
 from .wgmma_two_kernels import WgmmaKeysTile, WgmmaQueriesTile
 
 BARRIER_BYTES = 960  # of shared memory, with what else is not tiles
-# Fewer queries in few blocks go to FMA units, which seven launches take longer than: on an H200, call
-# behind call, head dim 64, 101 us against 68 with 128 queries and 16 blocks, 62 against 135 with 256
-# and 64.
+# Fewer queries in few blocks go to FMA units: seven launches take longer. On an H200, call behind
+# call, head dim 64: 101 us against 68 with 128 queries and 16 blocks, 62 against 135 with 256 and 64.
 LEAST_QUERIES = 192
 HEAD_BYTES = 160  # of where a head lies, and of what its planes mean
 
@@ -127,14 +126,14 @@ class PlanesKeysTile(WgmmaKeysTile):
         for kernel in super().launches(problem, device):
             kernels.append(kernel)
             if kernel.name == self.queries.kernel:
-                kernels += self._launches_behind(problem)
+                kernels += self._launches_behind(problem, device)
         return tuple(kernels)
 
-    def _launches_behind(self, problem: Problem) -> tuple[Launch, ...]:
+    def _launches_behind(self, problem: Problem, device: Device) -> tuple[Launch, ...]:
+        """Of the kernels behind: sums of rows are there, and sums over heads come later."""
         behind = self.behind
-        names = behind.kernel, "sum_dq"
-        around = behind.around(problem, behind.main_launch(problem, Device(90)))
-        return tuple(kernel for kernel in around if kernel.name in names)
+        around = behind.around(problem, behind.main_launch(problem, device))
+        return tuple(kernel for kernel in around if kernel.name in (behind.kernel, "sum_dq"))
 
     def constants(self, problem: Problem) -> dict[str, int | bool]:
         """Sizes that the kernels read."""
