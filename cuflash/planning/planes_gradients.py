@@ -22,7 +22,7 @@ from .wgmma_two_kernels import WgmmaKeysTile, WgmmaQueriesTile
 
 BARRIER_BYTES = 960  # of shared memory, with what else is not tiles
 # Fewer queries in few blocks go to FMA units: seven launches take longer. On an H200, call behind
-# call, head dim 64: 101 us against 68 with 128 queries and 16 blocks, 62 against 135 with 256 and 64.
+# call, head dim 64: 101 us against 68 of 128 queries and 16 blocks, 62 against 135 of 256 and 64.
 LEAST_QUERIES = 192
 HEAD_BYTES = 160  # of where a head lies, and of what its planes mean
 
