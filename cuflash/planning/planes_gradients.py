@@ -190,6 +190,6 @@ def _both(**sizes: Any) -> tuple[PlanesKeysTile, PlanesKeysTile]:
 
 
 ROWS = (
-    *_both(max_dim=64, block_q=128, fill=2.0),
+    *_both(max_dim=64, block_q=128, fill=2.0, modified=False),
     *_both(max_dim=128, block_q=64, fill=2.0),
 )
