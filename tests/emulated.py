@@ -103,9 +103,10 @@ def attention_backward(
     window=None, mask=None, softcap=None, q_lengths=None, kv_lengths=None, q_offset=None,
     scale=None, enable_gqa=False, deterministic=True, bias=None, score_mod=None,
     alibi_slopes=None, sinks=None, dropout_p=0.0, seed=None, wrt=(), mode="check", schedule=0,
-    row=None, device=H200,
+    row=None, device=H200, truncates=False,
 ):  # fmt: skip
-    """attention_backward() as `device` would run it; `row`, `mode`, `schedule` as in attention().
+    """attention_backward() as `device` would run it; `row`, `mode`, `schedule`, `truncates` as in
+    attention().
 
     New gradients are never-written memory to the kernels; `grads_out=` counts as written.
     """
@@ -121,7 +122,7 @@ def attention_backward(
     )  # fmt: skip
     arrays = backward_arrays(inputs, grads_out, q_lengths, kv_lengths, offsets, wrt) | scored
     asked = arrays, options, 3 + len(wrt), mask, number
-    results = _run(BackwardCall, *asked, mode, schedule, row, device)
+    results = _run(BackwardCall, *asked, mode, schedule, row, device, truncates)
     return Gradients(*results[:3], *results[-2:], results[3:-2])
 
 

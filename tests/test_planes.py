@@ -214,9 +214,9 @@ def plant(monkeypatch, change):
 def test_emulator_long_sums_drift_without_sums_of_their_own(monkeypatch):
     """The test above fails where tensor cores add to O itself."""
     changes = [
-        ("multiply_registers<Values>(sums[SUMS - 1], P,", "multiply_registers<Values>(O, P,"),
+        ("multiply_registers<Rows>(sums[SUMS - 1], A,", "multiply_registers<Rows>(O, A,"),
         (
-            "sum = multiply_add(sums[step % SUMS][i][j], units[step % 2], sum);",
+            "sum = multiply_add(sums[step % SUMS][i][j], unit, sum);",
             "if (step == 0) sum += sums[0][i][j] / (1 << VALUE_SHIFT);",
         ),
         ("store_rows(O_regs,", "scale_rows(O_regs, O_unit), store_rows(O_regs,"),

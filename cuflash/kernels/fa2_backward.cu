@@ -5,8 +5,10 @@
 // sums. Where the result must be deterministic, blocks add to a tile of dQ in the order of their
 // keys: each waits until the one before it has added (gradients.cuh has the products).
 //
-// The kernel backward_rows ran before, sum_dq runs after this one.
+// The kernel backward_rows ran before, sum_dq runs after this one. Behind kernels on planes it works on
+// the heads that these have marked.
 #include "gradients.cuh"
+#include "planes/gradient_factors.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     fa2_backward(const __grid_constant__ Params p) {
@@ -15,7 +17,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     if (ORDERED) {
         // Numbers in the order in which blocks start, which that of blockIdx need not be.
         u32* const number = reinterpret_cast<u32*>(smem);
-        if (threadIdx.x == 0) *number = atomicAdd(p.tickets, 1u);
+        if (threadIdx.x == 0) *number = atomicAdd(p.tickets + (AFTER_PLANES ? TICKETS - 1 : 0), 1u);
         __syncthreads();  // the number is there
         index = *number;
         __syncthreads();  // all have it; the keys overwrite it
@@ -25,6 +27,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const RegionTile place = key_tile_at<BLOCK_K>(p, work.tile, p.key_tiles);
     if (!place.exists()) return;
     const Head head = locate_head(p, work.head, place.region);
+    if constexpr (AFTER_PLANES)
+        if (!is_marked(p, head.index)) return;
     const int key_tile = row_at(p, head, place.tile, place.tile);
     Gradients gradients = {};
     // Blocks that may add in any order start at different tiles of dQ and seldom meet.

@@ -259,18 +259,35 @@ __device__ __forceinline__ void store_gradients(Element* rows, i64 row_stride, i
     }
 }
 
+// The same behind kernels on planes, to be summed over heads: rows as these kernels leave them.
+template <int D, typename Tile, int R, int C>
+__device__ __forceinline__ void store_sum_rows(Accumulator* sums, const Accumulator (&regs)[R][C],
+                                               const Tile& tile, const Params& p, const Head& head,
+                                               int begin) {
+    constexpr int WIDTH = round_up(D, 32);
+    const i64 first = key_tiles_at<BLOCK_K>(p, head) * (BLOCK_K * WIDTH);
+    store_gradients<D>(reinterpret_cast<Element*>(sums + first), WIDTH, key_extent(p, head), regs,
+                       tile, begin, Accumulator(1));
+}
+
 // dK and dV of a key tile: to their arrays or, where heads share keys, to be summed over them.
 __device__ __forceinline__ void store_key_gradients(const Gradients& gradients, const Params& p,
                                                     const Head& head, int key_tile) {
     const int k_begin = key_tile * BLOCK_K + first_row_of_warp();
     const i64 tile = key_tiles_at<BLOCK_K>(p, head) + key_tile;
-    if (p.dk_sum != nullptr)
+    if (AFTER_PLANES && p.dk_sum != nullptr)
+        store_sum_rows<HEAD_DIM>(p.dk_sum, gradients.dK_regs, KeyTile(threadIdx.x % 32, nullptr), p,
+                                 head, k_begin);
+    else if (p.dk_sum != nullptr)
         store_units<THREADS>(p.dk_sum + tile * KEY_SUMS, gradients.dK_regs);
     else
         store_gradients<HEAD_DIM>(p.dk + locate_keys(p, head, p.dk_axis_stride, p.dk_row_stride),
                                   p.dk_row_stride, key_extent(p, head), gradients.dK_regs,
                                   KeyTile(threadIdx.x % 32, nullptr), k_begin, p.scale);
-    if (p.dv_sum != nullptr)
+    if (AFTER_PLANES && p.dv_sum != nullptr)
+        store_sum_rows<HEAD_DIM_V>(p.dv_sum, gradients.dV_regs,
+                                   ValueTile(threadIdx.x % 32, nullptr), p, head, k_begin);
+    else if (p.dv_sum != nullptr)
         store_units<THREADS>(p.dv_sum + tile * VALUE_SUMS, gradients.dV_regs);
     else
         store_gradients<HEAD_DIM_V>(p.dv + locate_keys(p, head, p.dv_axis_stride, p.dv_row_stride),

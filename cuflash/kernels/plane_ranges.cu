@@ -1,6 +1,6 @@
 // The range of the numbers in some rows of a head, for planes.cu.
 //
-// Grid: a block for every PLANE_ROWS rows of a head of q, then k, then v. Of operands that several
+// Grid: a block for every PLANE_ROWS rows of a head of q, then k, then v, then dO. Of operands that several
 // heads share each head is looked at once.
 #include "planes/block_range.cuh"
 #include "planes/plane_chunk.cuh"
@@ -27,4 +27,6 @@ extern "C" __global__ void __launch_bounds__(PLANE_THREADS)
         chunk.is_values ? range_of<HEAD_DIM_V>(chunk) : range_of<HEAD_DIM>(chunk));
     const int part = chunk.part + chunk.begin / PLANE_ROWS;
     if (threadIdx.x == 0) static_cast<PlaneRange*>(p.plane_ranges)[part] = range;
+    if (threadIdx.x == 0 && chunk.begin == 0)
+        static_cast<HeldHead*>(p.held_heads)[chunk.head].small = 0;
 }

@@ -1,15 +1,36 @@
-// Two planes of halves for every float of q, k and v (planes/plane_range.cuh), and what the kernels
-// behind must know of each head.
+// Two planes of halves for every float of q, k and v, and of dO in backward (planes/plane_range.cuh),
+// and what the kernels behind must know of each head.
 //
 // Grid: as in plane_ranges.cu, which has run before.
 #include "planes/block_range.cuh"
 #include "planes/plane_chunk.cuh"
 #include "tiles/copies.cuh"
 
+// Of low planes of queries and keys: in backward these are summed as well as scored.
+constexpr int SCORE_SHIFT = OF_GRADIENTS ? VALUE_SHIFT : 0;
+
+// How much some numbers beside each other, as planes hold them, add to their head's `small` ones. What
+// has no large number beside it may lie in a row of small ones, whose product with a row of the other
+// operand is to be exact, too: that is more than a head may have.
+__device__ __forceinline__ int count_small(const Vector<float, UNIT>& unit, float factor) {
+    constexpr float LEAST = 1.0f / (1 << 16), LARGE = 1 << 10;
+    int count = 0;
+    bool is_alone = true;
+#pragma unroll
+    for (int e = 0; e < UNIT; ++e) {
+        const float x = fabsf(unit.at[e] * factor);
+        count += x < LEAST && x > 0.0f;
+        is_alone &= x < LARGE;
+    }
+    return count == 0 || !is_alone ? count : MOST_SMALL + 1;
+}
+
+// Returns how much this thread's numbers add to the head's `small` ones.
 template <int COLUMNS, int WIDTH, int SHIFT>
-__device__ __forceinline__ void write_planes(const PlaneChunk& chunk, int exponent) {
+__device__ __forceinline__ int write_planes(const PlaneChunk& chunk, int exponent) {
     constexpr int UNITS = WIDTH / UNIT;
     const float factor = power_of_two(exponent);
+    int small = 0;
 #pragma unroll 4
     for (int i = chunk.begin * UNITS + threadIdx.x; i < chunk.end * UNITS; i += PLANE_THREADS) {
         const int row = i / UNITS, column = i % UNITS * UNIT;
@@ -17,6 +38,7 @@ __device__ __forceinline__ void write_planes(const PlaneChunk& chunk, int expone
         if (column < COLUMNS)
             unit = *reinterpret_cast<const Vector<float>*>(chunk.rows + row * chunk.row_stride +
                                                            column);
+        if (OF_GRADIENTS) small += count_small(unit, factor);
         Vector<__half, UNIT> high, low;
 #pragma unroll
         for (int e = 0; e < UNIT; ++e) {
@@ -28,6 +50,7 @@ __device__ __forceinline__ void write_planes(const PlaneChunk& chunk, int expone
         *reinterpret_cast<Vector<__half, UNIT>*>(planes) = high;
         *reinterpret_cast<Vector<__half, UNIT>*>(planes + WIDTH) = low;
     }
+    return small;
 }
 
 extern "C" __global__ void __launch_bounds__(PLANE_THREADS)
@@ -36,15 +59,17 @@ extern "C" __global__ void __launch_bounds__(PLANE_THREADS)
     PlaneRange range;
     for (int i = threadIdx.x; i < chunk.parts; i += PLANE_THREADS)
         range.add(static_cast<const PlaneRange*>(p.plane_ranges)[chunk.part + i]);
-    const HeldHead held = HeldHead::of(range_of_block<PLANE_THREADS>(range), chunk.is_values);
+    const HeldHead held = HeldHead::of(range_of_block<PLANE_THREADS>(range),
+                                       chunk.is_values || OF_GRADIENTS, OF_GRADIENTS);
+    HeldHead& head = static_cast<HeldHead*>(p.held_heads)[chunk.head];
     if (threadIdx.x == 0 && chunk.begin == 0)
-        static_cast<HeldHead*>(p.held_heads)[chunk.head] = held;
+        head.exponent = held.exponent, head.flags = held.flags;
     for (int i = blockIdx.x * PLANE_THREADS + threadIdx.x; i < p.head_count * p.again_tiles;
          i += gridDim.x * PLANE_THREADS)
         p.again[i] = 0;
     if (held.flags & HeldHead::UNHELD) return;
-    if (chunk.is_values)
-        write_planes<HEAD_DIM_V, PLANE_WIDTH_V, VALUE_SHIFT>(chunk, held.exponent);
-    else
-        write_planes<HEAD_DIM, PLANE_WIDTH, 0>(chunk, held.exponent);
+    const int small =
+        chunk.is_values ? write_planes<HEAD_DIM_V, PLANE_WIDTH_V, VALUE_SHIFT>(chunk, held.exponent)
+                        : write_planes<HEAD_DIM, PLANE_WIDTH, SCORE_SHIFT>(chunk, held.exponent);
+    if (small > 0) atomicAdd(&head.small, small);
 }

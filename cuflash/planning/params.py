@@ -10,7 +10,7 @@ import numpy as np
 
 from ..operands.layout import LENGTHS, MAX_AXES
 from ..scores.emit import ELEMENTS, NUMBERS, field_of
-from .problem import Problem
+from .problem import READ, Problem
 from .visible import MASK_ELEMENTS, mask_field_of
 
 # Name, NumPy type, count and C type of a struct's field.
@@ -44,12 +44,7 @@ _WORKSPACE = {
 
 # Planes of float32 operands, the ranges of their numbers, which heads planes hold, and which rows
 # are worked on again.
-_PLANES = {"q_planes": "void*", "k_planes": "void*", "v_planes": "void*", "plane_ranges": "void*",
-           "held_heads": "void*", "again": "unsigned int*"}  # fmt: skip
-_PLANE_SCALARS = (
-    (("q_planes_stride", "k_planes_stride", "v_planes_stride"), "i8 axes", "long long"),  # in heads
-    (("q_planes_heads", "k_planes_heads", "v_planes_heads", "again_tiles"), "i4", "int"),
-)
+_PLANES = {"plane_ranges": "void*", "held_heads": "void*", "again": "unsigned int*"}
 
 _ARRAY_SUMS = {"array_sums": "Accumulator*"}
 
@@ -110,7 +105,7 @@ def _pointer_types(problem: Problem) -> tuple[dict[str, str], dict[str, str], di
     if problem.backward and problem.mask:
         workspace |= _QUERY_LISTS
     if problem.has_planes:
-        workspace |= _PLANES
+        workspace |= {f"{x}_planes": "void*" for x in READ[problem.backward]} | _PLANES
     if problem.is_packed:
         workspace |= _STARTS
     if problem.wrt:
@@ -148,7 +143,9 @@ def _fields(problem: Problem) -> Iterator[tuple[tuple[str, ...], str, str]]:
         if x.keeps_sequences:
             yield (f"{x.field}_entry_stride",), "i8", "long long"
     if problem.has_planes:
-        yield from _PLANE_SCALARS
+        names = READ[problem.backward]
+        yield tuple(f"{x}_planes_stride" for x in names), "i8 axes", "long long"  # in heads
+        yield (*(f"{x}_planes_heads" for x in names), "again_tiles"), "i4", "int"
     if problem.page_size:
         yield from _PAGE_SCALARS
     if problem.dropout:

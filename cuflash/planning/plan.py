@@ -26,10 +26,11 @@ DEFAULT_ALGOS: tuple[Algo, ...] = ("fa2", "fa3")
 WORKSPACE_ALIGNMENT = 256  # bytes
 MOST_OTHERS = 6  # which a plan prints
 
-# The modules of the engines, the fastest first. Hopper's engine has three.
+# The modules of the engines, the fastest first. Hopper's engine has several.
 _ENGINE_MODULES = (
     "wgmma",
     "planes",
+    "planes_gradients",
     "wgmma_gradients",
     "wgmma_two_kernels",
     "mma",

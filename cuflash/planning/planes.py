@@ -6,13 +6,14 @@ hold, and on rows whose weights they do not.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..operands.dtypes import ITEM_BYTES
 from . import simt
 from .launches import Buffer, Launch, MapBox
-from .problem import Device, Problem
+from .problem import READ, Device, Problem
 from .products import Planes, product
 from .tile import KernelTile, ceil_div
 from .warps import AGAIN_ROWS
@@ -21,17 +22,72 @@ from .wgmma import WgmmaTile
 PLANE_ROWS = 128  # of a block of the kernels that make planes
 PLANE_THREADS = 256
 RANGE_BYTES = 12  # three numbers for each of its rows together
-HELD_BYTES = 8  # two numbers of a head
+HELD_BYTES = 12  # three numbers of a head
 COPY_RATE = 3.6e6  # bytes per microsecond that making planes reads and writes
 
 HIGH, LOW = 0, 1
-_SMALL: Planes = ((LOW, HIGH), (HIGH, LOW))
-_LARGE: Planes = ((HIGH, HIGH),)
+SMALL: Planes = ((LOW, HIGH), (HIGH, LOW))
+LARGE: Planes = ((HIGH, HIGH),)
 
 
 def again_tiles(problem: Problem) -> int:
-    """Tiles of a head's queries that are marked one by one where they are worked on again."""
-    return ceil_div(problem.query_length, AGAIN_ROWS)
+    """Tiles of a head's queries that are marked one by one where they are worked on again. In
+    backward a head is marked as a whole.
+    """
+    return 1 if problem.backward else ceil_div(problem.query_length, AGAIN_ROWS)
+
+
+def plane_rows(problem: Problem, widths: tuple[int, int]) -> dict[str, tuple[int, int, int]]:
+    """Heads, rows of a head and columns of each operand that is in planes."""
+    queries, keys = problem.query_length, problem.key_length
+    head, value = widths
+    sizes = {"q": (queries, head), "k": (keys, head), "v": (keys, value), "dout": (queries, value)}
+    return {name: (problem.heads_of(name), *sizes[name]) for name in READ[problem.backward]}
+
+
+def plane_chunks(problem: Problem) -> int:
+    """Blocks of the kernels that make planes."""
+    rows = plane_rows(problem, (0, 0)).values()
+    return sum(heads * ceil_div(length, PLANE_ROWS) for heads, length, _ in rows)
+
+
+def plane_buffers(problem: Problem, widths: tuple[int, int]) -> tuple[Buffer, ...]:
+    """Planes, what is known of them, and which rows are worked on again."""
+    rows, item = plane_rows(problem, widths), ITEM_BYTES[problem.dtype]
+    return (
+        *(
+            Buffer(f"{name}_planes", columns * item, heads * length)
+            for name, (heads, length, columns) in rows.items()
+        ),
+        Buffer("plane_ranges", RANGE_BYTES, plane_chunks(problem)),
+        Buffer("held_heads", HELD_BYTES, sum(heads for heads, *_ in rows.values())),
+        Buffer("again", 4, problem.head_count * again_tiles(problem)),
+    )
+
+
+def plane_launches(problem: Problem) -> tuple[Launch, ...]:
+    """The kernels that make planes."""
+    chunks, of_warps = max(1, plane_chunks(problem)), RANGE_BYTES * (PLANE_THREADS // 32)
+    names = "plane_ranges", "planes"
+    return tuple(Launch(name, chunks, PLANE_THREADS, of_warps) for name in names)
+
+
+def plane_constants(problem: Problem, widths: tuple[int, int]) -> dict[str, int | bool]:
+    """Sizes that the kernels which make planes read, and those that read planes."""
+    head, value = widths
+    return {
+        "PLANE_ROWS": PLANE_ROWS,
+        "PLANE_THREADS": PLANE_THREADS,
+        "PLANE_WIDTH": head,
+        "PLANE_WIDTH_V": value,
+        "AGAIN_ROWS": AGAIN_ROWS,
+        "OF_GRADIENTS": problem.backward,
+    }
+
+
+def summed_at_once(width: int) -> int:
+    """Columns, of so many, that are summed afresh at a time."""
+    return 64 if width % 64 == 0 else width if width < 128 else 32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,39 +141,16 @@ class PlanesTile(WgmmaTile):
 
     def value_part(self, problem: Problem) -> int:
         """Columns of O that are summed afresh at a time."""
-        _, value = self.widths(problem)
-        return 64 if value % 64 == 0 else value if value < 128 else 32
-
-    def chunks(self, problem: Problem) -> int:
-        """Blocks of the kernels that make planes."""
-        lengths = problem.query_length, problem.key_length, problem.key_length
-        return sum(
-            problem.heads_of(name) * ceil_div(length, PLANE_ROWS)
-            for name, length in zip("qkv", lengths)
-        )
+        return summed_at_once(self.widths(problem)[1])
 
     def extra_time(self, problem: Problem) -> float:
         """Microseconds of the kernels that make planes: they read twice and write once."""
-        head, value = self.widths(problem)
-        columns = problem.heads_of("q") * problem.query_length * head
-        columns += problem.heads_of("k") * problem.key_length * head
-        columns += problem.heads_of("v") * problem.key_length * value
-        return 3 * columns * ITEM_BYTES[problem.dtype] / COPY_RATE
+        numbers = sum(map(math.prod, plane_rows(problem, self.widths(problem)).values()))
+        return 3 * numbers * ITEM_BYTES[problem.dtype] / COPY_RATE
 
     def workspace(self, problem: Problem) -> tuple[Buffer, ...]:
         """Planes, what is known of them, and which rows are worked on again."""
-        head, value = (width * ITEM_BYTES[problem.dtype] for width in self.widths(problem))
-        queries, keys = problem.query_length, problem.key_length
-        heads = [problem.heads_of(name) for name in "qkv"]
-        return (
-            *super().workspace(problem),
-            Buffer("q_planes", head, heads[0] * queries),
-            Buffer("k_planes", head, heads[1] * keys),
-            Buffer("v_planes", value, heads[2] * keys),
-            Buffer("plane_ranges", RANGE_BYTES, self.chunks(problem)),
-            Buffer("held_heads", HELD_BYTES, sum(heads)),
-            Buffer("again", 4, problem.head_count * again_tiles(problem)),
-        )
+        return (*super().workspace(problem), *plane_buffers(problem, self.widths(problem)))
 
     def map_boxes(self, problem: Problem) -> tuple[MapBox, ...]:
         """As of halves; they are in planes."""
@@ -125,12 +158,9 @@ class PlanesTile(WgmmaTile):
 
     def around(self, problem: Problem, main: Launch) -> tuple[Launch, ...]:
         """Planes are made first; what they do not hold comes last."""
-        of_warps = RANGE_BYTES * (PLANE_THREADS // 32)
-        chunks = max(1, self.chunks(problem))
         behind = self.behind
         return (
-            Launch("plane_ranges", chunks, PLANE_THREADS, of_warps),
-            Launch("planes", chunks, PLANE_THREADS, of_warps),
+            *plane_launches(problem),
             main,
             Launch(
                 behind.kernel, behind.blocks(problem), behind.threads, behind.shared_bytes(problem)
@@ -147,18 +177,12 @@ class PlanesTile(WgmmaTile):
 
     def constants(self, problem: Problem) -> dict[str, int | bool]:
         """Sizes that the kernels read."""
-        head, value = self.widths(problem)
         own = {
             "PRODUCER_REGISTERS": 56 if self.warps == 8 else 32,
             "VALUE_PART": self.value_part(problem),
             "SUMS": self.sums,
-            "PLANE_ROWS": PLANE_ROWS,
-            "PLANE_THREADS": PLANE_THREADS,
-            "PLANE_WIDTH": head,
-            "PLANE_WIDTH_V": value,
-            "AGAIN_ROWS": AGAIN_ROWS,
         }
-        return super().constants(problem) | own
+        return super().constants(problem) | own | plane_constants(problem, self.widths(problem))
 
     def products(self, problem: Problem) -> str:
         """S = Q K^T of all planes; P V of the planes whose products are small, and the others."""
@@ -170,9 +194,9 @@ class PlanesTile(WgmmaTile):
             )
 
         head, _ = self.widths(problem)
-        scores = product("multiply_shared", problem, keys, head, planes=(*_SMALL, *_LARGE))
-        small = with_values("multiply_small_registers", _SMALL)
-        return "\n".join([scores, small, with_values("multiply_registers", _LARGE)])
+        scores = product("multiply_shared", problem, keys, head, planes=(*SMALL, *LARGE))
+        small = with_values("multiply_small_registers", SMALL)
+        return "\n".join([scores, small, with_values("multiply_registers", LARGE)])
 
 
 def _both(**sizes: Any) -> tuple[PlanesTile, PlanesTile]:

@@ -22,6 +22,8 @@ SHARED_BYTES = {
     90: 232448, 100: 232448, 103: 232448, 110: 232448, 120: 101376, 121: 101376,
 }  # fmt: skip
 LEAST_ARCH = 70
+# The operands that products read, by direction.
+READ = {False: ("q", "k", "v"), True: ("q", "k", "v", "dout")}
 
 
 @dataclass(frozen=True)
@@ -156,7 +158,8 @@ class Problem:
     wrt : tuple of Wanted
         Gradients that are asked for beside those of q, k and v.
     own_heads : tuple of int
-        Heads of q, k and v, where those that share rows count once; by default none do.
+        Heads of q, k, v and, in backward, dout, where those that share rows count once; by default
+        none do.
     """
 
     dtype: str
@@ -193,11 +196,12 @@ class Problem:
     @property
     def has_planes(self) -> bool:
         """Whether kernels may take the operands in planes (planes.py)."""
-        return self.dtype == "float32" and not (self.backward or self.page_size)
+        return self.dtype == "float32" and not self.page_size
 
     def heads_of(self, operand: str) -> int:
-        """Heads of q, k or v: those that share rows count once."""
-        return self.own_heads["qkv".index(operand)] if self.own_heads else self.head_count
+        """Heads of q, k, v or dout: those that share rows count once."""
+        names = READ[self.backward]
+        return self.own_heads[names.index(operand)] if self.own_heads else self.head_count
 
     @property
     def is_packed(self) -> bool:
@@ -386,5 +390,5 @@ def make_problem(
         longest=layout.packing.longest if layout.packing else (0, 0),
         offsets=offsets,
         wrt=wrt,
-        own_heads=tuple(own_strides(layout, name)[1] for name in "qkv"),
+        own_heads=tuple(own_strides(layout, name)[1] for name in READ[backward]),
     )

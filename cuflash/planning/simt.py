@@ -120,5 +120,8 @@ BEHIND_PLANES = {
     128: _fa2(max_dim=128, block_k=64, warps=8, row_lanes=16, lane_rows=8, after_planes=True),
     256: _fa2(max_dim=256, block_k=32, warps=8, row_lanes=16, lane_rows=8, after_planes=True),
 }
+# The same for gradients.
+BEHIND_GRADIENTS = _fa2(max_dim=128, backward=True, block_q=64, warps=8, row_lanes=16, lane_rows=4,
+                        after_planes=True)
 # fmt: on
 ROWS = (*_FORWARD, *_BACKWARD)

@@ -10,6 +10,7 @@ from .problem import Problem
 from .tile import KernelTile, ceil_div
 
 AGAIN_ROWS = 128  # queries that are worked on again together (planes.py)
+PLANES_TICKETS = 3  # of the kernels of gradients on planes, and of the one behind them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,15 +201,16 @@ class WarpTile(KernelTile):
             "ROW_LANES": self.row_lanes,
             "LANE_ROWS": self.lane_rows,
         }
+        own["AFTER_PLANES"] = self.after_planes
         if not self.backward:
-            own |= {"AFTER_PLANES": self.after_planes, "AGAIN_ROWS": AGAIN_ROWS}
+            own["AGAIN_ROWS"] = AGAIN_ROWS
         else:
             ordered = self.adds_in_order(problem)
             own |= {
                 "STEP_Q": self.step_q,
                 "ONE_SCORE_TILE": self.one_score_tile,
                 "ORDERED": ordered,
-                "TICKETS": int(ordered),
+                "TICKETS": PLANES_TICKETS if self.after_planes else int(ordered),
                 "TURNS": 1,
                 "SIDE_THREADS": self.threads,
                 "CLEARS_DQ": True,

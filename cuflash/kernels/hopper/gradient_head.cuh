@@ -3,15 +3,19 @@
 // Reads the prelude.
 #pragma once
 #include "hopper/map_position.cuh"
+#include "planes/gradient_factors.cuh"
 #include "seams/sequence.cuh"
 
-struct alignas(16) GradientHead {
+// Of operands in planes.
+using HeadFactors = typename Select<SAME<Element, float>, GradientFactors, NoFactors>::type;
+
+struct alignas(16) GradientHead : HeadFactors {
     Head head;
     MapPosition q_position, k_position, v_position, dout_position;
     Element *dq, *dk, *dv;  // the head's rows
 
     // Each of the PARTS is long in divisions, so several threads work them out.
-    static constexpr int PARTS = 8;
+    static constexpr int PARTS = 10;
     template <typename P>
     __device__ __forceinline__ void find(const P& p, int index, int part, int region) {
         if (part == 0) head = locate_head(p, index, region);
@@ -22,6 +26,8 @@ struct alignas(16) GradientHead {
         if (part == 5) dq = p.dq + locate(p, index, p.dq_axis_stride);
         if (part == 6) dk = p.dk + locate(p, index, p.dk_axis_stride);
         if (part == 7) dv = p.dv + locate(p, index, p.dv_axis_stride);
+        if (part == 8) this->find_scores(p, index);
+        if (part == 9) this->find_values(p, index);
         if constexpr (VARLEN) {
             if (part == 5) dq += p.query_starts[region] * p.dq_row_stride;
             if (part == 6) dk += p.key_starts[region] * p.dk_row_stride;

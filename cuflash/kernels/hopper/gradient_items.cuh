@@ -30,6 +30,7 @@ struct alignas(16) KeyItem {
         // Blocks that may add in any order begin at different tiles of dQ and seldom meet.
         const int rotation = ORDERED ? 0 : ROTATION * key_tile + head.index;
         queries = QueryTiles<BLOCK_Q>(p, head, key_tile, BLOCK_K, rotation);
+        if (!located.is_held()) queries.count = 0;
     }
 };
 

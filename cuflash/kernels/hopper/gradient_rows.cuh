@@ -1,55 +1,9 @@
-// The end of a tile of keys: dK and dV in the caller's type, or summed over heads later. Reads the
-// prelude.
+// The end of a tile of keys of halves: what its products did not see. Reads the prelude.
 #pragma once
-#include "hopper/gradient_items.cuh"
-#include "hopper/gradient_stores.cuh"
 #include "hopper/gradient_tiles.cuh"
+#include "hopper/key_stores.cuh"
 #include "nonfinite.cuh"
 #include "row_stats.cuh"
-#include "tiles/warpgroup.cuh"
-
-static_assert(is_laid_out<float>(tile_bytes::dk_sum, BLOCK_K* padded(HEAD_DIM)) &&
-                  is_laid_out<float>(tile_bytes::dv_sum, BLOCK_K* padded(HEAD_DIM_V)),
-              "the plan's tiles in the workspace are those of the kernels");
-
-// Where a tile of keys is summed over heads: its first row of dK and of dV.
-__device__ __forceinline__ float* sum_rows_of(float* sums, const Params& p, const KeyItem& item,
-                                              int width) {
-    const Head& head = item.located.head;
-    const i64 first_tile = key_tiles_at<BLOCK_K>(p, head);
-    return sums + (first_tile + item.key_tile) * (BLOCK_K * width);
-}
-
-// dV of a consumer's keys, from k_begin on; dK; and both.
-__device__ __forceinline__ void store_value_gradients(const float (&dV)[2][padded(HEAD_DIM_V) / 4],
-                                                      const Params& p, const KeyItem& item,
-                                                      int k_begin) {
-    constexpr int WIDTH = padded(HEAD_DIM_V);
-    const int first = k_begin - item.key_tile * BLOCK_K;
-    if (p.dv_sum != nullptr)
-        store_sum_rows(sum_rows_of(p.dv_sum, p, item, WIDTH) + first * WIDTH, dV);
-    else
-        store_gradient_rows<HEAD_DIM_V>(item.located.dv, p.dv_row_stride,
-                                        key_extent(p, item.located.head), dV, k_begin, 1.0f);
-}
-__device__ __forceinline__ void store_score_gradients(const float (&dK)[2][padded(HEAD_DIM) / 4],
-                                                      const Params& p, const KeyItem& item,
-                                                      int k_begin) {
-    constexpr int WIDTH = padded(HEAD_DIM);
-    const int first = k_begin - item.key_tile * BLOCK_K;
-    if (p.dk_sum != nullptr)
-        store_sum_rows(sum_rows_of(p.dk_sum, p, item, WIDTH) + first * WIDTH, dK);
-    else
-        store_gradient_rows<HEAD_DIM>(item.located.dk, p.dk_row_stride,
-                                      key_extent(p, item.located.head), dK, k_begin, p.scale);
-}
-__device__ __forceinline__ void store_key_gradients(const float (&dK)[2][padded(HEAD_DIM) / 4],
-                                                    const float (&dV)[2][padded(HEAD_DIM_V) / 4],
-                                                    const Params& p, const KeyItem& item,
-                                                    int k_begin) {
-    store_value_gradients(dV, p, item, k_begin);
-    store_score_gradients(dK, p, item, k_begin);
-}
 
 // dV += P^T dO for the infinities and NaN of dO that a warp's 16 keys, from row `first` of the tile
 // on, see: the products saw some of them as zeros. The rows are written already. Rare, hence slow and

@@ -3,10 +3,11 @@
 // infinities or NaN. Reads the prelude.
 #pragma once
 #include "hopper/gradient_items.cuh"
-#include "hopper/gradient_tiles.cuh"
+#include "hopper/gradient_panels.cuh"
 #include "hopper/producer.cuh"
 #include "hopper/tables.cuh"
 #include "hopper/tile_checks.cuh"
+#include "row_stats.cuh"
 
 static_assert(STAGES == 2, "slots follow from the parity of steps");
 

@@ -9,15 +9,24 @@ __device__ __forceinline__ void store_gradient_rows(Element* rows, i64 row_strid
                                                     const float (&sums)[2][COLUMNS], int begin,
                                                     float factor) {
     const WarpgroupTile<Element, SLAB, D, COLUMNS * 4> tile(threadIdx.x % WARPGROUP);
-    const int column = 8 * (tile.lane % 4);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
         const int row = begin + tile.row(i);
-        Element* const target = rows + row * row_stride + column;
+        Element* const target = rows + row * row_stride;
+        if constexpr (SAME<Element, float>) {
 #pragma unroll
-        for (int group = 0; group < COLUMNS / 8; ++group)
-            store_where(row < row_count && 32 * group + column < D, target + 32 * group,
-                        tile.eight_columns(sums[i], group, factor));
+            for (int j = 0; j < COLUMNS; j += 2)
+                if (row < row_count && tile.column(j) < D)
+                    *reinterpret_cast<Vector<float, 2>*>(target + tile.column(j)) = {
+                        sums[i][j] * factor, sums[i][j + 1] * factor};
+        } else {
+            const int column = 8 * (tile.lane % 4);
+#pragma unroll
+            for (int group = 0; group < COLUMNS / 8; ++group)
+                store_where(row < row_count && 32 * group + column < D,
+                            target + column + 32 * group,
+                            tile.eight_columns(sums[i], group, factor));
+        }
     }
 }
 

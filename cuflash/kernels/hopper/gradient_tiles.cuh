@@ -1,6 +1,7 @@
 // Tiles of a backward kernel on wgmma: how they lie in shared memory, and what a warpgroup does to a
 // tile of scores. It stands on its side: rows are keys, columns queries. Reads the prelude.
 #pragma once
+#include "hopper/gradient_panels.cuh"
 #include "nonfinite.cuh"
 #include "row_stats.cuh"
 #include "seams/hooks.cuh"
@@ -8,11 +9,7 @@
 #include "seams/score.cuh"
 #include "tiles/warpgroup.cuh"
 
-using KeyRows = Panels<BLOCK_K, HEAD_WIDTH>;
-using ValueRows = Panels<BLOCK_K, VALUE_WIDTH>;
-using QueryRows = Panels<BLOCK_Q, HEAD_WIDTH>;
-using GradientRows = Panels<BLOCK_Q, VALUE_WIDTH>;  // of dO
-using ScoreRows = Panels<BLOCK_Q, BLOCK_K>;         // of dS
+using ScoreRows = Panels<BLOCK_Q, BLOCK_K>;  // of dS
 using Scores = WarpgroupTile<Element, BLOCK_Q, HEAD_DIM, HEAD_DIM_V>;
 using Packed = u32[BLOCK_Q / 16][4];  // P^T or dS^T as the A operands of products
 

@@ -14,7 +14,7 @@ constexpr int KEY_ITEM_READERS = WARPS + 1;
 constexpr int ROWS_SCORED = 1;  // named barrier: both consumers have read Q and dO
 
 // In how many forms the second consumer needs P^T.
-constexpr int WEIGHT_FORMS = SCORE_HAS_SLOPE ? 2 : 1;
+constexpr int WEIGHT_FORMS = SCORE_HAS_SLOPE && !SAME<Element, float> ? 2 : 1;
 
 // "Full" counts bytes, "empty" the consumers' warps; those of P count a consumer's.
 struct Barriers {
@@ -39,7 +39,8 @@ struct SharedMemory {
     unsigned char V[ValueRows::BYTES];
     unsigned char Q[STAGES][QueryRows::BYTES];
     unsigned char dO[STAGES][GradientRows::BYTES];
-    u32 P[STAGES][WEIGHT_FORMS][WARPGROUP * BLOCK_Q / 4];  // as registers hold it, in units
+    // As registers hold it, in units.
+    u32 P[STAGES][WEIGHT_FORMS][WARPGROUP * BLOCK_Q / 2 * sizeof(Element) / sizeof(u32)];
     alignas(16) float row_stats[STAGES][ROW_STATS];
     Barriers barriers;
     StepFacts facts[STAGES];

@@ -2,6 +2,7 @@
 // the producer's threads. Reads the prelude.
 #pragma once
 #include "hopper/barriers.cuh"
+#include "hopper/gradient_panels.cuh"
 #include "hopper/producer.cuh"
 #include "hopper/query_items.cuh"
 #include "hopper/tables.cuh"
@@ -11,11 +12,6 @@
 static_assert(BLOCK_Q == CONSUMERS * SLAB, "a consumer has SLAB queries");
 static_assert(!MASKED || (CONSUMERS == COLUMNS_OF_LIST && MASK_COLUMNS == SLAB),
               "a consumer has a column of the mask's tiles");
-
-using QueryRows = Panels<BLOCK_Q, HEAD_WIDTH>;
-using GradientRows = Panels<BLOCK_Q, VALUE_WIDTH>;  // of dO
-using KeyRows = Panels<BLOCK_K, HEAD_WIDTH>;
-using ValueRows = Panels<BLOCK_K, VALUE_WIDTH>;
 
 // Who reads an item: the consumers' warps. The copying thread has written it.
 constexpr int QUERY_ITEM_READERS = WARPS;

@@ -41,6 +41,7 @@ struct alignas(16) QueryItem {
         q_begin = query_tile * BLOCK_Q;
         list = query_list(p, head, query_tile, VARLEN ? query_lists_of(p) : tiles);
         begin = end = 0;
+        if (!located.is_held()) return;
 #pragma unroll 1
         for (int i = 0; i < CONSUMERS; ++i) {
             forget();

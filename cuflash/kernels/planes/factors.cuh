@@ -10,10 +10,6 @@ struct PlaneFactors {
     int held, sparse;
 };
 
-// Planes of queries and keys are off by 2^-25 each. So a score is off by less than
-// 2 HEAD_DIM 2^15 2^-25 in their units, which may be 4 units in the last place of 1.
-constexpr float LARGEST_SCORE_SUM = 1 << 17;
-
 // Of the head with this index among all. P is Params, a template's because not all have planes.
 template <typename P>
 __device__ __forceinline__ void find_factors(const P& p, int index, PlaneFactors& factors) {
@@ -27,9 +23,7 @@ __device__ __forceinline__ void find_factors(const P& p, int index, PlaneFactors
     factors.sparse = v.flags & HeldHead::SPARSE;
     factors.score_factor = factors.held ? power_of_two(-exponent) : 0.0f;
     factors.value_factor = factors.held ? power_of_two(-v.exponent) : 0.0f;
-    const float square = 1 << 2 * (LARGEST_EXPONENT + 1);
-    const float sum = factors.score_factor * fabsf(p.scale) * square * HEAD_DIM;
-    factors.held &= sum <= LARGEST_SCORE_SUM;
+    factors.held &= score_sum(factors.score_factor, p.scale) <= LARGEST_SCORE_SUM;
 }
 
 // The marks of rows [row_begin, row_end) of a head, AGAIN_ROWS rows each: whether they are left to the

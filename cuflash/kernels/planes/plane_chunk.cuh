@@ -1,4 +1,4 @@
-// What a block of the kernels that make planes works on: some rows of a head of q, k or v.
+// What a block of the kernels that make planes works on: some rows of a head of q, k or v, or of dO.
 #pragma once
 #include "numeric.cuh"
 #include "seams/sequence.cuh"
@@ -10,9 +10,9 @@ struct PlaneChunk {
     unsigned short* planes;  // the same: high planes of its columns, then low ones
     long long row_stride;
     int begin, end;   // rows of the chunk
-    int head;         // among those of q, then k, then v
+    int head;         // among those of q, then k, then v, then dO
     int parts, part;  // chunks of the head, the first one's number, and this one's
-    bool is_values;
+    bool is_values;   // its columns are those of values: of dO as well
 };
 
 // A head's first row: its position among the heads that do not share rows, along the axes that they
@@ -25,8 +25,10 @@ __device__ __forceinline__ i64 first_row_of(const Params& p, int head, const lon
     return offset;
 }
 
-// The chunk of this block, which is one of those of all heads of q, then k, then v.
-__device__ __forceinline__ PlaneChunk find_chunk(const Params& p) {
+// The chunk of this block, which is one of those of all heads of q, then k, then v, then dO. P is
+// Params, a template's because not all have dO.
+template <typename P>
+__device__ __forceinline__ PlaneChunk find_chunk(const P& p) {
     const int q_chunks = divide_up(p.query_length, PLANE_ROWS);
     const int k_chunks = divide_up(p.key_length, PLANE_ROWS);
     int index = blockIdx.x, parts = 0, first_head = 0;
@@ -57,8 +59,17 @@ __device__ __forceinline__ PlaneChunk find_chunk(const Params& p) {
     }
     index -= p.k_planes_heads * k_chunks, parts += p.k_planes_heads * k_chunks;
     first_head += p.k_planes_heads;
+    chunk.is_values = true;
+    if constexpr (OF_GRADIENTS) {
+        if (index >= p.v_planes_heads * k_chunks) {
+            index -= p.v_planes_heads * k_chunks, parts += p.v_planes_heads * k_chunks;
+            first_head += p.v_planes_heads;
+            take(p.dout, p.dout_planes, p.dout_planes_stride, p.dout_axis_stride, p.dout_row_stride,
+                 p.query_length, q_chunks, PLANE_WIDTH_V);
+            return chunk;
+        }
+    }
     take(p.v, p.v_planes, p.v_planes_stride, p.v_axis_stride, p.v_row_stride, p.key_length,
          k_chunks, PLANE_WIDTH_V);
-    chunk.is_values = true;
     return chunk;
 }

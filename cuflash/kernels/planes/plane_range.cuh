@@ -6,13 +6,25 @@
 #include "numeric.cuh"
 
 constexpr int LARGEST_EXPONENT = 14;  // of a head's numbers as planes hold them
-constexpr int VALUE_SHIFT = 11;       // of low planes of values and of weights; others have none
+constexpr int VALUE_SHIFT = 11;       // of low planes of what is summed; scores alone need none
 
 __device__ __forceinline__ float power_of_two(int exponent) {
     return __int_as_float((exponent + 127) << 23);
 }
 // Of the bits of a normal number without its sign.
 __device__ __forceinline__ int exponent_of(u32 bits) { return int(bits >> 23) - 127; }
+
+// Planes of queries and keys are off by 2^-25 each. So a score is off by less than
+// 2 HEAD_DIM 2^15 2^-25 in their units, which may be 4 units in the last place of 1.
+constexpr float LARGEST_SCORE_SUM = 1 << 17;
+// Numbers below 2^-16 are off by more than 2^-20 of themselves. Heads may have some, for gradients.
+constexpr int MOST_SMALL = 16;
+
+// The most that a product of a query and a key may be.
+__device__ __forceinline__ float score_sum(float score_factor, float scale) {
+    const float square = 1 << 2 * (LARGEST_EXPONENT + 1);
+    return score_factor * fabsf(scale) * square * HEAD_DIM;
+}
 
 // Magnitudes as bits of floats, which compare as integers. Subnormal numbers are 0.
 struct PlaneRange {
@@ -34,6 +46,7 @@ struct PlaneRange {
 struct HeldHead {
     int exponent;  // e above
     int flags;
+    int small;  // in backward: how many numbers planes hold less well, more than MOST_SMALL if many
     static constexpr int UNHELD = 1;  // no planes hold it
     static constexpr int SPARSE = 2;  // of values: some are 0, or far below the largest
 
@@ -47,13 +60,15 @@ struct HeldHead {
     // Of smaller queries and keys: scores are then far too small to matter.
     static constexpr int SMALL_EXPONENT = 60;
 
-    static __device__ __forceinline__ HeldHead of(const PlaneRange& range, bool is_values) {
+    // `small_allowed`: others look at small values.
+    static __device__ __forceinline__ HeldHead of(const PlaneRange& range, bool is_values,
+                                                  bool small_allowed) {
         const int largest = exponent_of(range.most), exponent = LARGEST_EXPONENT - largest;
         if (range.most >= 0x7f800000 || largest > LARGEST) return {0, UNHELD};
         if (!is_values) return {min(exponent, SMALL_EXPONENT), 0};
         if (range.most == 0) return {0, SPARSE};
         const int least = exponent_of(range.least + 1) + exponent;
-        if (largest < SMALLEST || least < LEAST_VALUE) return {0, UNHELD};
+        if (largest < SMALLEST || least < LEAST_VALUE && !small_allowed) return {0, UNHELD};
         return {exponent, range.zeros || least < SPARSE_BELOW ? SPARSE : 0};
     }
 };

@@ -4,20 +4,9 @@
 // A tile in shared memory is two, of the high plane and of the low one. Products of low planes with
 // each other are left out: 2^-22 of the others at most.
 #pragma once
-#include "planes/plane_range.cuh"
+#include "planes/fresh_sums.cuh"
+#include "planes/two_planes.cuh"
 #include "tiles/warpgroup.cuh"
-
-template <typename Panels>
-struct TwoPlanes : Panels {
-    static constexpr int COUNT = 2 * Panels::COUNT, BYTES = 2 * Panels::BYTES;
-    // What to add to a descriptor for 16 columns, or rows, of a plane from 16 * i on.
-    static constexpr __device__ int columns(int i, int plane) {
-        return Panels::columns(i) + (plane * Panels::BYTES >> 4);
-    }
-    static constexpr __device__ int rows(int i, int plane) {
-        return Panels::rows(i) + (plane * Panels::BYTES >> 4);
-    }
-};
 
 template <int BLOCK_K, int D, int DV>
 struct PlanesTile : WarpgroupTile<__half, BLOCK_K, D, DV> {
@@ -40,19 +29,8 @@ struct PlanesTile : WarpgroupTile<__half, BLOCK_K, D, DV> {
     // P as the A operands of products: the high plane of all keys, then the low one.
     __device__ __forceinline__ void split_probabilities(u32 (&P)[2 * CHUNKS][4],
                                                         const float (&S)[ROWS][COLUMNS]) const {
-#pragma unroll
-        for (int i = 0; i < CHUNKS; ++i)
-#pragma unroll
-            for (int r = 0; r < 4; ++r) {
-                constexpr float UNIT = 1 << WEIGHT_EXPONENT, SHIFTED = 1 << VALUE_SHIFT;
-                const int column = 4 * i + r / 2 * 2;
-                const float x = S[r % 2][column] * UNIT, y = S[r % 2][column + 1] * UNIT;
-                const u32 high = pack(x, y, __half());
-                const float rest_x = x - widen(__ushort_as_half(high & 0xffff));
-                const float rest_y = y - widen(__ushort_as_half(high >> 16));
-                P[i][r] = high;
-                P[CHUNKS + i][r] = pack(rest_x * SHIFTED, rest_y * SHIFTED, __half());
-            }
+        constexpr float UNIT = 1 << WEIGHT_EXPONENT;
+        split_rows(P, S, {UNIT, UNIT});
     }
 
     // Whether some weight is too small for its planes, which hold it to 2^-20 of itself or better
@@ -67,38 +45,10 @@ struct PlanesTile : WarpgroupTile<__half, BLOCK_K, D, DV> {
         return found;
     }
 
-    // O += P V times `unit`. With two SUMS one is added while the tensor cores work on the other. Tensor cores cut off what a sum has no digits for, so a long one drifts:
-    // these are of a tile's keys, VALUE_PART columns at a time, and O is added to in float32. The
-    // sums of what a low plane is part of are 2^VALUE_SHIFT times as large.
+    // O += P V times `unit`.
     __device__ __forceinline__ void accumulate(float (&O)[ROWS][VALUE_COLUMNS],
                                                const u32 (&P)[2 * CHUNKS][4], u64 V,
                                                float unit) const {
-        constexpr int COUNT = padded(DV) / VALUE_PART, PART = VALUE_PART / 4;
-        constexpr int PANEL_STEP = VALUE_PART / Values::PANEL * Values::PANEL_BYTES >> 4;
-        float sums[SUMS][ROWS][PART];
-        const auto start = [&](int step) {
-            open_products();
-            if (step % 2 == 0)
-                multiply_small_registers<Values>(sums[0], P, V + step / 2 * PANEL_STEP);
-            else
-                multiply_registers<Values>(sums[SUMS - 1], P, V + step / 2 * PANEL_STEP);
-            commit_products();
-        };
-        const float units[2] = {unit / (1 << VALUE_SHIFT), unit};
-        start(0);
-#pragma unroll
-        for (int step = 0; step < 2 * COUNT; ++step) {
-            const bool ahead = SUMS > 1 && step + 1 < 2 * COUNT;
-            if (ahead) start(step + 1), wait_products<1>(sums[step % SUMS]);
-            if (!ahead) wait_products<0>(sums[step % SUMS]);
-#pragma unroll
-            for (int i = 0; i < ROWS; ++i)
-#pragma unroll
-                for (int j = 0; j < PART; ++j) {
-                    float& sum = O[i][step / 2 * PART + j];
-                    sum = multiply_add(sums[step % SUMS][i][j], units[step % 2], sum);
-                }
-            if (SUMS == 1 && step + 1 < 2 * COUNT) start(step + 1);
-        }
+        add_products<Values, VALUE_PART, SUMS>(O, P, V, {unit, unit});
     }
 };

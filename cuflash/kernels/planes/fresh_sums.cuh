@@ -1,0 +1,65 @@
+// Products with an A operand that a warpgroup holds in float32: it is split into two planes of halves
+// (plane_range.cuh), and their sums are added in float32. Reads the prelude.
+#pragma once
+#include "planes/plane_range.cuh"
+#include "tiles/warpgroup.cuh"
+
+// Rows of an accumulator times `factors` as A operands: the high plane of all columns, then the low one,
+// which is 2^VALUE_SHIFT times as large.
+template <int CHUNKS, int COLUMNS>
+__device__ __forceinline__ void split_rows(u32 (&planes)[CHUNKS][4],
+                                           const float (&rows)[2][COLUMNS],
+                                           const float (&factors)[2]) {
+    static_assert(CHUNKS == COLUMNS / 2, "two planes of 16 columns each");
+#pragma unroll
+    for (int i = 0; i < CHUNKS / 2; ++i)
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            constexpr float SHIFTED = 1 << VALUE_SHIFT;
+            const int column = 4 * i + r / 2 * 2;
+            const float factor = factors[r % 2];
+            const float x = rows[r % 2][column] * factor, y = rows[r % 2][column + 1] * factor;
+            const u32 high = pack(x, y, __half());
+            const float rest_x = x - widen(__ushort_as_half(high & 0xffff));
+            const float rest_y = y - widen(__ushort_as_half(high >> 16));
+            planes[i][r] = high;
+            planes[CHUNKS / 2 + i][r] = pack(rest_x * SHIFTED, rest_y * SHIFTED, __half());
+        }
+}
+
+// O += A B, each row times its unit; A is planes, B lies in shared memory. Tensor cores cut off what a
+// sum has no digits for, so a long one drifts: these are of a tile's rows, PART columns at a time, and
+// O is added to in float32. The sums of what a low plane is part of are 2^VALUE_SHIFT times as large.
+// With two SUMS one is added while the tensor cores work on the other.
+template <typename Rows, int PART, int SUMS, int COLUMNS, int CHUNKS>
+__device__ __forceinline__ void add_products(float (&O)[2][COLUMNS], const u32 (&A)[CHUNKS][4],
+                                             u64 B, const float (&units)[2]) {
+    constexpr int STEPS = 2 * (4 * COLUMNS / PART);
+    constexpr int PANEL_STEP = PART / Rows::PANEL * Rows::PANEL_BYTES >> 4;
+    float sums[SUMS][2][PART / 4];
+    const auto start = [&](int step) {
+        open_products();
+        if (step % 2 == 0)
+            multiply_small_registers<Rows>(sums[0], A, B + step / 2 * PANEL_STEP);
+        else
+            multiply_registers<Rows>(sums[SUMS - 1], A, B + step / 2 * PANEL_STEP);
+        commit_products();
+    };
+    start(0);
+#pragma unroll
+    for (int step = 0; step < STEPS; ++step) {
+        const bool ahead = SUMS > 1 && step + 1 < STEPS;
+        if (ahead) start(step + 1), wait_products<1>(sums[step % SUMS]);
+        if (!ahead) wait_products<0>(sums[step % SUMS]);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float unit = step % 2 == 0 ? units[i] / (1 << VALUE_SHIFT) : units[i];
+#pragma unroll
+            for (int j = 0; j < PART / 4; ++j) {
+                float& sum = O[i][step / 2 * (PART / 4) + j];
+                sum = multiply_add(sums[step % SUMS][i][j], unit, sum);
+            }
+        }
+        if (SUMS == 1 && step + 1 < STEPS) start(step + 1);
+    }
+}

@@ -1,0 +1,93 @@
+// What warpgroups of hopper_planes_backward_keys.cu do to a tile of scores, in float32. It stands on
+// its side: rows are keys, columns queries. Reads the prelude.
+#pragma once
+#include "row_stats.cuh"
+#include "seams/hooks.cuh"
+#include "seams/key_tiles.cuh"
+#include "seams/score.cuh"
+#include "tiles/warpgroup.cuh"
+
+using Scores = WarpgroupTile<__half, BLOCK_Q, HEAD_DIM, HEAD_DIM_V>;
+
+// One step of a warpgroup: its keys, from k_begin on, against a tile of queries.
+struct TurnedStep {
+    static constexpr int ROWS = Scores::ROWS, COLUMNS = Scores::COLUMNS;
+    using Tile = Accumulator[ROWS][COLUMNS];
+    using Rows = LoadedColumns<Scores, ROWS, COLUMNS>;  // of captured arrays
+
+    const Params& p;
+    const Scores& tile;
+    const Head& head;
+    u32 row_stats;  // of the queries, in shared memory
+    int q_begin, k_begin;
+
+    // Of the row statistics from number `first` on those of columns 2 * m and 2 * m + 1.
+    __device__ __forceinline__ Vector<float, 2> stats(int first, int m) const {
+        const int column = m * 8 + tile.lane % 4 * 2;
+        const auto pair = load_pair(row_stats + (first + column) * int(sizeof(float)));
+        return {__uint_as_float(pair.at[0]), __uint_as_float(pair.at[1])};
+    }
+
+    // P^T from S^T, and in W^T that times the derivative of the modified score by the score, if it has
+    // one that is not 1.
+    __device__ __forceinline__ void to_weights(Tile& S, Tile& W, const Rows& rows) const {
+        const OfHead of_head = read_of_head(head, p);
+        const Accumulator multiplier = score_multiplier(p);
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j) {
+            const Accumulator log2_sum = stats(0, j / 2).at[j % 2];
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) {
+                Dual<Accumulator> score(S[i][j], Accumulator(1));
+                if constexpr (SCORE_IS_MODIFIED)
+                    score = score_of(S[i][j], of_head, head, column_place(tile, q_begin, j),
+                                     k_begin + tile.row(i), p, rows.at(i, j));
+                S[i][j] = exp2_of(multiply_add(score.value, multiplier, -log2_sum));
+                if (SCORE_HAS_SLOPE) W[i][j] = S[i][j] * score.slope;
+                if (SCORE_MAY_HIDE && score.value == -infinity<Accumulator>())
+                    S[i][j] = W[i][j] = Accumulator(-0.0);
+            }
+        }
+    }
+
+    // Sets the weights of hidden pairs to -0, whatever they were, and those of queries without weight.
+    __device__ __forceinline__ void hide(Tile& P, Tile& W, const TileBits& bits) const {
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            const VisibleQueries visible(p, head, k_begin + tile.row(i));
+            const int first = visible.first - q_begin, last = visible.last - q_begin;
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j) {
+                const int column = tile.column(j);
+                if (column < first || column > last || !bits.has(tile.row(i), column) ||
+                    stats(0, j / 2).at[j % 2] == infinity<Accumulator>())
+                    P[i][j] = W[i][j] = Accumulator(-0.0);
+            }
+        }
+    }
+
+    // dS^T from its weights and dP^T, into dP. Where a weight is hidden it is 0, whatever dP and delta
+    // hold.
+    template <bool CUT>
+    __device__ __forceinline__ void to_score_gradients(Tile& dP, const Tile& W) const {
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j) {
+            const Accumulator delta = stats(BLOCK_Q, j / 2).at[j % 2];
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) {
+                const bool shown = !CUT || !is_negative_zero(W[i][j]);
+                dP[i][j] = shown ? W[i][j] * (dP[i][j] - delta) : Accumulator(0);
+                const int q = q_begin + tile.column(j), k = k_begin + tile.row(i);
+                if (STORES_DSCORE && q < head.query_length && k < head.key_length)
+                    store_dscore(p, head, q, k, dP[i][j]);
+            }
+        }
+    }
+
+    // Of what size the numbers are whose errors dS may have: those that dP - delta was subtracted from.
+    __device__ __forceinline__ Accumulator magnitude(const Tile& dS, const Tile& W, int i,
+                                                     int j) const {
+        return fabsf(dS[i][j]) + fabsf(W[i][j] * stats(BLOCK_Q, j / 2).at[j % 2]);
+    }
+};
+static_assert(!(STORES_DSCORE && SCORE_HAS_SLOPE), "what is told is without the slope");

@@ -1,0 +1,195 @@
+"""Gradients of float32 on Hopper's engine: each number is two halves (docs/exact.md).
+
+Kernels before make the planes; one kernel computes dK and dV, another one dQ. Kernels of `simt`
+behind work on the heads that planes do not hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..operands.dtypes import ITEM_BYTES
+from . import simt
+from .hopper import WARPGROUP_ROWS
+from .launches import Buffer, Launch, MapBox
+from .planes import LARGE, SMALL, plane_buffers, plane_constants, plane_launches, summed_at_once
+from .problem import Device, Problem
+from .products import product
+from .tile import KernelTile
+from .warps import PLANES_TICKETS
+from .wgmma_two_kernels import WgmmaKeysTile, WgmmaQueriesTile
+
+BARRIER_BYTES = 960  # of shared memory, with what else is not tiles
+# Fewer queries in few blocks go to FMA units: seven launches take longer. On an H200, call behind
+# call, head dim 64: 101 us against 68 of 128 queries and 16 blocks, 62 against 135 of 256 and 64.
+LEAST_QUERIES = 192
+HEAD_BYTES = 160  # of where a head lies, and of what its planes mean
+
+
+def products_of(problem: Problem, sizes: KernelTile, passing: int, *, sums: tuple[int, ...]) -> str:
+    """Products of tiles with `passing` rows of those that pass by: scores and dP, and what is added
+    to gradients of these widths. Each is two: of the planes whose products are small, and of the
+    others.
+    """
+    head, value = sizes.widths(problem)
+    made = []
+    for small, planes in (("small_", SMALL), ("", LARGE)):
+        for name, depth in (
+            (f"multiply_{small}shared", head),
+            (f"multiply_{small}shared_values", value),
+        ):
+            made.append(product(name, problem, passing, depth, planes=planes))
+        made += [
+            product(
+                f"multiply_{small}registers", problem, part, passing, a="registers", b="down",
+                planes=planes, adds=False,
+            )
+            for part in dict.fromkeys(map(summed_at_once, sums))
+        ]  # fmt: skip
+    return "\n".join(made)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanesKeysTile(WgmmaKeysTile):
+    """A row whose operands are planes of halves; its sizes are those of the first kernel."""
+
+    dtypes: tuple[str, ...] = ("float32",)
+    drops: bool = False
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel that does most of the work, and of its file."""
+        return "hopper_planes_backward_keys"
+
+    @property
+    def queries(self) -> PlanesQueriesTile:
+        """The sizes of the second kernel."""
+        first = super().queries
+        return PlanesQueriesTile(
+            algo=first.algo, max_dim=first.max_dim, warps=first.warps, block_q=first.block_q,
+            first=self,
+        )  # fmt: skip
+
+    @property
+    def behind(self) -> simt.SimtTile:
+        """The row of the kernels that work on what these leave out, with the same tiles."""
+        return replace(simt.BEHIND_GRADIENTS, block_q=self.block_q, step_q=self.block_q)
+
+    def of_kernel(self, kernel: str) -> KernelTile:
+        """The row that has the sizes of one of the kernels."""
+        return (
+            self.behind if kernel in (self.behind.kernel, "sum_dq") else super().of_kernel(kernel)
+        )
+
+    def reject(self, problem: Problem, device: Device) -> str:
+        """Why this row cannot or should not serve, or an empty string."""
+        if problem.is_packed:
+            return "a head's rows share a scale: bits of a sequence would depend on its neighbours"
+        if problem.summed[0] > 1:
+            return "sums over no heads that share queries"
+        if problem.mask and self.block_q != WARPGROUP_ROWS:
+            return f"walks no lists of a mask of {self.block_q} queries"
+        if problem.wrt:
+            return "computes no gradients of arrays"
+        blocks, queries = self.blocks(problem.typical), problem.typical.query_length
+        if queries < LEAST_QUERIES and blocks < self.fill * device.multiprocessors:
+            return f"its {blocks} blocks have {queries} queries, which take FMA units less time"
+        return super(PlanesKeysTile, replace(self, fill=0.0)).reject(problem, device)
+
+    def shared(self, problem: Problem) -> tuple[Buffer, ...]:
+        """Tiles as the copy engine lays them out, weights, numbers of rows, barriers."""
+        weights = self.block_k * self.block_q * ITEM_BYTES[problem.accumulator]
+        own = {"P": weights, "barriers": BARRIER_BYTES}
+        parts = super().shared(problem)
+        return tuple(x._replace(tile_bytes=own.get(x.name, x.tile_bytes)) for x in parts)
+
+    def workspace(self, problem: Problem) -> tuple[Buffer, ...]:
+        """What the kernels of halves keep, planes, and sums of the kernels behind."""
+        parts = {part.name: part for part in super().workspace(problem)}
+        behind = {part.name: part for part in self.behind.workspace(problem)}
+        parts |= {name: behind[name] for name in ("dq_sum", "turns")}
+        parts["tickets"] = Buffer("tickets", 4, PLANES_TICKETS)
+        parts["located"] = parts["located"]._replace(tile_bytes=HEAD_BYTES)
+        del parts["nonfinite_keys"]
+        return (*parts.values(), *plane_buffers(problem, self.widths(problem)))
+
+    def map_boxes(self, problem: Problem) -> tuple[MapBox, ...]:
+        """As of halves; they are in planes."""
+        return tuple(box._replace(planes=2) for box in super().map_boxes(problem))
+
+    def launches(self, problem: Problem, device: Device) -> tuple[Launch, ...]:
+        """Planes are made first. What they do not hold comes behind both kernels, and then the sums
+        over heads.
+        """
+        kernels: list[Launch] = list(plane_launches(problem))
+        for kernel in super().launches(problem, device):
+            kernels.append(kernel)
+            if kernel.name == self.queries.kernel:
+                kernels += self._launches_behind(problem, device)
+        return tuple(kernels)
+
+    def _launches_behind(self, problem: Problem, device: Device) -> tuple[Launch, ...]:
+        """Of the kernels behind: sums of rows are there, and sums over heads come later."""
+        behind = self.behind
+        around = behind.around(problem, behind.main_launch(problem, device))
+        return tuple(kernel for kernel in around if kernel.name in (behind.kernel, "sum_dq"))
+
+    def constants(self, problem: Problem) -> dict[str, int | bool]:
+        """Sizes that the kernels read."""
+        own = _sums_constants(self, problem)
+        own |= {"TICKETS": PLANES_TICKETS, "TURNS": 1, "CLEARS_DQ": True}
+        return super().constants(problem) | own | plane_constants(problem, self.widths(problem))
+
+    def products(self, problem: Problem) -> str:
+        """S^T and dP^T; dK and dV."""
+        return products_of(problem, self, self.block_q, sums=self.widths(problem))
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanesQueriesTile(WgmmaQueriesTile):
+    """The sizes of the second kernel, whose two warpgroups have 64 queries each."""
+
+    first: PlanesKeysTile
+    dtypes: tuple[str, ...] = ("float32",)
+    drops: bool = False
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel, and of its file."""
+        return "hopper_planes_backward_queries"
+
+    def value_stages(self, problem: Problem) -> int:
+        """Tiles of V in shared memory at a time."""
+        return 1 if sum(self.widths(problem)) > 224 else 2
+
+    def map_boxes(self, problem: Problem) -> tuple[MapBox, ...]:
+        """As of halves; they are in planes."""
+        return tuple(box._replace(planes=2) for box in super().map_boxes(problem))
+
+    def constants(self, problem: Problem) -> dict[str, int | bool]:
+        """Sizes that the kernel reads."""
+        own = _sums_constants(self, problem) | {"PRODUCER_REGISTERS": 40}
+        return super().constants(problem) | own
+
+    def products(self, problem: Problem) -> str:
+        """S and dP; dQ."""
+        head, _ = self.widths(problem)
+        return products_of(problem, self, self.block_k, sums=(head,))
+
+
+def _sums_constants(sizes: KernelTile, problem: Problem) -> dict[str, int | bool]:
+    """Columns of dK or dQ, and of dV, that are summed at a time; one sum is added meanwhile."""
+    head, value = map(summed_at_once, sizes.widths(problem))
+    return {"HEAD_PART": head, "VALUE_PART": value, "SUMS": 2}
+
+
+def _both(**sizes: Any) -> tuple[PlanesKeysTile, PlanesKeysTile]:
+    """The row as fa3 and as fa2."""
+    return PlanesKeysTile(algo="fa3", **sizes), PlanesKeysTile(algo="fa2", **sizes)
+
+
+ROWS = (
+    *_both(max_dim=64, block_q=128, fill=2.0, modified=False),
+    *_both(max_dim=128, block_q=64, fill=2.0),
+)

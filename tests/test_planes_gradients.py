@@ -1,0 +1,371 @@
+"""Gradients of float32 on Hopper's tensor cores, in planes of halves: within the bounds of float32
+on what planes hold, and on what they do not, which goes another way.
+"""
+
+import numpy as np
+import pytest
+import test_planes
+from cases import H200
+from compile_kernels import compile_source, require_nvrtc
+from test_planes import cupy, emulated_only, normal, power  # noqa: F401  (a fixture)
+from tolerance import assert_backward_close
+
+import cuflash
+from cuflash import reference
+from cuflash.planning.plan import Plan, make_plan
+from cuflash.planning.planes_gradients import ROWS
+from cuflash.planning.problem import Problem
+from cuflash.planning.source import without_comments
+from cuflash.scores.score import softcap
+
+# 128 queries at a time up to head dim 64, else 64; as fa3 and as fa2.
+WIDE, WIDE_FA2, FA3, FA2 = ROWS
+KEYS, QUERIES = "hopper_planes_backward_keys", "hopper_planes_backward_queries"
+HEADS = 2
+
+
+def rows_of_dout(q, k, v, dout):
+    dout[0] *= power(np.linspace(0, -80, dout.shape[1]))
+
+
+def rows_of_dout_and_zeros(q, k, v, dout):
+    """Small rows of dS count where those of the large ones meet zeros of q."""
+    dout[...] = np.sign(dout) * power(np.linspace(0, -25, dout.shape[1]))
+    q[np.abs(q) < 0.5] = 0
+
+
+def weights_as_gradients(q, k, v, dout):
+    """P^T is dV: keys that a query hardly sees, beside one that sees them."""
+    q *= 10
+    dout[...] = np.eye(*dout.shape[1:], dtype=np.float32)
+
+
+def one_number_a_row(name):
+    """Each row of q or k has one, so that a gradient's columns are of one query or key each."""
+
+    def change(q, k, v, dout):
+        x = {"q": q, "k": k}[name]
+        x[...] = 40 * np.eye(*x.shape[1:], dtype=np.float32)
+
+    change.__name__ = f"one_number_in_rows_of_{name}"
+    return change
+
+
+def tiny_dout(q, k, v, dout):
+    dout *= np.float32(1e-20)
+
+
+def large_products(q, k, v, dout):
+    dout *= np.float32(2.0**40)
+    v[1] *= np.float32(2.0**40)
+
+
+def infinite_dout(q, k, v, dout):
+    dout[0, 3, 3], dout[0, -1, 0] = np.inf, np.nan
+
+
+def few_small_numbers(q, k, v, dout):
+    """Each of some operands has a few: planes hold them as well as their sums ask for."""
+    q[0, 5, 3], q[0, 69, 4], k[0, 7, 3], k[0, 139, 5] = 1e-11, 1e-14, 2e-11, 1e-20
+    dout[1, 5, 3], dout[1, 69, 0] = 1e-11, 2e-14
+
+
+def small_numbers_alone(q, k, v, dout):
+    """The first row of dO has no others where v has some, the last one of q none at all."""
+    dout[0, 0, 1:], v[0, :, 0] = 1e-11, 0
+    q[1, -1] = 1e-11
+
+
+def rectified(q, k, v, dout):
+    for x in (q, k, v, dout):
+        np.maximum(x, 0, out=x)
+
+
+def forward(change):
+    """What test_planes.py does to q, k and v."""
+
+    def changed(q, k, v, dout):
+        change(q, k, v)
+
+    changed.__name__ = change.__name__
+    return changed
+
+
+# Operands, and which heads planes hold, as far as that is known before their products are.
+HARD = {
+    **{forward(change): held for change, held in {
+        test_planes.a_channel_of_q: (0, 1), test_planes.rows_of_k: (0, 0),
+        test_planes.near_the_end: (0, 0), test_planes.nan_among_keys: (1, 0),
+        test_planes.sharp_scores: (1, 1), test_planes.grown_scores: (0, 0),
+        test_planes.subnormal_queries: (0, 0), test_planes.all_positive: (1, 1),
+        test_planes.numbers_far_and_wide: (0, 1),
+    }.items()},
+    rows_of_dout: (0, 1), rows_of_dout_and_zeros: (1, 1), weights_as_gradients: (1, 1),
+    one_number_a_row("q"): (1, 1), one_number_a_row("k"): (1, 1), tiny_dout: (1, 1),
+    large_products: (1, 0), infinite_dout: (0, 1), rectified: (1, 1),
+    few_small_numbers: (1, 1), small_numbers_alone: (0, 0),
+}  # fmt: skip
+# Those that meet an edge of their own; the others as often as CI has time.
+MAIN = ("weights_as_gradients", "rows_of_dout_and_zeros", "few_small_numbers", "infinite_dout")
+
+
+def operands(queries, keys, dim, change=None):
+    q, k, v = normal(queries, keys, dim)
+    dout = np.random.default_rng(5).standard_normal(q.shape, np.float32)
+    if change is not None:
+        change(q, k, v, dout)
+    return q, k, v, dout
+
+
+def results(q, k, v, **options):
+    """out and lse, as a float32 forward pass gives them."""
+    with np.errstate(all="ignore"):
+        found = reference.attention(q, k, v, return_lse=True, **options)
+    return [x.astype(np.float32) for x in found]
+
+
+def hard(names):
+    """A parameter of these cases, others only when asked for."""
+    cases = [
+        pytest.param(x, id=x.__name__, marks=() if x.__name__ in names else pytest.mark.full)
+        for x in HARD
+    ]
+    return pytest.mark.parametrize("change", cases)
+
+
+# ------------------------------------------------------------------------------ the emulator
+def emulated(q, k, v, dout, row=FA3, dlse=None, **options):
+    """Gradients are within bounds, with sums as an H200 cuts them off; the emulator's counts."""
+    import emulated
+
+    meaning = {x: options[x] for x in options.keys() - {"mode", "schedule"}}
+    out, lse = results(q, k, v, **meaning)
+    got = emulated.attention_backward(
+        dout, q, k, v, out, lse, dlse=dlse, row=row, truncates=True, **options
+    )
+    assert_backward_close(got[:3], dout, q, k, v, dlse=dlse, plan=got.plan, **meaning)
+    return got.stats
+
+
+@emulated_only
+@hard(MAIN)
+@pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_emulator_hard(change, causal):
+    """Two tiles of queries, three of keys: heads in planes take as many products as heads do."""
+    sizes = 70, 140, 64
+    stats = emulated(*operands(*sizes, change), causal=causal, mode="fast")
+    every = emulated(*operands(*sizes), causal=causal, mode="fast")["wgmma"]
+    assert stats["wgmma"] == every * sum(HARD[change]) / HEADS
+
+
+@emulated_only
+@pytest.mark.parametrize(
+    ("sizes", "row"),
+    [
+        ((200, 70, 24), WIDE),
+        pytest.param((130, 140, 64), WIDE_FA2, marks=pytest.mark.full),
+        ((70, 70, 128), FA3),
+    ],
+)
+def test_emulator_widths(sizes, row):
+    assert emulated(*operands(*sizes), row, causal=True)["wgmma"] > 0
+
+
+@emulated_only
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": (3, 0), "q_offset": -20},  # some queries see no key
+        {"softcap": 2.0},
+        {"kv_lengths": np.array([0, 60]), "q_lengths": np.array([70, 30])},
+        {"mask": "random"},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_emulator_options(options):
+    q, k, v, dout = operands(70, 140, 64)
+    if "mask" in options:
+        options = {"mask": np.random.default_rng(3).random((70, 140)) < 0.4}
+    batch = (x[:, None] for x in (q, k, v, dout))
+    assert emulated(*batch, mode="fast", **options)["wgmma"] > 0
+
+
+@emulated_only
+def test_emulator_infinities_of_lse_gradient():
+    """Products have none: FMA units work on the head with an infinity again."""
+    dlse = np.random.default_rng(0).standard_normal((HEADS, 70), np.float32)
+    dlse[0, 5], dlse[1, 6] = np.inf, np.nan
+    assert emulated(*operands(70, 140, 64), dlse=dlse, causal=True, mode="fast")["wgmma"] > 0
+
+
+@emulated_only
+def test_emulator_heads_that_share_keys():
+    """Sums over heads take what planes and FMA units leave, of the first head here FMA units."""
+    import emulated
+
+    rng = np.random.default_rng(0)
+    q, dout = (rng.standard_normal((4, 70, 32), np.float32) for _ in range(2))
+    k, v = (rng.standard_normal((2, 140, 32), np.float32) for _ in range(2))
+    dout[0, 0, 0] = 2.0**-60
+    options = {"enable_gqa": True, "causal": True}
+    out, lse = results(q, k, v, **options)
+    got = emulated.attention_backward(dout, q, k, v, out, lse, row=FA3, mode="fast", **options)
+    assert_backward_close(got[:3], dout, q, k, v, plan=got.plan, **options)
+
+
+def plant(monkeypatch, old, new):
+    """Have kernels on planes run with another text."""
+    real = Plan.source
+    found = []
+
+    def source(plan, kernel=None):
+        text = real(plan, kernel)
+        found.append(old in text)
+        return text.replace(old, new)
+
+    monkeypatch.setattr(Plan, "source", source)
+    return found
+
+
+@emulated_only
+@pytest.mark.parametrize(
+    ("change", "old", "new"),
+    [
+        # Small weights are left to FMA units where a row of dO has zeros.
+        ("weights_as_gradients", "found |= x < LEAST_UNITS && x > 0.0f;", ""),
+        # A sum of numbers that are too small for planes is left to them, too.
+        ("few_small_numbers", "found |= tile.column(j) < D &&", "found |= false &&"),
+        # A key's weights are held as well as others' where all of them are small.
+        ("sharp_scores", "min(max(exponent_of(__float_as_uint(most)), LEAST), MOST)", "0"),
+    ],
+)
+def test_emulator_hard_cases_need(monkeypatch, change, old, new):
+    (change,) = (x for x in HARD if x.__name__ == change)
+    found = plant(monkeypatch, old, new)
+    with pytest.raises(AssertionError, match="out of bounds"):
+        emulated(*operands(70, 140, 64, change), causal=True, mode="fast")
+    assert any(found)
+
+
+# ------------------------------------------------------------------------------ plans and NVRTC
+def problem(dim, **more):
+    sizes = (4, 16), 4096, 4096, dim, dim
+    return Problem("float32", *sizes, heads=16, backward=True, **more)
+
+
+def test_the_plan_says_what_it_costs():
+    x = np.zeros((4, 16, 4096, 64), np.float32)
+    plan = cuflash.plan(x, x, x, device=H200, backward=True)
+    assert [kernel.name for kernel in plan.kernels] == [
+        "plane_ranges", "planes", "backward_rows", KEYS, QUERIES, "fa2_backward", "sum_dq",
+    ]  # fmt: skip
+    sizes = dict(plan.workspace)
+    assert sum(sizes[f"{name}_planes"] for name in ("q", "k", "v", "dout")) == 4 * x.nbytes
+    assert sizes["dq_sum"] == x.nbytes
+    assert plan.workspace_bytes < 5.04 * x.nbytes
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"sequences": 4, "longest": (1024, 1024)}, "depend on its neighbours"),
+        ({"summed": (4, 1, 1)}, "sums over no heads that share queries"),
+        ({"dropout": True}, "has no registers for dropout"),
+    ],
+)
+def test_what_stays_on_fma_units(more, reason):
+    plan = make_plan(problem(64, **more), H200)
+    assert plan.engine == "simt"
+    assert reason in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("shape", "engine"),
+    [
+        ((1, 8, 128, 64), "simt"), ((1, 8, 256, 64), "wgmma"), ((64, 8, 128, 64), "wgmma"),
+        ((1, 1, 512, 64), "wgmma"),
+    ],
+)  # fmt: skip
+def test_few_queries_stay_on_fma_units(shape, engine):
+    x = np.zeros(shape, np.float32)
+    assert cuflash.plan(x, x, x, device=H200, backward=True).engine == engine
+    assert cuflash.plan(x, x, x, device=H200, backward=True, engine="wgmma").engine == "wgmma"
+
+
+FORMS = {
+    "mask": {"mask": "elements"}, "score": {"score": softcap(2.0).form},
+    "shared": {"summed": (1, 4, 4), "group": 4},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("dim", "kind"),
+    [
+        *((dim, "") for dim in (64, 128)),
+        *((128, kind) for kind in FORMS),
+        *(
+            pytest.param(dim, kind, marks=pytest.mark.full)
+            for dim in (32, 64, 96)
+            for kind in ("", *FORMS)
+            if (dim, kind) != (64, "")
+        ),
+    ],
+)
+def test_registers_suffice(dim, kind):
+    require_nvrtc()
+    plan = make_plan(problem(dim, **FORMS.get(kind, {})), H200)
+    for kernel in plan.kernels:
+        if kernel.name in (KEYS, QUERIES) or not kind:
+            compiled = compile_source(without_comments(plan.source(kernel.name)), "sm_90a")
+            assert (compiled.stack, compiled.spills, compiled.messages) == (0, 0, ())
+
+
+# ------------------------------------------------------------------------------ a GPU
+def on_gpu(cupy, q, k, v, dout, **options):  # noqa: F811
+    """Gradients are within bounds, and the same bits each time."""
+    meaning = {x: options[x] for x in options.keys() - {"algo"}}
+    out, lse = results(q, k, v, **meaning)
+    device = [cupy.asarray(x) for x in (dout, q, k, v, out, lse)]
+    if "mask" in options:
+        options["mask"] = cupy.asarray(options["mask"])
+    got, again = (
+        [x.get() for x in cuflash.attention_backward(*device, engine="wgmma", **options)]
+        for _ in range(2)
+    )
+    assert all(np.array_equal(x, y, equal_nan=True) for x, y in zip(got, again, strict=True))
+    return assert_backward_close(got, dout, q, k, v, **meaning)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("change", HARD, ids=lambda change: change.__name__)
+@pytest.mark.parametrize("causal", [False, True])
+def test_gpu_hard(cupy, change, causal):  # noqa: F811
+    on_gpu(cupy, *operands(300, 700, 64, change), causal=causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("algo", ["fa2", "fa3"])
+@pytest.mark.parametrize("dim", [8, 32, 64, 72, 96, 128])
+def test_gpu_widths(cupy, dim, algo):  # noqa: F811
+    for options in ({}, {"causal": True}):
+        on_gpu(cupy, *operands(500, 900, dim), algo=algo, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128])
+def test_gpu_options(cupy, dim):  # noqa: F811
+    q, k, v, dout = operands(500, 900, dim)
+    mask = np.random.default_rng(3).random((500, 900)) < 0.3
+    for options in ({"mask": mask}, {"window": (100, 50)}, {"softcap": 3.0}):
+        on_gpu(cupy, q, k, v, dout, **options)
+    shared = {"enable_gqa": True, "causal": True}
+    on_gpu(cupy, q, k[:1], v[:1], dout, **shared)
+
+
+@pytest.mark.gpu
+def test_gpu_long_sums_do_not_drift(cupy):  # noqa: F811
+    """Products of one sign over 32k queries."""
+    q, k, v, dout = operands(1 << 15, 256, 32)
+    np.abs(dout, out=dout)
+    q = np.abs(q) / 8
+    on_gpu(cupy, q, k, np.abs(v), dout)
