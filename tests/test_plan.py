@@ -274,8 +274,8 @@ def _of_other_types(kind, rows):
     """What a plan says of rows that do not serve float32."""
     counts = Counter(row.dtypes for row in rows)
     return [
-        f"  {kind} ({counts[dtypes]} rows): serves {', '.join(dtypes)}, not float32"
-        for dtypes in (HALF, DOUBLE)
+        f"  {kind} ({count} rows): serves {', '.join(dtypes)}, not float32"
+        for dtypes, count in counts.items()
     ]
 
 
@@ -646,7 +646,8 @@ def test_reasons_are_said_once():
     """In the order of their first rows; one row alone is said to be which."""
     half = "serves float16, bfloat16, not float32"
     plan = make_plan(problem("float32", (1,), 4, 4, 32), H200)
-    first, double, second, _ = [x for x in str(plan).splitlines() if x.startswith("rejected")]
+    reasons = [x for x in str(plan).splitlines() if x.startswith("rejected")]
+    first, double, turing, second, _ = reasons
     assert first.startswith("rejected   fa3 wgmma (")
     assert first.endswith(f"rows): {half}")
     for kind in ("fa3 wgmma", "fa2 wgmma", "fa2 mma"):
@@ -654,6 +655,7 @@ def test_reasons_are_said_once():
         assert rows_of(first, kind) == len(rows) > 1
     assert double.startswith("rejected   fa2 mma (")
     assert double.endswith("rows): serves float64, not float32")
+    assert turing.endswith("rows): serves float16, not float32")
     alone = next(row for row, why in plan.rejected if why == "serves head dims up to 16")
     assert second == f"rejected   {alone}: serves head dims up to 16"
     with pytest.raises(NotImplementedError) as caught:
