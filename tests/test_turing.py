@@ -1,15 +1,21 @@
 """Rows for sm_75: the plan, the emulator, NVRTC, and a GPU that runs PTX of compute_75."""
 
+import functools
+import importlib
 import re
+from pathlib import Path
 
 import emulated
 import emulator
 import numpy as np
 import pytest
-from cases import T4, row_problem
+from cases import BACKWARD_CASES, CASES, T4, check_all, groups, row_problem
+from test_gpu import check as check_on_gpu
+from test_gpu import check_backward as check_backward_on_gpu
 from test_nvrtc import check, kernels, varied
 from tolerance import assert_backward_close, assert_forward_close
 
+import cuflash
 from cuflash import reference
 from cuflash.planning.mma import MmaTile
 from cuflash.planning.plan import make_plan
@@ -110,3 +116,49 @@ def compiled_kernels():
 def test_cost(kernel):
     """No row spills."""
     check(kernel)
+
+
+# ------------------------------------------------------------------------------ a GPU
+BENCH = Path(__file__).resolve().parents[1] / "asv_bench"
+PTX_VERSION = 5  # CU_FUNC_ATTRIBUTE_PTX_VERSION
+
+
+@pytest.fixture
+def turing(monkeypatch):
+    """CuPy, while plans are made and kernels compiled for sm_75."""
+    cupy = pytest.importorskip("cupy")
+    monkeypatch.syspath_prepend(BENCH)
+    with importlib.import_module("as_turing").as_turing(cupy):
+        yield cupy
+
+
+def some(cases):
+    """Groups of a sixth of the cases of float16 on mma, as far as a row for sm_75 serves them."""
+    mine = [x for x in cases if (x.engine, x.dtype) == ("mma", "float16")]
+    return dict(groups(cases=[x for x in mine if max(x.q[-1], x.v[-1]) <= 224][::6]))
+
+
+GROUPS, BACKWARD_GROUPS = some(CASES), some(BACKWARD_CASES)
+
+
+@pytest.mark.gpu
+def test_the_driver_translates_ptx_for_turing(turing):
+    from cuflash.gpu import launch
+
+    q = turing.zeros((1, 2, 64, 64), np.float16)
+    plan = cuflash.plan(q, q, q)
+    assert type(plan.tile) is TuringTile
+    function = launch.compiled(plan, 0)
+    assert turing.cuda.driver.funcGetAttribute(PTX_VERSION, function.ptr) == 75
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", GROUPS)
+def test_case_on_a_gpu(turing, group):
+    check_all(GROUPS[group], functools.partial(check_on_gpu, turing))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", BACKWARD_GROUPS)
+def test_backward_case_on_a_gpu(turing, group):
+    check_all(BACKWARD_GROUPS[group], functools.partial(check_backward_on_gpu, turing))

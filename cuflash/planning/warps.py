@@ -197,6 +197,7 @@ class WarpTile(KernelTile):
             "WARP_SPLIT": self.split,
             "QUERIES_IN_REGISTERS": self.queries_in_registers,
             "TAKES_MAXIMA": self.maxima,
+            "HOLDS_TILES": False,
             "ROW_LANES": self.row_lanes,
             "LANE_ROWS": self.lane_rows,
         }
