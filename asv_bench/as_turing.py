@@ -4,8 +4,8 @@ driver translates.
     python asv_bench/as_turing.py           # times beside simt's
     python asv_bench/as_turing.py --rows    # what the plan's estimate reckons with
 
-A T4's times these are not: its tensor cores, its memory and its clocks are others. They tell the
-rows apart, and show what the instructions of sm_75 do.
+As many blocks share a multiprocessor as have room in the 64 KB of sm_75. The times are not those of
+a T4, whose tensor cores, memory and clocks are others: they tell rows apart.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from benchmarks import gpu as bench
 
 import cuflash
 from cuflash.calls import run
+from cuflash.planning.plan import Plan
 from cuflash.planning.problem import SHARED_BYTES
 from cuflash.planning.turing import ARCH, ROWS
 
@@ -32,10 +33,22 @@ SHAPES = [(4, 32, 4096, 64), (4, 16, 4096, 128), (4, 8, 4096, 256)]
 DTYPE = "fp16"
 
 
+def crowded(kernel, attributes):
+    """A launch that asks for so much shared memory that no more blocks have room than on sm_75."""
+    if not kernel.shared_bytes:
+        return kernel
+    blocks = SHARED_BYTES[ARCH] // kernel.shared_bytes
+    share = attributes["MaxSharedMemoryPerMultiprocessor"] // blocks
+    room = share - attributes["ReservedSharedMemoryPerBlock"]
+    return kernel._replace(shared_bytes=max(room, kernel.shared_bytes))
+
+
 @contextlib.contextmanager
 def as_turing(cupy):
     """Plan for sm_75, and compile for it."""
     from cuflash.gpu import launch
+
+    attributes, kernels = cupy.cuda.Device().attributes, Plan.kernels
 
     compiler, facts = cupy.cuda.compiler, launch.device_facts
     options = compiler._get_arch_for_options_for_nvrtc
@@ -51,10 +64,12 @@ def as_turing(cupy):
     forget()
     compiler._get_arch_for_options_for_nvrtc = lambda arch=None: (f"-arch=compute_{ARCH}", "ptx")
     launch.device_facts = turing
+    Plan.kernels = property(lambda plan: tuple(crowded(x, attributes) for x in kernels.fget(plan)))
     try:
         yield
     finally:
         compiler._get_arch_for_options_for_nvrtc, launch.device_facts = options, facts
+        Plan.kernels = kernels
         forget()
 
 
