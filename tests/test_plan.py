@@ -498,7 +498,9 @@ def test_hopper_serves_or_says_why_not():
     assert hopper(problem("float32")) == ""
     assert hopper(problem("float32"), algo="fa1") == "serves float16, bfloat16, not float32"
     assert hopper(device=Device(80)) == "needs sm_90, the device is sm_80"
-    assert hopper(device=Device(100)) == "needs sm_90, the device is sm_100"
+    unused = "needs sm_90, the device is sm_100, whose tcgen05 no kernel uses"
+    assert hopper(device=Device(100)) == unused
+    assert hopper(device=Device(120)) == "needs sm_90, the device is sm_120"
     assert hopper(device=Device(90, has_features=False)) == "needs NVRTC 12.9 or later"
     assert hopper(problem(d=60)) == "serves head dims that are multiples of 8"
     assert hopper(problem(e=60)) == "serves head dims that are multiples of 8"
@@ -559,7 +561,7 @@ def test_hopper_serves_what_fills_it():
         ({"unmappable": "its strides"}, {}, "its strides"),
         ({"aligned": False}, {}, "needs rows aligned to 16 bytes"),
         ({}, {"arch": 80}, "needs sm_90, the device is sm_80"),
-        ({}, {"arch": 100}, "needs sm_90, the device is sm_100"),
+        ({}, {"arch": 100}, "needs sm_90, the device is sm_100, whose tcgen05 no kernel uses"),
         ({}, {"has_features": False}, "needs NVRTC 12.9 or later"),
     ],
 )
