@@ -10,6 +10,7 @@ import emulator
 import numpy as np
 import pytest
 from cases import BACKWARD_CASES, CASES, T4, check_all, groups, row_problem
+from test_emulator_catches import each_of, must_be_caught
 from test_gpu import check as check_on_gpu
 from test_gpu import check_backward as check_backward_on_gpu
 from test_nvrtc import check, kernels, varied
@@ -100,6 +101,32 @@ def test_backward(row):
     options = {"causal": True, "algo": row.algo, "engine": "mma", "device": T4, "row": row}
     result = emulated.attention_backward(*given, **options)
     assert_backward_close(result[:3], dout, q, k, v, plan=result.plan, causal=True)
+
+
+# (what is wrong, text, what stands there instead, what shows it): a row that holds keys and values,
+# and one that holds queries.
+PLANTED = [
+    ("the next keys never arrive",
+     r"if \(STAGES == 1 && i \+ 1 < tiles\.count\(\)\) next_keys\.finish\(\);", "",
+     lambda: test_forward(FORWARD[0])),
+    ("half of the depth is multiplied twice", r"a\[2\], a\[3\], b1,", "a[0], a[1], b0,",
+     lambda: test_forward(FORWARD[0])),
+    ("values are stored behind the barrier",
+     r"values\.finish\(\);(\s+wait_copies<0>\(\);\s+__syncthreads\(\);)", r"\1 values.finish();",
+     lambda: test_forward(FORWARD[0])),
+    ("halves change places", r"__float2half_rn\(low\)", "__float2half_rn(high)",
+     lambda: test_forward(FORWARD[0])),
+    ("the next queries never arrive",
+     r"if \(STAGES == 1 && more\) next_queries\.finish\(\);", "",
+     lambda: test_backward(BACKWARD[0])),
+]  # fmt: skip
+
+
+@each_of(PLANTED)
+@needs_emulator
+def test_planted_bugs(monkeypatch, text, wrong, options):
+    """Each is reported by the emulator, or moves a result out of bounds."""
+    must_be_caught(monkeypatch, text, wrong, options)
 
 
 # ------------------------------------------------------------------------------ NVRTC
