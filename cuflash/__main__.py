@@ -88,6 +88,15 @@ def write_report(
     user_report.write(path, cupy, engines, checks)
 
 
+def _file(text: str) -> Path:
+    """A file from the command line, that can be written."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        what = "is a folder" if path.is_dir() else f"is in {path.parent}, which is no folder"
+        raise argparse.ArgumentTypeError(f"{text} {what}: name a file, such as report.json")
+    return path
+
+
 def usable_engines(cupy: ModuleType | None) -> tuple[dict[Engine, str], str]:
     """Why each engine cannot be used, empty if it can; and those that a GPU should have run."""
     reasons: dict[Engine, str] = {}
@@ -311,15 +320,6 @@ def _window(text: str) -> tuple[int | None, ...]:
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no window, such as 256,0") from None
     return sides * 2 if len(sides) == 1 else sides
-
-
-def _file(text: str) -> Path:
-    """A file from the command line, that can be written."""
-    path = Path(text)
-    if path.is_dir() or not path.parent.is_dir():
-        what = "is a folder" if path.is_dir() else f"is in {path.parent}, which is no folder"
-        raise argparse.ArgumentTypeError(f"{text} {what}: name a file, such as report.json")
-    return path
 
 
 def command_line() -> argparse.ArgumentParser:
