@@ -29,7 +29,7 @@ from cuflash.planning.plan import Plan
 from cuflash.planning.problem import SHARED_BYTES
 from cuflash.planning.turing import ARCH, ROWS
 
-SHAPES = [(4, 32, 4096, 64), (4, 16, 4096, 128), (4, 8, 4096, 256)]
+SHAPES = [(4, 32, 4096, 64), (4, 16, 4096, 128), (4, 8, 4096, 224), (4, 8, 4096, 256)]
 DTYPE = "fp16"
 
 
@@ -80,6 +80,7 @@ def calls(shape, engine: str, causal: bool, backward: bool):
     flops = cuflash.plan(q, k, v, **options).flops
     if not backward:
         return functools.partial(cuflash.attention, q, k, v, **options), flops
+    cuflash.plan(q, k, v, backward=True, **options)  # or an error that says why there is none
     out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
     of_kernel = functools.partial(cuflash.attention_backward, dout, q, k, v, out, lse, **options)
     return of_kernel, 5 * flops // 2
@@ -91,12 +92,16 @@ def compare(milliseconds: float) -> None:
     for backward in (False, True):
         for shape in SHAPES:
             for causal in (False, True):
-                (mma, flops), (simt, _) = (
-                    calls(shape, engine, causal, backward) for engine in ("mma", "simt")
-                )
+                what = f"{'backward' if backward else 'forward'} {shape}{' causal' * causal}"
+                try:
+                    (mma, flops), (simt, _) = (
+                        calls(shape, engine, causal, backward) for engine in ("mma", "simt")
+                    )
+                except NotImplementedError as error:
+                    print(f"{what}: {bench.in_words(error)}")
+                    continue
                 columns = meter.measure([mma, simt], milliseconds)
                 rates = [flops / statistics.median(x) / 1e6 for x in columns]
-                what = f"{'backward' if backward else 'forward'} {shape}{' causal' * causal}"
                 print(f"{what}: mma {rates[0]:.1f} TFLOP/s, simt {rates[1]:.1f}, "
                       f"ratio {rates[0] / rates[1]:.2f}", flush=True)  # fmt: skip
                 bench.release()

@@ -29,7 +29,6 @@
 #include "nonfinite.cuh"
 #include "ptx/named_barrier.cuh"
 #include "tiles/query_sums.cuh"
-#include "tiles/tile_copy.cuh"
 #include "tiles/units.cuh"
 
 using TensorCoreQuerySums =
@@ -57,19 +56,6 @@ __device__ __forceinline__ void meet_sharers() {
 struct Gradients {
     Accumulator dK_regs[ROWS][KeyTile::VALUE_COLUMNS];
     Accumulator dV_regs[ROWS][ValueTile::VALUE_COLUMNS];
-};
-
-// A tile of queries under way.
-struct QueryCopy {
-    TileCopy<BLOCK_Q, HEAD_DIM, KeyTile::PADDED_D, Shared, Element> Q;
-    TileCopy<BLOCK_Q, HEAD_DIM_V, ValueTile::PADDED_D, Shared, Element> dO;
-    TileCopy<1, ROW_STATS, ROW_STATS, Accumulator, Accumulator, true> row_stats;
-
-    __device__ __forceinline__ void finish() const {
-        Q.finish();
-        dO.finish();
-        row_stats.finish();
-    }
 };
 
 // Adds to the gradients of the keys of `key_tile`, and to dQ, for all queries that see one of them.
@@ -112,18 +98,19 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
 
     auto load_queries = [&](int stage, int tile) {
         const int q = tile * BLOCK_Q;
-        QueryCopy copy{Q_smem + stage * Q_TILE, dO_smem + stage * O_TILE,
-                       row_stats_smem + stage * ROW_STATS};
-        copy.Q.begin(head.q + q * p.q_row_stride, p.q_row_stride, head.query_length - q);
-        copy.dO.begin(dout + q * p.dout_row_stride, p.dout_row_stride, head.query_length - q);
-        copy.row_stats.begin(p.row_stats + (first_tile + tile) * ROW_STATS, 0, 1);
-        return copy;
+        load_rows<BLOCK_Q, KeyTile, HEAD_DIM>(Q_smem + stage * Q_TILE, head.q, p.q_row_stride, q,
+                                              head.query_length);
+        load_rows<BLOCK_Q, ValueTile, HEAD_DIM_V>(dO_smem + stage * O_TILE, dout, p.dout_row_stride,
+                                                  q, head.query_length);
+        load_tile<1, ROW_STATS, ROW_STATS, THREADS, true, 1>(
+            row_stats_smem + stage * ROW_STATS, p.row_stats + (first_tile + tile) * ROW_STATS, 0, 1,
+            threadIdx.x);
     };
 
     load_rows<BLOCK_K, KeyTile, HEAD_DIM>(K_smem, head.k, p.k_row_stride, k_block, head.key_length);
     load_rows<BLOCK_K, ValueTile, HEAD_DIM_V>(V_smem, head.v, p.v_row_stride, k_block,
                                               head.key_length);
-    if (tiles.count > 0) load_queries(0, tiles[0].tile).finish();
+    if (tiles.count > 0) load_queries(0, tiles[0].tile);
     commit_copies();
     wait_copies<0>();
     __syncthreads();  // the keys and the first query tile have arrived for all
@@ -147,7 +134,7 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
         const bool weightless = log2_sums[WEIGHTLESS] != Accumulator(0);
         // Infinite keys: their scores with the zeros that stand for queries beyond the length are NaN.
         const bool cut = tiles.is_cut(visit) || nonfinite_keys || weightless || SCORE_MAY_HIDE;
-        if (STAGES > 1 && more) load_queries((i + 1) % STAGES, tiles[i + 1].tile).finish();
+        if (STAGES > 1 && more) load_queries((i + 1) % STAGES, tiles[i + 1].tile);
         if (STAGES > 1) commit_copies();
         if (nonfinite_keys) {
             restore_nonfinite<BLOCK_K, HEAD_DIM, KeyTile::PITCH, THREADS>(
@@ -213,10 +200,9 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
                                                           P_smem + warp_row * S_PITCH, dO);
             keys.template accumulate_published<BLOCK_Q>(gradients.dK_regs, dS_slab, Q);
         }
-        QueryCopy next_queries{Q_smem, dO_smem, row_stats_smem};
         if constexpr (STAGES == 1) {
             if (SHARE_P && !ONE_SCORE_TILE) __syncthreads();  // nobody reads these queries any more
-            if (more) next_queries = load_queries(0, tiles[i + 1].tile);
+            if (more) load_queries(0, tiles[i + 1].tile);
             commit_copies();
         }
         if (nonfinite_keys) clear_nonfinite<BLOCK_K, KeyTile::PADDED_D, THREADS>(K_smem);
@@ -224,7 +210,6 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
         Accumulator dQ_regs[QuerySums::ROWS][QuerySums::COLUMNS] = {};
         sums.multiply_tiles(dQ_regs, dS_smem, K_smem);
         add_units<THREADS>(p.dq_sum + (first_tile + visit.tile) * QUERY_SUMS, dQ_regs);
-        if (STAGES == 1 && more) next_queries.finish();
         wait_copies<0>();
         __syncthreads();  // the next tile has arrived; nobody reads this one nor dS any more
     }

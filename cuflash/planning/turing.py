@@ -16,16 +16,11 @@ ARCH = 75
 
 @dataclass(frozen=True, kw_only=True)
 class TuringTile(MmaTile):
-    """A row of the engine mma for sm_75 alone.
-
-    Parameters
-    ----------
-    holds : bool
-        Whether registers hold the next tile of keys, values or queries while warps multiply.
+    """A row of the engine mma for sm_75 alone. While warps of fa2 multiply, registers hold the next
+    tile of keys or values.
     """
 
     dtypes: tuple[str, ...] = ("float16",)
-    holds: bool = True
 
     def missing(self, problem: Problem, device: Device) -> str:
         """What the device lacks or has more of, or an empty string."""
@@ -33,7 +28,7 @@ class TuringTile(MmaTile):
 
     def constants(self, problem: Problem) -> dict[str, int | bool]:
         """Sizes that the kernels read."""
-        return super().constants(problem) | {"HOLDS_TILES": self.holds}
+        return super().constants(problem) | {"HOLDS_TILES": True}
 
 
 _fa2 = partial(TuringTile, algo="fa2")
@@ -45,22 +40,30 @@ def _both(**sizes: Any) -> tuple[TuringTile, TuringTile]:
     return _fa2(backward=True, **sizes), _fa1(backward=True, **sizes)
 
 
+# Rates are those of an H200 that runs PTX of compute_75, with as many blocks of a multiprocessor as
+# 64 KB have room for: asv_bench/as_turing.py --rows.
 # fmt: off
 ROWS = (
-    _fa2(max_dim=64,  block_k=32,  warps=4, slabs=2, stages=1, min_blocks=2, rate=300,
-         queries_in_registers=True),
-    _fa2(max_dim=64,  block_k=64,  warps=4, slabs=1, stages=1, min_blocks=2, rate=300,
-         queries_in_registers=True),
-    _fa2(max_dim=128, block_k=32,  warps=8, slabs=1, stages=1, rate=300),
-    _fa2(max_dim=128, block_k=32,  warps=4, slabs=1, stages=1, rate=300,
-         queries_in_registers=True),
-    _fa2(max_dim=256, block_k=16,  warps=4, slabs=1, stages=1, rate=300),
+    _fa2(max_dim=64,  block_k=48,  warps=4, slabs=2, min_blocks=2,
+         rate=247, item_time=5.72, start_time=8.5),
+    _fa2(max_dim=64,  block_k=32,  warps=4, slabs=2, min_blocks=2, queries_in_registers=True,
+         rate=195, item_time=5.59, start_time=7.6),
+    _fa2(max_dim=64,  block_k=32,  warps=4, slabs=1, min_blocks=3, queries_in_registers=True,
+         rate=170, item_time=3.73, start_time=7.8),
+    _fa2(max_dim=128, block_k=48,  warps=8, slabs=1,
+         rate=195, item_time=6.50, start_time=8.8),
+    _fa2(max_dim=128, block_k=32,  warps=8, slabs=1,
+         rate=174, item_time=6.81, start_time=8.2),
+    _fa2(max_dim=128, block_k=16,  warps=4, slabs=1, min_blocks=2,
+         rate=127, item_time=5.75, start_time=9.8),
+    _fa2(max_dim=256, block_k=16,  warps=4, slabs=1,
+         rate=111, item_time=8.73, start_time=9.2),
     _fa1(max_dim=64,  block_k=128, warps=4, slabs=1, stages=2, step_k=64,
          queries_in_registers=True),
     _fa1(max_dim=128, block_k=32,  warps=4, slabs=1, stages=2),
     _fa1(max_dim=256, block_k=16,  warps=2, slabs=1, stages=2),
-    *_both(max_dim=64,  block_q=32, step_q=16, warps=8, slabs=2, split=2, one_score_tile=True),
+    *_both(max_dim=64,  block_q=32, step_q=16, warps=4, slabs=2, split=1),
     *_both(max_dim=128, block_q=32, step_q=16, warps=8, slabs=1, split=2),
-    *_both(max_dim=224, block_q=32, step_q=16, warps=4, slabs=1, split=2, holds=False),
+    *_both(max_dim=224, block_q=32, step_q=16, warps=4, slabs=1, split=2, one_score_tile=True),
 )
 # fmt: on

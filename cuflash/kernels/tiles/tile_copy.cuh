@@ -5,12 +5,10 @@
 #include "tiles/copies.cuh"
 
 // Of T elements, COLUMNS in a row and PADDED in shared memory. begin() comes when nobody reads the tile
-// in shared memory any more, and finish() before the barrier behind which all read the next one. WHOLE
-// says whether rows start on multiples of a chunk.
-template <int TILE_ROWS, int COLUMNS, int PADDED, typename S, typename T, bool WHOLE = ALIGNED>
+// in shared memory any more, and finish() before the barrier behind which all read the next one.
+template <int TILE_ROWS, int COLUMNS, int PADDED, typename S, typename T>
 struct TileCopy {
-    static constexpr bool IS_HELD = HOLDS_TILES && WHOLE && SAME<S, T>;
-    static constexpr int UNROLL = TILE_ROWS == 1 ? 1 : LOAD_UNROLL;
+    static constexpr bool IS_HELD = HOLDS_TILES && ALIGNED && SAME<S, T>;
     static constexpr int CHUNKS = PADDED / CHUNK<S>, PITCH = pitch<S>(PADDED);
     static constexpr int ACROSS = CHUNKS < THREADS ? CHUNKS : THREADS, ROW_STEP = THREADS / ACROSS;
     static constexpr int DOWN = round_up(TILE_ROWS, ROW_STEP) / ROW_STEP;
@@ -48,7 +46,7 @@ struct TileCopy {
                 hold(i, rows + row * row_stride, column, row < valid_rows);
             });
         else
-            load_tile<TILE_ROWS, COLUMNS, PADDED, THREADS, WHOLE, UNROLL>(
+            load_tile<TILE_ROWS, COLUMNS, PADDED, THREADS, ALIGNED, LOAD_UNROLL>(
                 tile, rows, row_stride, valid_rows, threadIdx.x);
     }
 
@@ -61,7 +59,7 @@ struct TileCopy {
                 hold(i, source, column, source != nullptr);
             });
         else
-            load_scattered_tile<TILE_ROWS, COLUMNS, PADDED, THREADS, WHOLE, UNROLL>(
+            load_scattered_tile<TILE_ROWS, COLUMNS, PADDED, THREADS, ALIGNED, LOAD_UNROLL>(
                 tile, find_row, valid_rows, threadIdx.x);
     }
 
