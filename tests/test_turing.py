@@ -131,8 +131,8 @@ def compiled_kernels():
     or packed.
     """
     made = [x for x in kernels("sm_75", ["float16"]) if isinstance(x.row, TuringTile)]
-    made = [x for x in made if not x.name]
-    return made + varied(made)[::7]
+    main = [x for x in made if not x.name and str(x.row)[:12] != "fa1 backward"]  # fa2's is alike
+    return main + varied(main)[::12]
 
 
 @pytest.mark.parametrize("kernel", compiled_kernels(), ids=str)
