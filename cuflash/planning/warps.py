@@ -193,11 +193,11 @@ class WarpTile(KernelTile):
         own: dict[str, int | bool] = {
             "MIN_BLOCKS": self.min_blocks,
             "LOAD_UNROLL": self.load_unroll,
+            "HOLDS_TILES": False,
             "WARP_SLABS": self.slabs,
             "WARP_SPLIT": self.split,
             "QUERIES_IN_REGISTERS": self.queries_in_registers,
             "TAKES_MAXIMA": self.maxima,
-            "HOLDS_TILES": False,
             "ROW_LANES": self.row_lanes,
             "LANE_ROWS": self.lane_rows,
         }
