@@ -114,6 +114,37 @@ def test_a_report_says_why_a_contender_has_no_times(monkeypatch):
     assert found["contenders"] == {"unfused": "has no gradients"}
 
 
+def test_what_cuda_says_of_a_device_as_far_as_it_does():
+    attributes = {"MultiProcessorCount": 40, "L2CacheSize": 4 << 20, "IsMultiGpuBoard": 0}
+    device = types.SimpleNamespace(
+        compute_capability="75", attributes=attributes, mem_info=(1 << 30, 16 << 30)
+    )
+    cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(Device=lambda: device))
+    assert user_report.device_facts(cupy) == {
+        "compute_capability": "75",
+        "MultiProcessorCount": 40,
+        "L2CacheSize": 4 << 20,
+        "memory_bytes": 16 << 30,
+    }
+
+
+@pytest.mark.gpu
+def test_a_report_of_a_gpu(tmp_path):
+    import cupy
+
+    works = Work(2, 3, 256, 64, "float16"), Work(2, 3, 256, 64, "float32", True, True)
+    user_report.write(tmp_path / "report.json", cupy, {"simt": ""}, [], works)
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert found["device"]["MultiProcessorCount"] > 0
+    assert found["device"]["memory_bytes"] > 1 << 30
+    assert found["machine"]["cupy"] == cupy.__version__
+    assert len(found["times"]) == 2
+    for problem in found["times"]:
+        assert problem["contenders"]["fa2 simt"]["microseconds"] > 0
+        assert problem["contenders"]["fa2 simt"]["difference"] < 1e-2
+        assert problem["plan"].startswith(("fa2", "fa3"))
+
+
 def test_twelve_problems_are_reported():
     assert len({str(work) for work in user_report.PROBLEMS}) == 12
     assert {work.dtype for work in user_report.PROBLEMS} == {"float16", "bfloat16", "float32"}
