@@ -72,7 +72,8 @@ def main(report: Path | None = None) -> int:
     )
     if report is not None:
         write_report(report, cupy, engines, rows)
-        print(f"{report} has this and, of a GPU, more times: docs/gpus.md says where to send it")
+        more = "but no times, which are a GPU's" if cupy is None else "and more times"
+        print(f"{report} has this, {more}: docs/gpus.md says where to send it")
     return 1 if failed or broken else 0
 
 

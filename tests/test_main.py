@@ -73,7 +73,7 @@ def test_a_report_to_send_without_a_gpu(small, capsys, tmp_path):
     assert report.main(file) == 0
     printed = capsys.readouterr().out
     assert printed.endswith(
-        f"{file} has this and, of a GPU, more times: docs/gpus.md says where to send it\n"
+        f"{file} has this, but no times, which are a GPU's: docs/gpus.md says where to send it\n"
     )
     assert "none in use: CuPy is not installed" in printed
     found = json.loads(file.read_text())
