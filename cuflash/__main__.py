@@ -12,6 +12,7 @@ import platform
 import statistics
 import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -23,7 +24,7 @@ from .extras import HOW_TO_INSTALL_CUPY
 from .planning.plan import ALGOS, ENGINES, Plan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from types import ModuleType
 
     from numpy.typing import NDArray
@@ -35,6 +36,7 @@ CPU_SHAPE, GPU_SHAPE = (1, 4, 1000, 64), (8, 16, 1000, 64)
 CPU_DTYPES = ("float32", "float16")
 CPU_ALGOS: tuple[Algo, ...] = ("fa1", "fa2")
 REPEATS = {"CPU": 3, "GPU": 11}
+HEADS = ("kernel", "type", "shape", "time ms", "TFLOP/s", "error / bound")
 HEADS_CHECKED = 4  # the first and last ones; the reference of all of a GPU's would take minutes
 
 
@@ -45,8 +47,10 @@ class Row(NamedTuple):
     passed: bool
 
 
-def main() -> int:
-    """Print the report; return 0 if every check passed."""
+def main(report: Path | None = None) -> int:
+    """Print what is here and what was checked, and write it to the file `report`, with more times,
+    if one is named; return 0 if every check passed.
+    """
     print(f"cuflash {__version__}, Python {platform.python_version()}, NumPy {np.__version__}")
     cupy, missing = find_cupy(HOW_TO_INSTALL_CUPY)
     print(f"GPU      {missing}" if cupy is None else describe(cupy))
@@ -67,7 +71,32 @@ def main() -> int:
         else f"all {len(rows)} checks passed: "
         "every result is within its bound of the float64 reference"
     )
+    if report is not None:
+        write_report(report, cupy, engines, rows)
+        more = "but no times, which are a GPU's" if cupy is None else "and more times"
+        print(f"{report} has this, {more}: docs/gpus.md says where to send it")
     return 1 if failed or broken else 0
+
+
+def write_report(
+    path: Path, cupy: ModuleType | None, engines: Mapping[Engine, str], rows: Iterable[Row]
+) -> None:
+    """Write what was found, after the times of a few problems."""
+    from .compare import user_report
+
+    if cupy is not None:  # pragma: no cover - needs a GPU
+        print(f"timing {len(user_report.PROBLEMS)} problems", flush=True)
+    checks = [{**dict(zip(HEADS, row.cells)), "passed": row.passed} for row in rows]
+    user_report.write(path, cupy, engines, checks)
+
+
+def _file(text: str) -> Path:
+    """A file from the command line, that can be written."""
+    path = Path(text)
+    if path.is_dir() or not path.parent.is_dir():
+        what = "is a folder" if path.is_dir() else f"is in {path.parent}, which is no folder"
+        raise argparse.ArgumentTypeError(f"{text} {what}: name a file, such as report.json")
+    return path
 
 
 def usable_engines(cupy: ModuleType | None) -> tuple[dict[Engine, str], str]:
@@ -195,8 +224,7 @@ def row(
 
 def table(rows: list[Row]) -> str:
     """The rows in columns: words to the left, numbers to the right."""
-    heads = ("kernel", "type", "shape", "time ms", "TFLOP/s", "error / bound")
-    lines = [heads, *(row.cells for row in rows)]
+    lines = [HEADS, *(row.cells for row in rows)]
     widths = [max(map(len, column)) for column in zip(*lines)]
     texts = [
         "  ".join(
@@ -255,8 +283,14 @@ def command_line() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"cuflash {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     check = "say what this machine can run, check all of it and time it; without a COMMAND, too"
-    commands.add_parser(
+    checking = commands.add_parser(
         "check", help=check, description=f"{check.capitalize()}. Returns 1 if a check fails."
+    )
+    checking.add_argument(
+        "--report",
+        type=_file,
+        metavar="FILE",
+        help="write what is here, the checks and the times of twelve problems into a file to send",
     )
     commands.add_parser(
         "compare", add_help=False, help="compare with what else there is, as tables and pictures"
@@ -298,8 +332,8 @@ def command() -> int:
         return launch(arguments[1:])
     if name == "precompile":
         return precompile_command(arguments[1:])
-    parser.parse_args(arguments)
-    return main()
+    report = getattr(parser.parse_args(arguments), "report", None)
+    return main(report) if report else main()
 
 
 if __name__ == "__main__":

@@ -18,11 +18,13 @@ from cuflash import BlockMask, ScoreMod, reference
 from cuflash.operands.dtypes import DOUBLE, EVERY, HALF
 from cuflash.planning.plan import make_plan
 from cuflash.planning.problem import Device, Problem
+from cuflash.planning.turing import TuringTile
 
 H200 = Device(90, "NVIDIA H200", multiprocessors=132)
 # With so few multiprocessors a small problem keeps them busy: it gets the tiles of a large one, and
 # blocks that persist get several items each.
 FEW = dataclasses.replace(H200, multiprocessors=2)
+T4 = Device(75, "Tesla T4", multiprocessors=40, cache_bytes=4 << 20)
 DTYPES = {"mma": HALF, "simt": EVERY, "wgmma": HALF}
 ALGOS_OF = {"mma": ("fa1", "fa2"), "simt": ("fa1", "fa2"), "wgmma": ("fa1", "fa2", "fa3")}
 DOUBLES = DOUBLE, 128  # on mma cases of their own, and the widest heads
@@ -1118,9 +1120,14 @@ CASES = _all_cases(_Cases, KERNELS)
 BACKWARD_CASES = _all_cases(_BackwardCases, BACKWARD_KERNELS)
 
 
-def row_problem(row, dtype, device=H200):
+def device_of(row):
+    """A device that a row of the table is for."""
+    return T4 if isinstance(row, TuringTile) else H200
+
+
+def row_problem(row, dtype):
     """A problem that puts a row of the table to work: its largest dims, across its tile's edges."""
-    dim = row.max_dim
+    dim, device = row.max_dim, device_of(row)
     while True:
         lengths = row.block_q + 1, row.block_k + 1
         problem = Problem(dtype, (1,), *lengths, dim, dim, backward=row.backward)

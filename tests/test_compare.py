@@ -323,7 +323,8 @@ def test_on_a_gpu(tmp_path):
         assert {("float16", f"{algo} mma"), ("float16", f"{algo} simt")} <= found
         assert ("float32", f"{algo} simt") in found
         assert ("float32", f"{algo} mma") not in found
-    types = "serves float16, bfloat16, not float32; serves float64, not float32"
+    types = "serves float16, bfloat16, not float32; serves float64, not float32; "
+    types += "serves float16, not float32"
     assert f"- fa2 mma: {types} (4 problems)" in text
     served = {("float16", f"{algo} wgmma") for algo in ("fa2", "fa3")} <= found
     arch = sys.modules["cupy"].cuda.Device().compute_capability

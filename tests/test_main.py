@@ -1,5 +1,6 @@
 """`python -m cuflash`: its report, its exit status, and its words for a broken CuPy."""
 
+import json
 import os
 import re
 import subprocess
@@ -12,6 +13,9 @@ import pytest
 
 import cuflash
 from cuflash import __main__ as report
+from cuflash.compare import user_report
+from cuflash.compare.contenders import Field
+from cuflash.compare.experiments import Work
 from cuflash.numpy_engine import walks as host
 
 
@@ -62,6 +66,91 @@ def test_table_has_a_row_for_every_kernel_type_and_mask(small, capsys):
     assert len({re.search("float", line).start() for line in rows}) == 1
     assert len({re.search("1x2", line).start() for line in rows}) == 1
     assert len({len(line) for line in rows}) == 1
+
+
+def test_a_report_to_send_without_a_gpu(small, capsys, tmp_path):
+    file = tmp_path / "report.json"
+    assert report.main(file) == 0
+    printed = capsys.readouterr().out
+    assert printed.endswith(
+        f"{file} has this, but no times, which are a GPU's: docs/gpus.md says where to send it\n"
+    )
+    assert "none in use: CuPy is not installed" in printed
+    found = json.loads(file.read_text())
+    assert (found["cuflash"], found["device"]) == (cuflash.__version__, {})
+    assert found["machine"]["numpy"] == np.__version__
+    assert found["engines"]["numpy"] == "usable"
+    assert found["engines"]["simt"] == "not usable: it needs a GPU"
+    assert len(found["checks"]) == 8
+    for check in found["checks"]:
+        assert check["passed"] is True
+        assert float(check["error / bound"]) <= 1
+        assert check["shape"].split()[0] == "1x2x33x16"
+    assert found["times"] == []
+
+
+def test_times_of_a_report(monkeypatch):
+    """On the CPU here: each problem says its plan, and of each contender figures or a reason."""
+    monkeypatch.setattr(user_report, "MILLISECONDS", 1.0)
+    works = Work(1, 2, 33, 16, "float32"), Work(1, 2, 33, 16, "float32", True, True)
+    found = user_report.times(Field(), works)
+    assert [x["problem"] for x in found] == [str(work) for work in works]
+    for problem, work in zip(found, works):
+        assert problem["plan"].startswith("fa2 numpy")
+        assert list(problem["contenders"]) == ["fa2 numpy"]
+        figures = problem["contenders"]["fa2 numpy"]
+        assert figures["calls"] >= 5
+        low, high = figures["quartiles"]
+        assert 0 < low <= figures["microseconds"] + 0.01
+        assert figures["microseconds"] <= high + 0.01
+        assert figures["tflops"] == work.flops / figures["microseconds"] / 1e6
+        assert figures["difference"] == 0
+    json.dumps(found)
+
+
+def test_a_report_says_why_a_contender_has_no_times(monkeypatch):
+    monkeypatch.setattr(user_report, "CONTENDERS", ("unfused",))
+    (found,) = user_report.times(Field(), [Work(1, 2, 33, 16, "float32", backward=True)])
+    assert found["contenders"] == {"unfused": "has no gradients"}
+
+
+def test_what_cuda_says_of_a_device_as_far_as_it_does():
+    attributes = {"MultiProcessorCount": 40, "L2CacheSize": 4 << 20, "IsMultiGpuBoard": 0}
+    device = types.SimpleNamespace(
+        compute_capability="75", attributes=attributes, mem_info=(1 << 30, 16 << 30)
+    )
+    cupy = types.SimpleNamespace(cuda=types.SimpleNamespace(Device=lambda: device))
+    assert user_report.device_facts(cupy) == {
+        "compute_capability": "75",
+        "MultiProcessorCount": 40,
+        "L2CacheSize": 4 << 20,
+        "memory_bytes": 16 << 30,
+    }
+
+
+@pytest.mark.gpu
+def test_a_report_of_a_gpu(tmp_path):
+    import cupy
+
+    works = Work(2, 3, 256, 64, "float16"), Work(2, 3, 256, 64, "float32", True, True)
+    user_report.write(tmp_path / "report.json", cupy, {"simt": ""}, [], works)
+    found = json.loads((tmp_path / "report.json").read_text())
+    assert found["device"]["MultiProcessorCount"] > 0
+    assert found["device"]["memory_bytes"] > 1 << 30
+    assert found["machine"]["cupy"] == cupy.__version__
+    assert len(found["times"]) == 2
+    for problem in found["times"]:
+        assert problem["contenders"]["fa2 simt"]["microseconds"] > 0
+        assert problem["contenders"]["fa2 simt"]["difference"] < 1e-2
+        assert problem["plan"].startswith(("fa2", "fa3"))
+
+
+def test_twelve_problems_are_reported():
+    assert len({str(work) for work in user_report.PROBLEMS}) == 12
+    assert {work.dtype for work in user_report.PROBLEMS} == {"float16", "bfloat16", "float32"}
+    most = max(4 * work.width * work.batch * work.heads * work.length * 2 * 4
+               for work in user_report.PROBLEMS)  # fmt: skip
+    assert most < 2 << 30  # bytes of operands and results
 
 
 def test_a_failed_check_shows_and_sets_the_exit_status(small, capsys, monkeypatch):
@@ -189,6 +278,27 @@ def as_command(monkeypatch, *arguments):
 def test_the_check_with_and_without_its_name(monkeypatch, capsys, arguments):
     assert as_command(monkeypatch, *arguments) == 7
     assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ([], "expected one argument"),
+        (["."], ". is a folder: name a file, such as report.json"),
+        (["no/x"], "no/x is in no, which is no folder: name a file, such as report.json"),
+    ],
+)
+def test_a_report_needs_the_name_of_a_file(monkeypatch, capsys, given, words):
+    assert as_command(monkeypatch, "check", "--report", *given) == 2
+    assert f"check: error: argument --report: {words}" in capsys.readouterr().err
+
+
+def test_the_check_takes_the_name_of_a_report(monkeypatch, tmp_path):
+    asked = []
+    monkeypatch.setattr(sys, "argv", ["cuflash", "check", "--report", str(tmp_path / "x")])
+    monkeypatch.setattr(report, "main", lambda file: asked.append(file) or 7)
+    assert report.command() == 7
+    assert asked == [tmp_path / "x"]
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import emulated
 import emulator
 import numpy as np
 import pytest
-from cases import numpy_dtype, place
+from cases import device_of, numpy_dtype, place
 from compile_kernels import compile_source, require_nvrtc
 from scoring import form
 from test_emulator_catches import each_of, must_be_caught
@@ -462,7 +462,8 @@ def test_bugs_planted_in_pages(monkeypatch, text, wrong, options):
 @needs_emulator
 def test_emulator_on_every_row(row):
     q, k, v, options = wild(48, row.dtypes[0], (row.max_dim, row.max_dim), 110)
-    result = emulated.attention(q, k, v, **options, engine=row.engine, row=row)
+    device = device_of(row)
+    result = emulated.attention(q, k, v, **options, engine=row.engine, row=row, device=device)
     assert_forward_close(result.out, result.lse, q, k, v, plan=result.plan, **options)
 
 

@@ -8,6 +8,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from cases import device_of
 from emulator.module import _SHARED_LIMITS
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,6 +21,7 @@ from cuflash.operands.dtypes import DOUBLE, HALF, ITEM_BYTES
 from cuflash.planning.plan import TILES, Plan, make_plan
 from cuflash.planning.planes import PlanesTile
 from cuflash.planning.problem import CPU, SHARED_BYTES, Device, Problem
+from cuflash.planning.turing import TuringTile
 
 H200 = Device(90, "NVIDIA H200", multiprocessors=132)
 GPU_ROWS = [row for row in TILES if row.threads and not row.backward]
@@ -274,8 +276,8 @@ def _of_other_types(kind, rows):
     """What a plan says of rows that do not serve float32."""
     counts = Counter(row.dtypes for row in rows)
     return [
-        f"  {kind} ({counts[dtypes]} rows): serves {', '.join(dtypes)}, not float32"
-        for dtypes in (HALF, DOUBLE)
+        f"  {kind} ({count} rows): serves {', '.join(dtypes)}, not float32"
+        for dtypes, count in counts.items()
     ]
 
 
@@ -335,7 +337,7 @@ def test_tiles_that_lie_across_blocks_of_masks_do_not_serve():
     for mask in ("blocks", "elements"):
         masked = dataclasses.replace(p, mask=mask)
         plan = make_plan(masked, H200, engine="mma")
-        reasons = {row.block_k: reason for row, reason in plan.rejected}
+        reasons = {x.block_k: why for x, why in plan.rejected if not isinstance(x, TuringTile)}
         assert reasons[48] == "its tiles of 128x48 lie across the blocks of masks"
         assert plan.block_k == 64
         assert "\nrejected   fa2 mma 128x48, 4 warps, 2 stages: its tiles of 128x48" in str(plan)
@@ -343,7 +345,7 @@ def test_tiles_that_lie_across_blocks_of_masks_do_not_serve():
         of_row = problem(row.dtypes[0], mask="blocks", d=1, backward=row.backward)
         if isinstance(row, PlanesTile):  # whose tiles must also be those of the kernel behind
             continue
-        assert ("lie across" in row.reject(of_row, H200)) == (row.scored[1] == 48)
+        assert ("lie across" in row.reject(of_row, device_of(row))) == (row.scored[1] == 48)
 
 
 @pytest.mark.parametrize("make", [problem, backward])
@@ -498,7 +500,9 @@ def test_hopper_serves_or_says_why_not():
     assert hopper(problem("float32")) == ""
     assert hopper(problem("float32"), algo="fa1") == "serves float16, bfloat16, not float32"
     assert hopper(device=Device(80)) == "needs sm_90, the device is sm_80"
-    assert hopper(device=Device(100)) == "needs sm_90, the device is sm_100"
+    unused = "needs sm_90, the device is sm_100, whose tcgen05 no kernel uses"
+    assert hopper(device=Device(100)) == unused
+    assert hopper(device=Device(120)) == "needs sm_90, the device is sm_120"
     assert hopper(device=Device(90, has_features=False)) == "needs NVRTC 12.9 or later"
     assert hopper(problem(d=60)) == "serves head dims that are multiples of 8"
     assert hopper(problem(e=60)) == "serves head dims that are multiples of 8"
@@ -559,7 +563,7 @@ def test_hopper_serves_what_fills_it():
         ({"unmappable": "its strides"}, {}, "its strides"),
         ({"aligned": False}, {}, "needs rows aligned to 16 bytes"),
         ({}, {"arch": 80}, "needs sm_90, the device is sm_80"),
-        ({}, {"arch": 100}, "needs sm_90, the device is sm_100"),
+        ({}, {"arch": 100}, "needs sm_90, the device is sm_100, whose tcgen05 no kernel uses"),
         ({}, {"has_features": False}, "needs NVRTC 12.9 or later"),
     ],
 )
@@ -646,7 +650,8 @@ def test_reasons_are_said_once():
     """In the order of their first rows; one row alone is said to be which."""
     half = "serves float16, bfloat16, not float32"
     plan = make_plan(problem("float32", (1,), 4, 4, 32), H200)
-    first, double, second, _ = [x for x in str(plan).splitlines() if x.startswith("rejected")]
+    reasons = [x for x in str(plan).splitlines() if x.startswith("rejected")]
+    first, double, turing, second, _ = reasons
     assert first.startswith("rejected   fa3 wgmma (")
     assert first.endswith(f"rows): {half}")
     for kind in ("fa3 wgmma", "fa2 wgmma", "fa2 mma"):
@@ -654,6 +659,7 @@ def test_reasons_are_said_once():
         assert rows_of(first, kind) == len(rows) > 1
     assert double.startswith("rejected   fa2 mma (")
     assert double.endswith("rows): serves float64, not float32")
+    assert turing.endswith("rows): serves float16, not float32")
     alone = next(row for row, why in plan.rejected if why == "serves head dims up to 16")
     assert second == f"rejected   {alone}: serves head dims up to 16"
     with pytest.raises(NotImplementedError) as caught:

@@ -18,7 +18,7 @@
 #include "numeric.cuh"
 #include "planes/factors.cuh"
 #include "ptx/overlap.cuh"
-#include "tiles/copies.cuh"
+#include "tiles/tile_copy.cuh"
 #include "tiles/guarded_softmax.cuh"
 #include "tiles/mma.cuh"
 #include "tiles/simt.cuh"
@@ -40,30 +40,29 @@ static_assert(is_laid_out<Tile::Shared>(tile_bytes::Q, Q_TILE) &&
                   is_laid_out<Tile::Shared>(tile_bytes::exchange, Tile::EXCHANGE),
               "the plan's tiles are those of the kernel");
 
-__device__ __forceinline__ void load_keys(Tile::Shared* K_smem, const Params& p, const Head& head,
-                                          int tile) {
+using KeyCopy = TileCopy<BLOCK_K, HEAD_DIM, Tile::PADDED_D, Tile::Shared, Element>;
+using ValueCopy = TileCopy<BLOCK_K, HEAD_DIM_V, Tile::PADDED_DV, Tile::Shared, Element>;
+
+__device__ __forceinline__ KeyCopy load_keys(Tile::Shared* K_smem, const Params& p,
+                                             const Head& head, int tile) {
     const int first = tile * BLOCK_K, valid_rows = head.key_length - first;
+    KeyCopy copy(K_smem);
     if constexpr (PAGED)
-        load_scattered_tile<BLOCK_K, HEAD_DIM, Tile::PADDED_D, THREADS, ALIGNED, LOAD_UNROLL>(
-            K_smem, [&](int row) { return find_key(p, head, first + row); }, valid_rows,
-            threadIdx.x);
+        copy.begin_scattered([&](int row) { return find_key(p, head, first + row); }, valid_rows);
     else
-        load_tile<BLOCK_K, HEAD_DIM, Tile::PADDED_D, THREADS, ALIGNED, LOAD_UNROLL>(
-            K_smem, head.k + i64(tile) * BLOCK_K * p.k_row_stride, p.k_row_stride, valid_rows,
-            threadIdx.x);
+        copy.begin(head.k + i64(tile) * BLOCK_K * p.k_row_stride, p.k_row_stride, valid_rows);
+    return copy;
 }
 
-__device__ __forceinline__ void load_values(Tile::Shared* V_smem, const Params& p, const Head& head,
-                                            int tile) {
+__device__ __forceinline__ ValueCopy load_values(Tile::Shared* V_smem, const Params& p,
+                                                 const Head& head, int tile) {
     const int first = tile * BLOCK_K, valid_rows = head.key_length - first;
+    ValueCopy copy(V_smem);
     if constexpr (PAGED)
-        load_scattered_tile<BLOCK_K, HEAD_DIM_V, Tile::PADDED_DV, THREADS, ALIGNED, LOAD_UNROLL>(
-            V_smem, [&](int row) { return find_value(p, head, first + row); }, valid_rows,
-            threadIdx.x);
+        copy.begin_scattered([&](int row) { return find_value(p, head, first + row); }, valid_rows);
     else
-        load_tile<BLOCK_K, HEAD_DIM_V, Tile::PADDED_DV, THREADS, ALIGNED, LOAD_UNROLL>(
-            V_smem, head.v + i64(tile) * BLOCK_K * p.v_row_stride, p.v_row_stride, valid_rows,
-            threadIdx.x);
+        copy.begin(head.v + i64(tile) * BLOCK_K * p.v_row_stride, p.v_row_stride, valid_rows);
+    return copy;
 }
 
 __device__ __forceinline__ void load_queries(Tile::Shared* Q_smem, const Params& p,
@@ -128,8 +127,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     for (int stage = 0; stage < max(1, STAGES - 1); ++stage) {
         if (stage < tiles.count()) {
             const int key_tile = tiles[stage].tile;
-            load_keys(K_smem + stage * K_TILE, p, head, key_tile);
-            if constexpr (STAGES > 1) load_values(V_smem + stage * V_TILE, p, head, key_tile);
+            load_keys(K_smem + stage * K_TILE, p, head, key_tile).finish();
+            if constexpr (STAGES > 1)
+                load_values(V_smem + stage * V_TILE, p, head, key_tile).finish();
         }
         commit_copies();
     }
@@ -145,12 +145,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         const MissingKeys<BLOCK_K> missing(p, head, k_begin);
         const bool cut = tiles.is_cut(visit) || missing.any();
         const TileBits bits(p, head, visit.bits, first_row, row_begin, k_begin);
+        KeyCopy next_keys(K_smem);
+        ValueCopy values(V_smem);
         if constexpr (STAGES == 1) {
-            load_values(V_smem, p, head, visit.tile);
+            values = load_values(V_smem, p, head, visit.tile);
         } else if (i + STAGES - 1 < tiles.count()) {
             const int ahead = (i + STAGES - 1) % STAGES, key_tile = tiles[i + STAGES - 1].tile;
-            load_keys(K_smem + ahead * K_TILE, p, head, key_tile);
-            load_values(V_smem + ahead * V_TILE, p, head, key_tile);
+            load_keys(K_smem + ahead * K_TILE, p, head, key_tile).finish();
+            load_values(V_smem + ahead * V_TILE, p, head, key_tile).finish();
         }
         commit_copies();
         if ((cut || SCORE_MAY_HIDE) && STAGES > 1)
@@ -171,15 +173,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             // S_regs hold P from here on
             drop_probabilities(S_regs, tile, p, head, row_begin, k_begin + step);
             if constexpr (STAGES == 1) {
+                values.finish();
                 wait_copies<0>();
                 __syncthreads();  // V_i has arrived for all; nobody reads K_i any more
-                if (i + 1 < tiles.count()) load_keys(K_smem, p, head, tiles[i + 1].tile);
+                if (i + 1 < tiles.count())
+                    next_keys = load_keys(K_smem, p, head, tiles[i + 1].tile);
                 commit_copies();
                 if (cut || SCORE_MAY_HIDE)
                     nonfinite |= clear_nonfinite<BLOCK_K, Tile::PADDED_DV, THREADS>(V_smem);
             }
             tile.accumulate(O_regs, S_regs, V_smem + stage * V_TILE + step * Tile::VALUE_PITCH);
         }
+        if (STAGES == 1 && i + 1 < tiles.count()) next_keys.finish();
         wait_copies<PENDING>();
         __syncthreads();  // tile i + 1 has arrived for all; nobody reads tile i any more
     }

@@ -116,7 +116,11 @@ __device__ __forceinline__ __nv_bfloat16 narrow<__nv_bfloat16, float>(float x) {
 // Two halves in one register, `low` in the lower 16 bits.
 __device__ __forceinline__ u32 pack(float low, float high, __half) {
     u32 packed;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    if constexpr (ARCH >= 80)
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+    else
+        packed = u32(__half_as_ushort(__float2half_rn(high))) << 16 |
+                 __half_as_ushort(__float2half_rn(low));
     return packed;
 }
 __device__ __forceinline__ u32 pack(float low, float high, __nv_bfloat16) {

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 WARPGROUP = 128  # threads
 WARPGROUP_ROWS = 64
 BARRIER_BYTES = 1024  # of shared memory, with what else is not tiles
+SUCCESSORS = (100, 103, 110)  # whose tensor cores have instructions of their own, tcgen05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +71,8 @@ class HopperTile(KernelTile):
     def missing(self, problem: Problem, device: Device) -> str:
         """What the device or the operands lack, or an empty string."""
         if device.arch != 90:
-            return f"needs sm_90, the device is sm_{device.arch}"
+            unused = ", whose tcgen05 no kernel uses" if device.arch in SUCCESSORS else ""
+            return f"needs sm_90, the device is sm_{device.arch}{unused}"
         if not device.has_features:
             return "needs NVRTC 12.9 or later"
         if problem.head_dim % 8 or problem.value_dim % 8:

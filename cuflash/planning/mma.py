@@ -1,4 +1,4 @@
-"""The engine of tensor cores: mma.sync on halves and on doubles, from sm_80 on."""
+"""The engine of tensor cores: mma.sync on halves and doubles. turing.py has the rows for sm_75."""
 
 from __future__ import annotations
 

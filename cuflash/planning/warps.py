@@ -194,6 +194,7 @@ class WarpTile(KernelTile):
         own: dict[str, int | bool] = {
             "MIN_BLOCKS": self.min_blocks,
             "LOAD_UNROLL": self.load_unroll,
+            "HOLDS_TILES": False,
             "WARP_SLABS": self.slabs,
             "WARP_SPLIT": self.split,
             "QUERIES_IN_REGISTERS": self.queries_in_registers,

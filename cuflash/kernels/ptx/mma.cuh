@@ -1,5 +1,5 @@
-// Products of a warp on tensor cores (sm_80 on), and the loads of their operands. One instruction
-// per function. tiles/mma.cuh draws which lane holds what.
+// Products of a warp on tensor cores (sm_80 on; of __half sm_75 on), and the loads of their operands.
+// One instruction per function. tiles/mma.cuh draws which lane holds what.
 #pragma once
 #include "numeric.cuh"
 
@@ -19,14 +19,29 @@ __device__ __forceinline__ void load_matrices_transposed(u32 (&r)[4], u32 row_ad
                  : "memory");
 }
 
+// mma.sync.m16n8k8: C += A B of half the depth, all that sm_75 has.
+__device__ __forceinline__ void multiply_shallow(float& c0, float& c1, float& c2, float& c3, u32 a0,
+                                                 u32 a1, u32 b, __half) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+        : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3)
+        : "r"(a0), "r"(a1), "r"(b));
+}
+
 // mma.sync.m16n8k16: C += A B, halves in, float accumulators.
 __device__ __forceinline__ void multiply(float& c0, float& c1, float& c2, float& c3,
                                          const u32 (&a)[4], u32 b0, u32 b1, __half) {
-    asm volatile(
-        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
-        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    if constexpr (ARCH >= 80) {
+        asm volatile(
+            "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+            "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+            : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3)
+            : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+    } else {
+        multiply_shallow(c0, c1, c2, c3, a[0], a[1], b0, __half());
+        multiply_shallow(c0, c1, c2, c3, a[2], a[3], b1, __half());
+    }
 }
 __device__ __forceinline__ void multiply(float& c0, float& c1, float& c2, float& c3,
                                          const u32 (&a)[4], u32 b0, u32 b1, __nv_bfloat16) {

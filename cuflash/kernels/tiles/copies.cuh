@@ -13,24 +13,35 @@ constexpr __host__ __device__ int pitch(int columns) {
     return (round_up(columns, CHUNK<T>) / CHUNK<T> | 1) * CHUNK<T>;
 }
 
+// How many of a row's COLUMNS elements the chunk at `column` has; PADDED is a multiple of a chunk.
+template <int COLUMNS, int PADDED, typename S>
+__device__ __forceinline__ int chunk_columns(int column) {
+    return COLUMNS == PADDED ? CHUNK<S> : min(max(COLUMNS - column, 0), CHUNK<S>);
+}
+
+// The first `wanted` elements of a chunk, and zeros.
+template <bool ALIGNED, typename S, typename T>
+__device__ __forceinline__ Vector<T, CHUNK<S>> read_chunk(const T* source, int wanted) {
+    Vector<T, CHUNK<S>> loaded;
+    if (ALIGNED && wanted == CHUNK<S>) {
+        loaded = *reinterpret_cast<const Vector<T, CHUNK<S>>*>(source);
+    } else {
+#pragma unroll
+        for (int e = 0; e < CHUNK<S>; ++e) loaded.at[e] = e < wanted ? source[e] : narrow<T>(0.0f);
+    }
+    return loaded;
+}
+
 // Copies one chunk of COLUMNS - column elements, at most CHUNK<S>, converting to the tile's type;
 // what is beyond them, or all of it where the row is not valid, becomes zero.
 template <int COLUMNS, int PADDED, bool ALIGNED, typename S, typename T>
 __device__ __forceinline__ void load_chunk(S* target, const T* source, int column, bool valid) {
     constexpr bool ASYNC = ALIGNED && SAME<S, T> && ARCH >= 80;
-    const int columns = COLUMNS == PADDED ? CHUNK<S> : min(max(COLUMNS - column, 0), CHUNK<S>);
-    const int wanted = valid ? columns : 0;
+    const int wanted = valid ? chunk_columns<COLUMNS, PADDED, S>(column) : 0;
     if constexpr (ASYNC) {
         copy_chunk_async(target, source, wanted * int(sizeof(T)));
     } else {
-        Vector<T, CHUNK<S>> loaded;
-        if (ALIGNED && wanted == CHUNK<S>) {
-            loaded = *reinterpret_cast<const Vector<T, CHUNK<S>>*>(source);
-        } else {
-#pragma unroll
-            for (int e = 0; e < CHUNK<S>; ++e)
-                loaded.at[e] = e < wanted ? source[e] : narrow<T>(0.0f);
-        }
+        const Vector<T, CHUNK<S>> loaded = read_chunk<ALIGNED, S>(source, wanted);
         Vector<S> converted;
 #pragma unroll
         for (int e = 0; e < CHUNK<S>; ++e) {

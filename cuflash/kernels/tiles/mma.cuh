@@ -1,4 +1,5 @@
-// Products of a warp's slab of rows on tensor cores: mma.sync m16n8k16 with ldmatrix (sm_80 on).
+// Products of a warp's slab of rows on tensor cores: mma.sync m16n8k16 with ldmatrix (sm_80 on), or two
+// m16n8k8 for each (sm_75).
 //
 // Per slab of 16 rows a lane holds rows lane/4 and lane/4 + 8 and, of every 8 columns, the two
 // from 2 * (lane % 4) on:
