@@ -67,7 +67,7 @@ class CachedGPT(GPT):
         super().__init__(config, flat, dtype)
         xp, pages = self.xp, [-(-x // PAGE) for x in positions]
         pool = config.layers, sum(pages), config.key_heads, PAGE, config.head_dim
-        self.k_pool, self.v_pool = self.empty(pool), self.empty(pool)
+        self.k_pool, self.v_pool = xp.zeros(pool, self.dtype), xp.zeros(pool, self.dtype)
         # Page after page goes to the sequences in turn, as if all had grown together.
         turns = sorted((page, b) for b, count in enumerate(pages) for page in range(count))
         table = np.zeros((len(pages), max(pages)), np.int32)

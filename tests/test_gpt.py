@@ -471,3 +471,17 @@ def test_a_graph_writes_what_single_launches_write(dtype, generate, config, cupy
         for prompt, seed, text in zip(PROMPTS, seeds, single):
             plain = generate.write_without_cache(config, flat, prompt, 70, seed=seed, **options)
             assert plain == text
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("prompts", [PROMPTS[:1], PROMPTS])
+def test_a_gpu_takes_many_steps(prompts, gpt, generate, cupy):
+    """Heads as wide as the large preset's, and no pause between steps."""
+    sizes = SIZES | {"heads": 8, "key_heads": 2, "head_dim": 128}
+    flat = cupy.asarray(3 * gpt.Config(**sizes).initial(0))
+    options = {"seeds": range(len(prompts)), "dtype": "bfloat16"}
+    texts = [
+        generate.write(gpt.Config(**sizes), flat, prompts, 400, graph=graph, **options)[0]
+        for graph in (False, True, False, True)
+    ]
+    assert all(text == texts[0] for text in texts)
