@@ -29,11 +29,12 @@
 #include "seams/score.cuh"
 #include "seams/output.cuh"
 #include "tiles/engine.cuh"
+#include "tiles/left_out.cuh"
 
 using Tile = TileOf<STEP_K, HEAD_DIM, HEAD_DIM_V>;
 constexpr int K_TILE = BLOCK_K * Tile::PITCH, V_TILE = BLOCK_K * Tile::VALUE_PITCH;
 constexpr int Q_TILE = BLOCK_Q * Tile::PITCH;
-static_assert(STAGES > 1 || BLOCK_K == STEP_K, "with one stage, a tile is one step");
+static_assert(STAGES > 1 || (BLOCK_K == STEP_K && !IN_PLANES), "with one stage, a tile is one step");
 static_assert(is_laid_out<Tile::Shared>(tile_bytes::Q, Q_TILE) &&
                   is_laid_out<Tile::Shared>(tile_bytes::K, K_TILE) &&
                   is_laid_out<Tile::Shared>(tile_bytes::V, V_TILE) &&
@@ -114,9 +115,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const Accumulator multiplier = score_multiplier(p);
 
     Tile tile(threadIdx.x % 32, exchange + warp * Tile::EXCHANGE);
+    limit_scores(tile, p.scale);
     using Exact = OnlineSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS>;
     using Guarded = GuardedSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS>;
-    typename Select<ENGINE_IS_MMA && !TAKES_MAXIMA, Guarded, Exact>::type softmax;
+    using InPlanes = OnlineSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS, 1>;
+    using OfHalves = typename Select<ENGINE_IS_MMA && !TAKES_MAXIMA, Guarded, Exact>::type;
+    typename Select<IN_PLANES, InPlanes, OfHalves>::type softmax;
     Accumulator O_regs[Tile::ROWS][Tile::VALUE_COLUMNS];
 #pragma unroll
     for (int i = 0; i < Tile::ROWS; ++i)
@@ -153,7 +157,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             load_values(V_smem + ahead * V_TILE, p, head, key_tile);
         }
         commit_copies();
-        if ((cut || SCORE_MAY_HIDE) && STAGES > 1)
+        if (split_tiles(tile, K_smem + stage * K_TILE, V_smem + stage * V_TILE,
+                        head.key_length - k_begin))
+            break;
+        if ((cut || SCORE_MAY_HIDE) && STAGES > 1 && !IN_PLANES)
             nonfinite |=
                 clear_nonfinite<BLOCK_K, Tile::PADDED_DV, THREADS>(V_smem + stage * V_TILE);
 
@@ -184,6 +191,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         __syncthreads();  // tile i + 1 has arrived for all; nobody reads tile i any more
     }
     wait_copies<0>();
+    if (is_for_kernel_behind(tile, K_smem)) {
+        if (threadIdx.x == 0) leave_out(p, head, block_row, block_row + BLOCK_Q);
+        return;
+    }
     if (nonfinite) {
 #pragma unroll 1
         for (int i = 0; i < tiles.count(); ++i) {

@@ -33,6 +33,7 @@ _ENGINE_MODULES = (
     "wgmma_gradients",
     "wgmma_two_kernels",
     "mma",
+    "mma_floats",
     "simt",
     "numpy",
 )

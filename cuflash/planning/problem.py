@@ -193,7 +193,7 @@ class Problem:
     @property
     def has_planes(self) -> bool:
         """Whether kernels may take the operands in planes (planes.py)."""
-        return self.dtype == "float32" and not (self.backward or self.page_size)
+        return self.dtype == "float32" and not self.backward
 
     def heads_of(self, operand: str) -> int:
         """Heads of q, k or v: those that share rows count once."""

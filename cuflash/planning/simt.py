@@ -121,4 +121,16 @@ BEHIND_PLANES = {
     256: _fa2(max_dim=256, block_k=32, warps=8, row_lanes=16, lane_rows=8, after_planes=True),
 }
 # fmt: on
+
+
+def behind(max_dim: int, block_q: int, block_k: int) -> SimtTile:
+    """The row behind a kernel whose tiles become planes, with these tiles."""
+    lanes = 8 if max_dim <= 64 else 16
+    warps = block_q // (32 // lanes * 8)
+    return _fa2(
+        max_dim=max_dim, block_k=block_k, warps=warps, row_lanes=lanes, lane_rows=8,
+        after_planes=True,
+    )  # fmt: skip
+
+
 ROWS = (*_FORWARD, *_BACKWARD)

@@ -1,0 +1,36 @@
+// What kernels do about planes where tiles become such (float_mma.cuh); where they do not, nothing.
+#pragma once
+#include "planes/factors.cuh"
+#include "tiles/engine.cuh"
+
+// Which scores planes hold, for a tile that has not scored yet: as find_factors() has it, with the
+// largest numbers that planes have.
+template <typename Tile>
+__device__ __forceinline__ void limit_scores(Tile& tile, Accumulator scale) {
+    if constexpr (IN_PLANES) {
+        const float square = 1 << 2 * (LARGEST_EXPONENT + 1);
+        tile.unit_limit = fminf(LARGEST_SCORE_SUM / (square * HEAD_DIM * fabsf(scale)),
+                                power_of_two(120));
+    }
+}
+
+// Makes planes of a tile of keys and one of values that have arrived, of which `valid_rows` exist.
+// Returns, to all threads, whether some are unheld. Holds a barrier behind.
+template <typename Tile>
+__device__ __forceinline__ bool split_tiles(Tile& tile, typename Tile::Shared* K_smem,
+                                            typename Tile::Shared* V_smem, int valid_rows) {
+    if constexpr (IN_PLANES) {
+        tile.template split_keys<BLOCK_K, THREADS>(K_smem);
+        tile.template split_values<BLOCK_K, THREADS>(V_smem, valid_rows);
+        return __syncthreads_or(tile.unheld);  // planes of all rows
+    }
+    return false;
+}
+
+// Whether the kernel behind must work on the rows of this block, to all its threads. `shared` is
+// memory that nobody uses any more.
+template <typename Tile>
+__device__ __forceinline__ bool is_for_kernel_behind(const Tile& tile, void* shared) {
+    if constexpr (IN_PLANES) return tile.leaves_out(static_cast<u32*>(shared));
+    return false;
+}

@@ -1,0 +1,93 @@
+"""The forward pass of float32 on the engine of tensor cores: each number is two halves, which a tile
+becomes in shared memory (docs/exact.md). A kernel of `simt` behind works on what these do not hold.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.resources import files
+
+from ..operands.dtypes import ITEM_BYTES
+from . import simt
+from .launches import Buffer, Launch
+from .mma import MmaTile
+from .planes import PLANE_THREADS, again_tiles
+from .problem import Device, Problem
+from .tile import KernelTile, ceil_div
+
+BEHIND = "fa2_forward_behind"
+_FILE = "fa2_forward"  # its text, by another name
+
+
+@dataclass(frozen=True, kw_only=True)
+class FloatMmaTile(MmaTile):
+    """A row whose tiles become planes of halves."""
+
+    dtypes: tuple[str, ...] = ("float32",)
+
+    @property
+    def behind(self) -> simt.SimtTile:
+        """The row of the kernel that works on what this one leaves out, with the same tiles."""
+        row = simt.behind(self.max_dim, self.block_q, self.block_k)
+        return replace(row, packed=self.packed, span=self.span)
+
+    def reject(self, problem: Problem, device: Device) -> str:
+        """Why this row cannot or should not serve, or an empty string."""
+        shared = self.behind.shared_bytes(problem)
+        if problem.dtype in self.dtypes and shared > device.shared_bytes:
+            return (
+                f"the kernel behind needs {shared} bytes of shared memory, the device has "
+                f"{device.shared_bytes}"
+            )
+        return super().reject(problem, device)
+
+    def workspace(self, problem: Problem) -> tuple[Buffer, ...]:
+        """Which rows are worked on again."""
+        again = Buffer("again", 4, problem.head_count * again_tiles(problem))
+        return (*super().workspace(problem), again)
+
+    def around(self, problem: Problem, main: Launch) -> tuple[Launch, ...]:
+        """No rows are marked before; those that are come last."""
+        marks = problem.head_count * again_tiles(problem)
+        behind = self.behind
+        return (
+            Launch("clear_marks", max(1, ceil_div(marks, PLANE_THREADS)), PLANE_THREADS),
+            main,
+            Launch(BEHIND, behind.blocks(problem), behind.threads, behind.shared_bytes(problem)),
+        )
+
+    def of_kernel(self, kernel: str) -> KernelTile:
+        """The row that has the sizes of one of the kernels."""
+        return self.behind if kernel == BEHIND else super().of_kernel(kernel)
+
+    def kernel_text(self, kernel: str) -> str | None:
+        """CUDA C of the kernel behind, which is that of `simt` by another name."""
+        if kernel != BEHIND:
+            return super().kernel_text(kernel)
+        text = (files(__package__.partition(".")[0]) / "kernels" / f"{_FILE}.cu").read_text()
+        return text.replace(f"{_FILE}(", f"{BEHIND}(")
+
+    def constants(self, problem: Problem) -> dict[str, int | bool]:
+        """Sizes that the kernels read."""
+        return super().constants(problem) | {"PLANE_THREADS": PLANE_THREADS}
+
+
+_fa2 = partial(FloatMmaTile, algo="fa2")
+
+# fmt: off
+ROWS = (
+    _fa2(max_dim=64,  block_k=64, warps=8, slabs=2, stages=2, load_unroll=8,
+         rate=110, item_time=4.0, start_time=25.0),
+    _fa2(max_dim=64,  block_k=64, warps=4, slabs=2, stages=2, min_blocks=2, load_unroll=8,
+         rate=110, item_time=4.0, start_time=25.0),
+    _fa2(max_dim=64,  block_k=32, warps=4, slabs=2, stages=2, load_unroll=4,
+         rate=90, item_time=4.0, start_time=25.0),
+    _fa2(max_dim=128, block_k=32, warps=8, slabs=2, stages=2, load_unroll=4,
+         rate=115, item_time=4.0, start_time=25.0),
+    _fa2(max_dim=128, block_k=64, warps=4, slabs=2, stages=2, step_k=32, load_unroll=4,
+         rate=110, item_time=4.0, start_time=25.0),
+    _fa2(max_dim=128, block_k=32, warps=4, slabs=2, stages=2, load_unroll=4,
+         rate=100, item_time=4.0, start_time=25.0),
+)
+# fmt: on
