@@ -17,6 +17,7 @@ from .problem import Device, Problem
 from .tile import KernelTile, ceil_div
 
 BEHIND = "fa2_forward_behind"
+EXCHANGE_BYTES = 272  # two floats of each lane, two of the warp, and what they end behind
 _FILE = "fa2_forward"  # its text, by another name
 
 
@@ -31,6 +32,10 @@ class FloatMmaTile(MmaTile):
         """The row of the kernel that works on what this one leaves out, with the same tiles."""
         row = simt.behind(self.max_dim, self.block_q, self.block_k)
         return replace(row, packed=self.packed, span=self.span)
+
+    def exchange_bytes(self, problem: Problem) -> int:
+        """What a warp keeps in shared memory instead of in registers."""
+        return EXCHANGE_BYTES
 
     def reject(self, problem: Problem, device: Device) -> str:
         """Why this row cannot or should not serve, or an empty string."""

@@ -93,20 +93,32 @@ struct FloatMmaTile {
     static_assert(PITCH > PADDED_D && VALUE_PITCH > PADDED_DV, "a row's unit has its place");
     static constexpr int DEPTHS = PADDED_D / 16, KEYS = STEP_K / 16;
     static constexpr int TOGETHER = KEYS % 2 == 0 ? 2 : 1;  // groups of 16 keys, for their products
-    static constexpr int EXCHANGE = 0, COLUMN_GROUP = 2;
+    static constexpr int COLUMN_GROUP = 2;
+    static constexpr int EXCHANGE = 2 * 32 + 4;  // of each lane two numbers, of the warp two, and 8 bytes
     static constexpr int LOW = 4;  // floats from a high plane to its low one
     static constexpr int WEIGHT_EXPONENT = 14;  // of a weight of 1 as planes hold it
-    static_assert(STEP_K <= 128, "a sum in tensor cores is of 128 keys at most");
+    static_assert(STEP_K % 32 == 0 && STEP_K <= 128, "a sum in tensor cores is of 128 keys at most");
 
     const int lane;
+    float* const held;  // what would take registers
     u32 Q_address;
-    float Q_unit;
-    float unit_limit;     // of a score, from which on its planes do not hold it
     bool unheld = false;  // something that planes do not hold
     bool small = false;   // some weight that they do not hold to 2^-20 of itself
-    float least = infinity<float>(), most = 0.0f;  // magnitudes of the values that a thread has split
 
-    __device__ __forceinline__ FloatMmaTile(int lane, float*) : lane(lane) {}
+    __device__ __forceinline__ FloatMmaTile(int lane, float* exchange) : lane(lane), held(exchange) {
+        own_range() = {infinity<float>(), 0.0f};
+    }
+    // The least and the largest magnitude of the values that a lane has split.
+    __device__ __forceinline__ Vector<float, 2>& own_range() const {
+        return reinterpret_cast<Vector<float, 2>*>(held)[threadIdx.x % 32];
+    }
+    // The unit of the warp's queries, and that of scores from which on planes do not hold them.
+    __device__ __forceinline__ Vector<float, 2>& units() const {
+        return reinterpret_cast<Vector<float, 2>*>(held)[32];
+    }
+    __device__ __forceinline__ void limit_scores(float limit) const {
+        if (lane == 0) units().at[1] = limit;
+    }
 
     __device__ __forceinline__ int row(int i) const { return i / 2 * 16 + i % 2 * 8 + lane / 4; }
     __device__ __forceinline__ int column(int j) const { return j / 2 * 8 + lane % 4 * 2 + j % 2; }
@@ -128,14 +140,14 @@ struct FloatMmaTile {
             largest = larger_or_nan(largest, __shfl_xor_sync(FULL_WARP, largest, step));
         unheld |= !is_held(largest);
         const int exponent = plane_exponent(largest);
-        Q_unit = power_of_two(-exponent);
+        if (lane == 0) units().at[0] = power_of_two(-exponent);
 #pragma unroll 2
         for (int row = 0; row < WARP_ROWS && has_group; row += Lanes::ROWS) {
             load_floats(x, own + row * PITCH);
             const SplitFloats planes(x, power_of_two(exponent), 1.0f);
             store_planes(own + row * PITCH, planes);
         }
-        __syncwarp();  // planes of all rows
+        __syncwarp();  // planes of all rows, and units
         Q_address = shared_address(Q_slab + lane % 16 * PITCH + lane / 16 * 8);
     }
 
@@ -155,6 +167,7 @@ struct FloatMmaTile {
     // The same of values, of which `valid_rows` exist. The unit of a row of zeros is 0.
     template <int TILE_ROWS, int THREADS>
     __device__ __forceinline__ void split_values(float* V_smem, int valid_rows) {
+        Vector<float, 2> range = own_range();
         each_row<TILE_ROWS, THREADS, PADDED_DV>(
             V_smem, [&](float* own, const float(&x)[8], float largest, bool is_first, int row) {
                 const int exponent = plane_exponent_of_values(largest);
@@ -162,8 +175,9 @@ struct FloatMmaTile {
                 unheld |= !is_held(largest) || (largest > 0.0f && largest < SMALLEST_VALUES);
                 store_planes(own, SplitFloats(x, factor, 1 << VALUE_SHIFT));
                 if (is_first) own[PADDED_DV] = largest > 0.0f ? power_of_two(-exponent) : 0.0f;
-                if (row < valid_rows) look_at_values(x, largest, factor, (own - V_smem) % VALUE_PITCH);
+                if (row < valid_rows) look_at_values(x, largest, factor, (own - V_smem) % VALUE_PITCH, range);
             });
+        own_range() = range;
     }
 
     // S = Q K^T for the STEP_K keys from K_smem on.
@@ -196,15 +210,19 @@ struct FloatMmaTile {
                     for (int i = 0; i < TOGETHER; ++i)
 #pragma unroll
                         for (int slab = 0; slab < SLABS; ++slab)
-                            multiply_pair(S, slab, keys + i, a[pair == 0][slab], b[pair == 1][i],
-                                          depth == 0 && pair == 0);
+#pragma unroll
+                            for (int half = 0; half < 2; ++half)
+                                add_product(S, slab, 2 * (keys + i) + half, a[pair == 0][slab],
+                                            b[pair == 1][i][2 * half], b[pair == 1][i][2 * half + 1],
+                                            depth == 0 && pair == 0);
                 }
             }
         }
+        const Vector<float, 2> of_queries = units();
 #pragma unroll
         for (int j = 0; j < COLUMNS; ++j) {
-            const float unit = K_smem[column(j) * PITCH + PADDED_D] * Q_unit;
-            unheld |= !(unit <= unit_limit);
+            const float unit = K_smem[column(j) * PITCH + PADDED_D] * of_queries.at[0];
+            unheld |= !(unit <= of_queries.at[1]);
 #pragma unroll
             for (int i = 0; i < ROWS; ++i) S[i][j] *= unit;
         }
@@ -216,34 +234,39 @@ struct FloatMmaTile {
                                                const float* V_smem) {
         u32 weights[2][SLABS][KEYS][4];  // planes
         const float unit = split_weights(weights, P, V_smem);
-        const int thread = threadIdx.x;
-        const u32 V_address =
-            shared_address(V_smem + thread % 16 * VALUE_PITCH + thread / 16 % 2 * 8);
+        // Matrices of one load: 32 keys, 8 columns.
+        const u32 V_address = shared_address(V_smem + threadIdx.x % 32 * VALUE_PITCH);
 #pragma unroll
-        for (int columns = 0; columns < PADDED_DV / 16; ++columns) {
-            float low_sums[ROWS][4], sums[ROWS][4];
+        for (int columns = 0; columns < PADDED_DV / 8; ++columns) {
+            float low_sums[ROWS][2], sums[ROWS][2];
 #pragma unroll
-            for (int keys = 0; keys < KEYS; ++keys) {
-                const u32 address =
-                    V_address + (keys * 16 * VALUE_PITCH + columns * 16) * 4;
+            for (int keys = 0; keys < KEYS; keys += 2) {
+                const u32 address = V_address + (keys * 16 * VALUE_PITCH + columns * 8) * 4;
                 u32 high[4], low[4];
                 load_matrices_transposed(high, address);
                 load_matrices_transposed(low, address + LOW * 4);
 #pragma unroll
-                for (int slab = 0; slab < SLABS; ++slab)
-                    multiply_pair(low_sums, slab, 0, weights[1][slab][keys], high, keys == 0);
+                for (int i = 0; i < 2; ++i) {
+                    const bool is_first = keys + i == 0;
 #pragma unroll
-                for (int slab = 0; slab < SLABS; ++slab)
-                    multiply_pair(sums, slab, 0, weights[0][slab][keys], high, keys == 0);
+                    for (int slab = 0; slab < SLABS; ++slab)
+                        add_product(low_sums, slab, 0, weights[1][slab][keys + i], high[2 * i],
+                                    high[2 * i + 1], is_first);
 #pragma unroll
-                for (int slab = 0; slab < SLABS; ++slab)
-                    multiply_pair(low_sums, slab, 0, weights[0][slab][keys], low, false);
+                    for (int slab = 0; slab < SLABS; ++slab)
+                        add_product(sums, slab, 0, weights[0][slab][keys + i], high[2 * i],
+                                    high[2 * i + 1], is_first);
+#pragma unroll
+                    for (int slab = 0; slab < SLABS; ++slab)
+                        add_product(low_sums, slab, 0, weights[0][slab][keys + i], low[2 * i],
+                                    low[2 * i + 1], false);
+                }
             }
 #pragma unroll
             for (int i = 0; i < ROWS; ++i)
 #pragma unroll
-                for (int j = 0; j < 4; ++j) {
-                    float& sum = O[i][4 * columns + j];
+                for (int j = 0; j < 2; ++j) {
+                    float& sum = O[i][2 * columns + j];
                     sum = multiply_add(low_sums[i][j], unit / (1 << VALUE_SHIFT), sum);
                     sum = multiply_add(sums[i][j], unit, sum);
                 }
@@ -258,8 +281,9 @@ struct FloatMmaTile {
         if (!__syncthreads_or(small)) return false;
         if (threadIdx.x == 0) words[0] = __float_as_uint(infinity<float>()), words[1] = 0;
         __syncthreads();  // the words are there
-        atomicMin(words, __float_as_uint(least));
-        atomicMax(words + 1, __float_as_uint(most));
+        const Vector<float, 2> range = own_range();
+        atomicMin(words, __float_as_uint(range.at[0]));
+        atomicMax(words + 1, __float_as_uint(range.at[1]));
         __syncthreads();  // all threads have added theirs
         return __uint_as_float(words[0]) < __uint_as_float(words[1]) * (1.0f / (1 << 24));
     }
@@ -282,31 +306,44 @@ struct FloatMmaTile {
     }
 
     // split(own, x, largest, is_first, row) for each 8 floats x of a tile, at `own`, of a row whose
-    // largest magnitude is known.
+    // largest magnitude is known. Some are on their way together.
     template <int TILE_ROWS, int THREADS, int PADDED, typename Split>
     static __device__ __forceinline__ void each_row(float* tile, const Split& split) {
         using Lanes = RowLanes<PADDED / 8>;
+        constexpr int STEP = THREADS / 32 * Lanes::ROWS, TRIPS = (TILE_ROWS + STEP - 1) / STEP;
+        constexpr int BATCH = TRIPS % 4 == 0 ? 4 : TRIPS % 2 == 0 ? 2 : 1;
         static_assert(TILE_ROWS % Lanes::ROWS == 0, "a warp's lanes have a row each, or none");
         const int lane = threadIdx.x % 32, group = Lanes::group(lane);
         const int first = threadIdx.x / 32 * Lanes::ROWS + Lanes::row(lane);
 #pragma unroll 1
-        for (int row = first; row < TILE_ROWS; row += THREADS / 32 * Lanes::ROWS) {
-            float* const own = tile + row * pitch<float>(PADDED) + group * 8;
-            float x[8] = {};
-            if (group < PADDED / 8) load_floats(x, own);
-            const float largest = Lanes::largest(largest_of(x));
-            if (group < PADDED / 8) split(own, x, largest, group == 0, row);
+        for (int trip = 0; trip < TRIPS; trip += BATCH) {
+            float* const own = tile + (first + trip * STEP) * pitch<float>(PADDED) + group * 8;
+            float x[BATCH][8] = {}, largest[BATCH];
+            const auto has = [&](int i) {
+                const bool has_row = TILE_ROWS % STEP == 0 || first + (trip + i) * STEP < TILE_ROWS;
+                return has_row && (Lanes::LANES * 8 == PADDED || group < PADDED / 8);
+            };
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i)
+                if (has(i)) load_floats(x[i], own + i * STEP * pitch<float>(PADDED));
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) largest[i] = Lanes::largest(largest_of(x[i]));
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i)
+                if (has(i))
+                    split(own + i * STEP * pitch<float>(PADDED), x[i], largest[i], group == 0,
+                          first + (trip + i) * STEP);
         }
     }
 
     // Remembers the range of values, and whether some are too small beside the others of their row.
     __device__ __forceinline__ void look_at_values(const float (&x)[8], float largest, float factor,
-                                                   int first_column) {
+                                                   int first_column, Vector<float, 2>& range) {
         float smallest = largest;
 #pragma unroll
         for (int e = 0; e < 8; ++e)
             if (DV == PADDED_DV || first_column + e < DV) smallest = fminf(smallest, fabsf(x[e]));
-        least = fminf(least, smallest), most = fmaxf(most, largest);
+        range = {fminf(range.at[0], smallest), fmaxf(range.at[1], largest)};
         if (smallest * factor >= SMALLEST_VALUE) return;
 #pragma unroll
         for (int e = 0; e < 8; ++e)
@@ -352,19 +389,15 @@ struct FloatMmaTile {
         return __float_as_uint(x) - 1 < (127u - 16 << 23) - 1;
     }
 
-    // C[slab's 16 rows][16 columns from 16 * group on] = or += A B, as two products of 8 columns.
+    // C[slab's 16 rows][8 columns from 8 * group on] = or += A B.
     template <int COLS>
-    static __device__ __forceinline__ void multiply_pair(float (&C)[ROWS][COLS], int slab,
-                                                         int group, const u32 (&a)[4],
-                                                         const u32 (&b)[4], bool is_first) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-            const int i = 2 * slab, j = 4 * group + 2 * half;
-            float &c0 = C[i][j], &c1 = C[i][j + 1], &c2 = C[i + 1][j], &c3 = C[i + 1][j + 1];
-            if (is_first)
-                multiply_first(c0, c1, c2, c3, a, b[2 * half], b[2 * half + 1]);
-            else
-                multiply(c0, c1, c2, c3, a, b[2 * half], b[2 * half + 1], __half());
-        }
+    static __device__ __forceinline__ void add_product(float (&C)[ROWS][COLS], int slab, int group,
+                                                       const u32 (&a)[4], u32 b0, u32 b1,
+                                                       bool is_first) {
+        const int i = 2 * slab, j = 2 * group;
+        if (is_first)
+            multiply_first(C[i][j], C[i][j + 1], C[i + 1][j], C[i + 1][j + 1], a, b0, b1);
+        else
+            multiply(C[i][j], C[i][j + 1], C[i + 1][j], C[i + 1][j + 1], a, b0, b1, __half());
     }
 };
