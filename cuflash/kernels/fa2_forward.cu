@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     if (SPLIT) admit_kernel_behind();
     const int warp = threadIdx.x / 32;
     int query_tiles = p.query_tiles;
-    if constexpr (AFTER_PLANES) query_tiles = tiles_behind(p);
+    if constexpr (AFTER_PLANES && !SAME_BLOCKS) query_tiles = tiles_behind(p);
     const Work work(p, blockIdx.x, query_tiles * (SPLIT ? p.parts : 1), GROUP);
     const int part = SPLIT ? work.tile / query_tiles : 0;
     const int tile_index = SPLIT ? work.tile % query_tiles : work.tile;
@@ -110,7 +110,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int block_row = query_tile * BLOCK_Q, row_begin = block_row + first_row;
     if (!has_work(p, head, block_row, block_row + BLOCK_Q)) return;
     if constexpr (AFTER_PLANES)
-        if (!is_left_out(p, head, block_row, block_row + BLOCK_Q)) return;
+        if (!is_left_by_kernel_before(p, head, block_row, block_row + BLOCK_Q)) return;
     const KeyTiles<BLOCK_K> tiles(p, head, query_tile, BLOCK_Q);
     const Accumulator multiplier = score_multiplier(p);
 
@@ -191,10 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         __syncthreads();  // tile i + 1 has arrived for all; nobody reads tile i any more
     }
     wait_copies<0>();
-    if (is_for_kernel_behind(tile, K_smem)) {
-        if (threadIdx.x == 0) leave_out(p, head, block_row, block_row + BLOCK_Q);
-        return;
-    }
+    if (is_left_to_kernel_behind(p, tile, K_smem)) return;
     if (nonfinite) {
 #pragma unroll 1
         for (int i = 0; i < tiles.count(); ++i) {

@@ -8,13 +8,11 @@ from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
 
-from ..operands.dtypes import ITEM_BYTES
 from . import simt
 from .launches import Buffer, Launch
 from .mma import MmaTile
-from .planes import PLANE_THREADS, again_tiles
 from .problem import Device, Problem
-from .tile import KernelTile, ceil_div
+from .tile import KernelTile
 
 BEHIND = "fa2_forward_behind"
 EXCHANGE_BYTES = 272  # two floats of each lane, two of the warp, and what they end behind
@@ -48,19 +46,13 @@ class FloatMmaTile(MmaTile):
         return super().reject(problem, device)
 
     def workspace(self, problem: Problem) -> tuple[Buffer, ...]:
-        """Which rows are worked on again."""
-        again = Buffer("again", 4, problem.head_count * again_tiles(problem))
-        return (*super().workspace(problem), again)
+        """Which blocks leave their rows to the kernel behind."""
+        return (*super().workspace(problem), Buffer("again", 4, self.blocks(problem)))
 
     def around(self, problem: Problem, main: Launch) -> tuple[Launch, ...]:
-        """No rows are marked before; those that are come last."""
-        marks = problem.head_count * again_tiles(problem)
-        behind = self.behind
-        return (
-            Launch("clear_marks", max(1, ceil_div(marks, PLANE_THREADS)), PLANE_THREADS),
-            main,
-            Launch(BEHIND, behind.blocks(problem), behind.threads, behind.shared_bytes(problem)),
-        )
+        """What is left out comes last."""
+        threads, shared = self.behind.threads, self.behind.shared_bytes(problem)
+        return main, Launch(BEHIND, main.grid, threads, shared)
 
     def of_kernel(self, kernel: str) -> KernelTile:
         """The row that has the sizes of one of the kernels."""
@@ -72,10 +64,6 @@ class FloatMmaTile(MmaTile):
             return super().kernel_text(kernel)
         text = (files(__package__.partition(".")[0]) / "kernels" / f"{_FILE}.cu").read_text()
         return text.replace(f"{_FILE}(", f"{BEHIND}(")
-
-    def constants(self, problem: Problem) -> dict[str, int | bool]:
-        """Sizes that the kernels read."""
-        return super().constants(problem) | {"PLANE_THREADS": PLANE_THREADS}
 
 
 _fa2 = partial(FloatMmaTile, algo="fa2")

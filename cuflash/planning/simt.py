@@ -129,7 +129,7 @@ def behind(max_dim: int, block_q: int, block_k: int) -> SimtTile:
     warps = block_q // (32 // lanes * 8)
     return _fa2(
         max_dim=max_dim, block_k=block_k, warps=warps, row_lanes=lanes, lane_rows=8,
-        after_planes=True,
+        after_planes=True, same_blocks=True,
     )  # fmt: skip
 
 

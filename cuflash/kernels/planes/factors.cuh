@@ -32,13 +32,13 @@ __device__ __forceinline__ void find_factors(const P& p, int index, PlaneFactors
     factors.held &= sum <= LARGEST_SCORE_SUM;
 }
 
-// The marks of rows [row_begin, row_end) of a head, AGAIN_ROWS queries each: whether they are left to
-// the kernel behind. Packed heads have those of the first one.
+// The marks of rows [row_begin, row_end) of a head, AGAIN_ROWS rows each: whether they are left to the
+// kernel behind.
 template <typename P, typename H, typename Look>
 __device__ __forceinline__ void each_mark(const P& p, const H& head, int row_begin, int row_end,
                                           const Look& look) {
-    const int first = query_origin(head) + query_of(row_begin);
-    const int last = min(query_origin(head) + query_of(row_end - 1), p.query_length - 1);
+    const int first = query_origin(head) + row_begin;
+    const int last = min(query_origin(head) + row_end, p.query_length) - 1;
     for (int tile = first / AGAIN_ROWS; tile <= last / AGAIN_ROWS; ++tile)
         look(p.again[head.index * p.again_tiles + tile]);
 }
@@ -53,13 +53,10 @@ __device__ __forceinline__ bool is_left_out(const P& p, const H& head, int row_b
     return left_out;
 }
 
-// Tiles of queries of a head, or of a group of packed heads, in the kernel behind, whose BLOCK_Q is its
-// own.
+// A head's tiles of queries in the kernel behind, whose BLOCK_Q is its own.
 template <typename P>
 __device__ __forceinline__ int tiles_behind(const P& p) {
-    const int rows = p.query_length * PACKED;
-    return (VARLEN ? rows / BLOCK_Q + region_count(p) : divide_up(rows, BLOCK_Q)) *
-           divide_up(GROUP, PACKED);
+    return VARLEN ? p.query_length / BLOCK_Q + region_count(p) : divide_up(p.query_length, BLOCK_Q);
 }
 
 // Whether planes hold a head; where they do not, these rows of it are left to the kernel behind.

@@ -1,6 +1,7 @@
 // What kernels do about planes where tiles become such (float_mma.cuh); where they do not, nothing.
 #pragma once
 #include "planes/factors.cuh"
+#include "seams/sequence.cuh"
 #include "tiles/engine.cuh"
 
 // Which scores planes hold, for a tile that has not scored yet: as find_factors() has it, with the
@@ -27,10 +28,24 @@ __device__ __forceinline__ bool split_tiles(Tile& tile, typename Tile::Shared* K
     return false;
 }
 
-// Whether the kernel behind must work on the rows of this block, to all its threads. `shared` is
-// memory that nobody uses any more.
-template <typename Tile>
-__device__ __forceinline__ bool is_for_kernel_behind(const Tile& tile, void* shared) {
-    if constexpr (IN_PLANES) return tile.leaves_out(static_cast<u32*>(shared));
+// Whether the kernel behind must work on the rows of this block, to all its threads; it finds the mark.
+// `shared` is memory that nobody uses any more. P is Params, a template's because not all have marks.
+template <typename P, typename Tile>
+__device__ __forceinline__ bool is_left_to_kernel_behind(const P& p, const Tile& tile,
+                                                         void* shared) {
+    if constexpr (IN_PLANES) {
+        const bool left = tile.leaves_out(static_cast<u32*>(shared));
+        if (threadIdx.x == 0) p.again[blockIdx.x] = left;
+        return left;
+    }
     return false;
+}
+
+// In the kernel behind: whether the one before has left these rows, which are this block's. The two
+// have the same blocks if that one is on mma.
+template <typename P>
+__device__ __forceinline__ bool is_left_by_kernel_before(const P& p, const Head& head,
+                                                         int row_begin, int row_end) {
+    if constexpr (SAME_BLOCKS) return p.again[blockIdx.x] != 0;
+    return is_left_out(p, head, row_begin, row_end);
 }
