@@ -118,7 +118,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     limit_scores(tile, p.scale);
     using Exact = OnlineSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS>;
     using Guarded = GuardedSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS>;
-    using InPlanes = OnlineSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS, 1>;
+    using InPlanes =
+        OnlineSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS, LAZINESS_OF_PLANES>;
     using OfHalves = typename Select<ENGINE_IS_MMA && !TAKES_MAXIMA, Guarded, Exact>::type;
     typename Select<IN_PLANES, InPlanes, OfHalves>::type softmax;
     Accumulator O_regs[Tile::ROWS][Tile::VALUE_COLUMNS];

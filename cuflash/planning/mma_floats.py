@@ -4,7 +4,7 @@ becomes in shared memory (docs/exact.md). A kernel of `simt` behind works on wha
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
 
@@ -14,9 +14,7 @@ from .mma import MmaTile
 from .problem import Device, Problem
 from .tile import KernelTile
 
-BEHIND = "fa2_forward_behind"
 EXCHANGE_BYTES = 272  # two floats of each lane, two of the warp, and what they end behind
-_FILE = "fa2_forward"  # its text, by another name
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,8 +26,12 @@ class FloatMmaTile(MmaTile):
     @property
     def behind(self) -> simt.SimtTile:
         """The row of the kernel that works on what this one leaves out, with the same tiles."""
-        row = simt.behind(self.max_dim, self.block_q, self.block_k)
-        return replace(row, packed=self.packed, span=self.span)
+        return simt.behind(self)
+
+    @property
+    def name_behind(self) -> str:
+        """And the name of that kernel, which is this one's file for FMA units."""
+        return f"{self.kernel}_behind"
 
     def exchange_bytes(self, problem: Problem) -> int:
         """What a warp keeps in shared memory instead of in registers."""
@@ -52,21 +54,22 @@ class FloatMmaTile(MmaTile):
     def around(self, problem: Problem, main: Launch) -> tuple[Launch, ...]:
         """What is left out comes last."""
         threads, shared = self.behind.threads, self.behind.shared_bytes(problem)
-        return main, Launch(BEHIND, main.grid, threads, shared)
+        return main, Launch(self.name_behind, main.grid, threads, shared)
 
     def of_kernel(self, kernel: str) -> KernelTile:
         """The row that has the sizes of one of the kernels."""
-        return self.behind if kernel == BEHIND else super().of_kernel(kernel)
+        return self.behind if kernel == self.name_behind else super().of_kernel(kernel)
 
     def kernel_text(self, kernel: str) -> str | None:
         """CUDA C of the kernel behind, which is that of `simt` by another name."""
-        if kernel != BEHIND:
+        if kernel != self.name_behind:
             return super().kernel_text(kernel)
-        text = (files(__package__.partition(".")[0]) / "kernels" / f"{_FILE}.cu").read_text()
-        return text.replace(f"{_FILE}(", f"{BEHIND}(")
+        file = files(__package__.partition(".")[0]) / "kernels" / f"{self.kernel}.cu"
+        return file.read_text().replace(f"{self.kernel}(", f"{kernel}(")
 
 
 _fa2 = partial(FloatMmaTile, algo="fa2")
+_fa1 = partial(FloatMmaTile, algo="fa1")
 
 # fmt: off
 ROWS = (
@@ -82,5 +85,8 @@ ROWS = (
          rate=110, item_time=4.0, start_time=25.0),
     _fa2(max_dim=128, block_k=32, warps=4, slabs=2, stages=2, load_unroll=4,
          rate=100, item_time=4.0, start_time=25.0),
+    _fa1(max_dim=64,  block_k=128, warps=8, slabs=1, stages=2, step_k=64, load_unroll=4),
+    _fa1(max_dim=128, block_k=64,  warps=8, slabs=1, stages=2, step_k=32, load_unroll=4),
+    _fa1(max_dim=128, block_k=64,  warps=4, slabs=1, stages=2, step_k=32, load_unroll=4),
 )
 # fmt: on

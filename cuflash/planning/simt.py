@@ -123,14 +123,18 @@ BEHIND_PLANES = {
 # fmt: on
 
 
-def behind(max_dim: int, block_q: int, block_k: int) -> SimtTile:
-    """The row behind a kernel whose tiles become planes, with these tiles."""
-    lanes = 8 if max_dim <= 64 else 16
-    warps = block_q // (32 // lanes * 8)
-    return _fa2(
-        max_dim=max_dim, block_k=block_k, warps=warps, row_lanes=lanes, lane_rows=8,
-        after_planes=True, same_blocks=True,
-    )  # fmt: skip
+def behind(row: WarpTile) -> SimtTile:
+    """The row behind one whose tiles become planes, with the same tiles of scores."""
+    lanes = 8 if row.max_dim <= 64 else 16
+    sizes = {"algo": row.algo, "max_dim": row.max_dim, "packed": row.packed, "span": row.span}
+    marks = {"after_planes": True, "same_blocks": True, "row_lanes": lanes}
+    if row.keys_outside:
+        return SimtTile(
+            block_k=row.step_k, warps=row.warps, lane_rows=row.warp_rows * lanes // 32, stages=2,
+            **sizes, **marks,
+        )  # fmt: skip
+    warps = row.block_q // (32 // lanes * 8)
+    return SimtTile(block_k=row.block_k, warps=warps, lane_rows=8, **sizes, **marks)
 
 
 ROWS = (*_FORWARD, *_BACKWARD)

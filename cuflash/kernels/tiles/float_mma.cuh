@@ -21,6 +21,8 @@
 #include "tiles/copies.cuh"
 #include "tiles/softmax.cuh"
 
+constexpr int LAZINESS_OF_PLANES = 1;  // of the softmax: a weight's planes end at 2^2
+
 // Eight floats times a power of two, as planes.
 struct SplitFloats {
     Vector<u32, 4> high, low;
