@@ -199,6 +199,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 if (softmax.update(S_regs, multiplier, rescale)) scale_rows(O_regs, rescale);
                 // S_regs hold P from here on
                 drop_probabilities(S_regs, tile, p, head, slab.q_begin, k_begin);
+                expect_zeros(tile, slab.steps.is_cut(visit));
                 tile.accumulate(O_regs, S_regs, V_smem + offset * Tile::VALUE_PITCH);
             }
             if (nonfinite) {

@@ -106,6 +106,7 @@ struct FloatMmaTile {
     u32 Q_address;
     bool unheld = false;  // something that planes do not hold
     bool small = false;   // some weight that they do not hold to 2^-20 of itself
+    bool has_zeros;       // whether weights of the next step may be 0 for keys that are hidden
 
     __device__ __forceinline__ FloatMmaTile(int lane, float* exchange) : lane(lane), held(exchange) {
         own_range() = {infinity<float>(), 0.0f};
@@ -369,6 +370,11 @@ struct FloatMmaTile {
         for (int j = 0; j < COLUMNS; ++j)
             factors[j] = factors[j] > 0.0f ? factors[j] * to_weights : float(1 << WEIGHT_EXPONENT);
 #pragma unroll
+        for (int i = 0; i < ROWS && has_zeros; ++i)
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j) small |= is_small(P[i][j] * factors[j]);
+        u32 normal = SIGNS;
+#pragma unroll
         for (int slab = 0; slab < SLABS; ++slab)
 #pragma unroll
             for (int keys = 0; keys < KEYS; ++keys)
@@ -377,18 +383,21 @@ struct FloatMmaTile {
                     constexpr float SHIFTED = 1 << VALUE_SHIFT;
                     const int i = 2 * slab + r % 2, j = 4 * keys + r / 2 * 2;
                     const float x = P[i][j] * factors[j], y = P[i][j + 1] * factors[j + 1];
-                    small |= is_small(x) | is_small(y);
                     const u32 high = pack(x, y, __half());
+                    normal &= high + EXPONENTS;  // carries into the sign of a normal number
                     const float rest_x = x - widen(__ushort_as_half(high & 0xffff));
                     const float rest_y = y - widen(__ushort_as_half(high >> 16));
                     weights[0][slab][keys][r] = high;
                     weights[1][slab][keys][r] = pack(rest_x * SHIFTED, rest_y * SHIFTED, __half());
                 }
+        small |= !has_zeros && normal != SIGNS;
         return power_of_two(exponent - WEIGHT_EXPONENT);
     }
-    // Below 2^-16 and not 0, of a number that is not negative.
+    // Two halves' bits.
+    static constexpr u32 SIGNS = 0x80008000, EXPONENTS = 0x7c007c00;
+    // Subnormal as a half and not 0, of a number that is not negative.
     static __device__ __forceinline__ bool is_small(float x) {
-        return __float_as_uint(x) - 1 < (127u - 16 << 23) - 1;
+        return __float_as_uint(x) - 1 < (127u - 14 << 23) - 1;
     }
 
     // C[slab's 16 rows][8 columns from 8 * group on] = or += A B.

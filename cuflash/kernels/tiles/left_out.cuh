@@ -15,6 +15,12 @@ __device__ __forceinline__ void limit_scores(Tile& tile, Accumulator scale) {
     }
 }
 
+// Before weights are multiplied with values: whether these may be 0 for keys that are hidden.
+template <typename Tile>
+__device__ __forceinline__ void expect_zeros(Tile& tile, bool cut) {
+    if constexpr (IN_PLANES) tile.has_zeros = cut || DROPS || SCORE_MAY_HIDE;
+}
+
 // Makes planes of a tile of keys and one of values that have arrived, of which `valid_rows` exist.
 // Returns, to all threads, whether some are unheld. Holds a barrier behind.
 template <typename Tile>
