@@ -63,7 +63,11 @@ __device__ __forceinline__ int plane_exponent(float most) {
 // number of 16 bytes apart: then they meet no bank conflict.
 template <int GROUPS>
 struct RowLanes {
-    static constexpr int LANES = GROUPS <= 2 ? 2 : GROUPS <= 4 ? 4 : GROUPS <= 8 ? 8 : GROUPS <= 16 ? 16 : 32;
+    static constexpr int LANES = GROUPS <= 2    ? 2
+                                 : GROUPS <= 4  ? 4
+                                 : GROUPS <= 8  ? 8
+                                 : GROUPS <= 16 ? 16
+                                                : 32;
     static_assert(GROUPS <= LANES, "a row has at most 256 columns");
     static constexpr int ROWS = 32 / LANES;
     static constexpr bool SPREAD = LANES == 4 || LANES == 8 || LANES == 16;
@@ -78,7 +82,8 @@ struct RowLanes {
     static __device__ __forceinline__ float largest(float x) {
 #pragma unroll
         for (int step = 1; step < LANES; step *= 2)
-            x = larger_or_nan(x, __shfl_xor_sync(FULL_WARP, x, SPREAD && step >= 4 ? 2 * step : step));
+            x = larger_or_nan(x,
+                              __shfl_xor_sync(FULL_WARP, x, SPREAD && step >= 4 ? 2 * step : step));
         return x;
     }
 };
@@ -96,10 +101,12 @@ struct FloatMmaTile {
     static constexpr int DEPTHS = PADDED_D / 16, KEYS = STEP_K / 16;
     static constexpr int TOGETHER = KEYS % 2 == 0 ? 2 : 1;  // groups of 16 keys, for their products
     static constexpr int COLUMN_GROUP = 2;
-    static constexpr int EXCHANGE = 2 * 32 + 4;  // of each lane two numbers, of the warp two, and 8 bytes
+    static constexpr int EXCHANGE =
+        2 * 32 + 4;                // of each lane two numbers, of the warp two, and 8 bytes
     static constexpr int LOW = 4;  // floats from a high plane to its low one
     static constexpr int WEIGHT_EXPONENT = 14;  // of a weight of 1 as planes hold it
-    static_assert(STEP_K % 32 == 0 && STEP_K <= 128, "a sum in tensor cores is of 128 keys at most");
+    static_assert(STEP_K % 32 == 0 && STEP_K <= 128,
+                  "a sum in tensor cores is of 128 keys at most");
 
     const int lane;
     float* const held;  // what would take registers
@@ -108,7 +115,8 @@ struct FloatMmaTile {
     bool small = false;   // some weight that they do not hold to 2^-20 of itself
     bool has_zeros;       // whether weights of the next step may be 0 for keys that are hidden
 
-    __device__ __forceinline__ FloatMmaTile(int lane, float* exchange) : lane(lane), held(exchange) {
+    __device__ __forceinline__ FloatMmaTile(int lane, float* exchange)
+        : lane(lane), held(exchange) {
         own_range() = {infinity<float>(), 0.0f};
     }
     // The least and the largest magnitude of the values that a lane has split.
@@ -159,7 +167,7 @@ struct FloatMmaTile {
     template <int TILE_ROWS, int THREADS>
     __device__ __forceinline__ void split_keys(float* K_smem) {
         each_row<TILE_ROWS, THREADS, PADDED_D>(
-            K_smem, [&](float* own, const float(&x)[8], float largest, bool is_first, int) {
+            K_smem, [&](float* own, const float (&x)[8], float largest, bool is_first, int) {
                 unheld |= !is_held(largest);
                 const int exponent = plane_exponent(largest);
                 store_planes(own, SplitFloats(x, power_of_two(exponent), 1.0f));
@@ -172,13 +180,14 @@ struct FloatMmaTile {
     __device__ __forceinline__ void split_values(float* V_smem, int valid_rows) {
         Vector<float, 2> range = own_range();
         each_row<TILE_ROWS, THREADS, PADDED_DV>(
-            V_smem, [&](float* own, const float(&x)[8], float largest, bool is_first, int row) {
+            V_smem, [&](float* own, const float (&x)[8], float largest, bool is_first, int row) {
                 const int exponent = plane_exponent_of_values(largest);
                 const float factor = power_of_two(exponent);
                 unheld |= !is_held(largest) || (largest > 0.0f && largest < SMALLEST_VALUES);
                 store_planes(own, SplitFloats(x, factor, 1 << VALUE_SHIFT));
                 if (is_first) own[PADDED_DV] = largest > 0.0f ? power_of_two(-exponent) : 0.0f;
-                if (row < valid_rows) look_at_values(x, largest, factor, (own - V_smem) % VALUE_PITCH, range);
+                if (row < valid_rows)
+                    look_at_values(x, largest, factor, (own - V_smem) % VALUE_PITCH, range);
             });
         own_range() = range;
     }
@@ -216,8 +225,8 @@ struct FloatMmaTile {
 #pragma unroll
                             for (int half = 0; half < 2; ++half)
                                 add_product(S, slab, 2 * (keys + i) + half, a[pair == 0][slab],
-                                            b[pair == 1][i][2 * half], b[pair == 1][i][2 * half + 1],
-                                            depth == 0 && pair == 0);
+                                            b[pair == 1][i][2 * half],
+                                            b[pair == 1][i][2 * half + 1], depth == 0 && pair == 0);
                 }
             }
         }
@@ -349,8 +358,7 @@ struct FloatMmaTile {
         range = {fminf(range.at[0], smallest), fmaxf(range.at[1], largest)};
         if (smallest * factor >= SMALLEST_VALUE) return;
 #pragma unroll
-        for (int e = 0; e < 8; ++e)
-            unheld |= x[e] != 0.0f && fabsf(x[e]) * factor < SMALLEST_VALUE;
+        for (int e = 0; e < 8; ++e) unheld |= x[e] != 0.0f && fabsf(x[e]) * factor < SMALLEST_VALUE;
     }
 
     // P as planes of A operands; returns the unit of their products with values.

@@ -10,8 +10,8 @@ template <typename Tile>
 __device__ __forceinline__ void limit_scores(Tile& tile, Accumulator scale) {
     if constexpr (IN_PLANES) {
         const float square = 1 << 2 * (LARGEST_EXPONENT + 1);
-        tile.limit_scores(fminf(LARGEST_SCORE_SUM / (square * HEAD_DIM * fabsf(scale)),
-                                power_of_two(120)));
+        tile.limit_scores(
+            fminf(LARGEST_SCORE_SUM / (square * HEAD_DIM * fabsf(scale)), power_of_two(120)));
     }
 }
 
