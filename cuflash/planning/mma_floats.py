@@ -1,5 +1,5 @@
-"""The forward pass of float32 on the engine of tensor cores: tiles become planes of halves in shared
-memory (docs/exact.md). A kernel of `simt` behind works on what these do not hold.
+"""The forward pass of float32 on the engine of tensor cores: tiles become planes of halves in
+shared memory (docs/exact.md). A kernel of `simt` behind works on what these do not hold.
 """
 
 from __future__ import annotations

@@ -126,15 +126,14 @@ BEHIND_PLANES = {
 def behind(row: WarpTile) -> SimtTile:
     """The row behind one whose tiles become planes, with the same tiles of scores."""
     lanes = 8 if row.max_dim <= 64 else 16
-    sizes = {"algo": row.algo, "max_dim": row.max_dim, "packed": row.packed, "span": row.span}
-    marks = {"after_planes": True, "same_blocks": True, "row_lanes": lanes}
-    if row.keys_outside:
-        return SimtTile(
-            block_k=row.step_k, warps=row.warps, lane_rows=row.warp_rows * lanes // 32, stages=2,
-            **sizes, **marks,
-        )  # fmt: skip
-    warps = row.block_q // (32 // lanes * 8)
-    return SimtTile(block_k=row.block_k, warps=warps, lane_rows=8, **sizes, **marks)
+    rows = row.warp_rows * lanes // 32 if row.keys_outside else 8
+    return SimtTile(
+        algo=row.algo, max_dim=row.max_dim, row_lanes=lanes, lane_rows=rows,
+        warps=row.block_q // (32 // lanes * rows),
+        block_k=row.step_k if row.keys_outside else row.block_k,
+        stages=2 if row.keys_outside else 1,
+        packed=row.packed, span=row.span, after_planes=True, same_blocks=True,
+    )  # fmt: skip
 
 
 ROWS = (*_FORWARD, *_BACKWARD)
