@@ -34,7 +34,7 @@
 using Tile = TileOf<STEP_K, HEAD_DIM, HEAD_DIM_V>;
 constexpr int K_TILE = BLOCK_K * Tile::PITCH, V_TILE = BLOCK_K * Tile::VALUE_PITCH;
 constexpr int Q_TILE = BLOCK_Q * Tile::PITCH;
-static_assert(STAGES > 1 || (BLOCK_K == STEP_K && !IN_PLANES), "with one stage, a tile is one step");
+static_assert(STAGES > 1 || BLOCK_K == STEP_K, "with one stage, a tile is one step");
 static_assert(is_laid_out<Tile::Shared>(tile_bytes::Q, Q_TILE) &&
                   is_laid_out<Tile::Shared>(tile_bytes::K, K_TILE) &&
                   is_laid_out<Tile::Shared>(tile_bytes::V, V_TILE) &&
@@ -158,8 +158,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             load_values(V_smem + ahead * V_TILE, p, head, key_tile);
         }
         commit_copies();
-        if (split_tiles(tile, K_smem + stage * K_TILE, V_smem + stage * V_TILE,
-                        head.key_length - k_begin))
+        const int valid_rows = head.key_length - k_begin;
+        if (STAGES == 1 ? split_keys(tile, K_smem)
+                        : split_tiles(tile, K_smem + stage * K_TILE, V_smem + stage * V_TILE,
+                                      valid_rows))
             break;
         if ((cut || SCORE_MAY_HIDE) && STAGES > 1 && !IN_PLANES)
             nonfinite |=
@@ -183,7 +185,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 __syncthreads();  // V_i has arrived for all; nobody reads K_i any more
                 if (i + 1 < tiles.count()) load_keys(K_smem, p, head, tiles[i + 1].tile);
                 commit_copies();
-                if (cut || SCORE_MAY_HIDE)
+                split_values(tile, V_smem, valid_rows);  // what is unheld is seen at the next keys
+                if ((cut || SCORE_MAY_HIDE) && !IN_PLANES)
                     nonfinite |= clear_nonfinite<BLOCK_K, Tile::PADDED_DV, THREADS>(V_smem);
             }
             expect_zeros(tile, cut);

@@ -21,17 +21,32 @@ __device__ __forceinline__ void expect_zeros(Tile& tile, bool cut) {
     if constexpr (IN_PLANES) tile.has_zeros = cut || DROPS || SCORE_MAY_HIDE;
 }
 
-// Makes planes of a tile of keys and one of values that have arrived, of which `valid_rows` exist.
-// Returns, to all threads, whether some are unheld. Holds a barrier behind.
+// Makes planes of a tile of keys that has arrived. Returns, to all threads, whether something is unheld.
+// Holds a barrier behind.
 template <typename Tile>
-__device__ __forceinline__ bool split_tiles(Tile& tile, typename Tile::Shared* K_smem,
-                                            typename Tile::Shared* V_smem, int valid_rows) {
+__device__ __forceinline__ bool split_keys(Tile& tile, typename Tile::Shared* K_smem) {
     if constexpr (IN_PLANES) {
         tile.template split_keys<BLOCK_K, THREADS>(K_smem);
+        return __syncthreads_or(tile.unheld);  // planes of all rows
+    }
+    return false;
+}
+// The same of one of values, of which `valid_rows` exist.
+template <typename Tile>
+__device__ __forceinline__ bool split_values(Tile& tile, typename Tile::Shared* V_smem,
+                                             int valid_rows) {
+    if constexpr (IN_PLANES) {
         tile.template split_values<BLOCK_K, THREADS>(V_smem, valid_rows);
         return __syncthreads_or(tile.unheld);  // planes of all rows
     }
     return false;
+}
+// Of both.
+template <typename Tile>
+__device__ __forceinline__ bool split_tiles(Tile& tile, typename Tile::Shared* K_smem,
+                                            typename Tile::Shared* V_smem, int valid_rows) {
+    if constexpr (IN_PLANES) tile.template split_keys<BLOCK_K, THREADS>(K_smem);
+    return split_values(tile, V_smem, valid_rows);
 }
 
 // Whether the kernel behind must work on the rows of this block, to all its threads; it finds the mark.
