@@ -99,7 +99,8 @@ struct FloatMmaTile {
     static constexpr int PITCH = pitch<float>(PADDED_D), VALUE_PITCH = pitch<float>(PADDED_DV);
     static_assert(PITCH > PADDED_D && VALUE_PITCH > PADDED_DV, "a row's unit has its place");
     static constexpr int DEPTHS = PADDED_D / 16, KEYS = STEP_K / 16;
-    static constexpr int TOGETHER = KEYS % 2 == 0 ? 2 : 1;  // groups of 16 keys, for their products
+    static constexpr int TOGETHER = 2;  // groups of 16 keys whose scores are summed together
+    static constexpr int PART = SLABS == 1 ? 2 : 1;  // and of 8 columns of O
     static constexpr int COLUMN_GROUP = 2;
     static constexpr int EXCHANGE =
         2 * 32 + 4;                // of each lane two numbers, of the warp two, and 8 bytes
@@ -249,35 +250,39 @@ struct FloatMmaTile {
         // Matrices of one load: 32 keys, 8 columns.
         const u32 V_address = shared_address(V_smem + threadIdx.x % 32 * VALUE_PITCH);
 #pragma unroll
-        for (int columns = 0; columns < PADDED_DV / 8; ++columns) {
-            float low_sums[ROWS][2], sums[ROWS][2];
+        for (int columns = 0; columns < PADDED_DV / 8; columns += PART) {
+            float low_sums[ROWS][2 * PART], sums[ROWS][2 * PART];
 #pragma unroll
             for (int keys = 0; keys < KEYS; keys += 2) {
-                const u32 address = V_address + (keys * 16 * VALUE_PITCH + columns * 8) * 4;
-                u32 high[4], low[4];
-                load_matrices_transposed(high, address);
-                load_matrices_transposed(low, address + LOW * 4);
+                u32 high[PART][4], low[PART][4];
+#pragma unroll
+                for (int c = 0; c < PART; ++c) {
+                    const u32 address =
+                        V_address + (keys * 16 * VALUE_PITCH + (columns + c) * 8) * 4;
+                    load_matrices_transposed(high[c], address);
+                    load_matrices_transposed(low[c], address + LOW * 4);
+                }
 #pragma unroll
                 for (int i = 0; i < 2; ++i) {
                     const bool is_first = keys + i == 0;
+                    const auto add = [&](float (&C)[ROWS][2 * PART], int plane,
+                                         const u32(&b)[PART][4], bool is_first) {
 #pragma unroll
-                    for (int slab = 0; slab < SLABS; ++slab)
-                        add_product(low_sums, slab, 0, weights[1][slab][keys + i], high[2 * i],
-                                    high[2 * i + 1], is_first);
+                        for (int c = 0; c < PART; ++c)
 #pragma unroll
-                    for (int slab = 0; slab < SLABS; ++slab)
-                        add_product(sums, slab, 0, weights[0][slab][keys + i], high[2 * i],
-                                    high[2 * i + 1], is_first);
-#pragma unroll
-                    for (int slab = 0; slab < SLABS; ++slab)
-                        add_product(low_sums, slab, 0, weights[0][slab][keys + i], low[2 * i],
-                                    low[2 * i + 1], false);
+                            for (int slab = 0; slab < SLABS; ++slab)
+                                add_product(C, slab, c, weights[plane][slab][keys + i], b[c][2 * i],
+                                            b[c][2 * i + 1], is_first);
+                    };
+                    add(low_sums, 1, high, is_first);
+                    add(sums, 0, high, is_first);
+                    add(low_sums, 0, low, false);
                 }
             }
 #pragma unroll
             for (int i = 0; i < ROWS; ++i)
 #pragma unroll
-                for (int j = 0; j < 2; ++j) {
+                for (int j = 0; j < 2 * PART; ++j) {
                     float& sum = O[i][2 * columns + j];
                     sum = multiply_add(low_sums[i][j], unit / (1 << VALUE_SHIFT), sum);
                     sum = multiply_add(sums[i][j], unit, sum);
