@@ -14,6 +14,7 @@ from .mma import MmaTile
 from .problem import Device, Problem
 from .tile import KernelTile
 
+OF_GRAPHICS = 86, 89, 120, 121
 EXCHANGE_BYTES = 272  # two floats of each lane, two of the warp, and what they end behind
 
 
@@ -39,13 +40,21 @@ class FloatMmaTile(MmaTile):
 
     def reject(self, problem: Problem, device: Device) -> str:
         """Why this row cannot or should not serve, or an empty string."""
+        if reason := super().reject(problem, device):
+            return reason
         shared = self.behind.shared_bytes(problem)
-        if problem.dtype in self.dtypes and shared > device.shared_bytes:
+        if shared > device.shared_bytes:
             return (
                 f"the kernel behind needs {shared} bytes of shared memory, the device has "
                 f"{device.shared_bytes}"
             )
-        return super().reject(problem, device)
+        return ""
+
+    def slowdown(self, device: Device) -> float:
+        """Of chips for graphics tensor cores multiply halves twice as fast as FMA units floats, or
+        four times: too little for three products. Those that rates are of do so 16 times as fast.
+        """
+        return 4.0 if device.arch in OF_GRAPHICS else 1.0
 
     def workspace(self, problem: Problem) -> tuple[Buffer, ...]:
         """Which blocks leave their rows to the kernel behind."""
