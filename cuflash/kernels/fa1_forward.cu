@@ -25,7 +25,7 @@
 #include "seams/score.cuh"
 #include "seams/output.cuh"
 #include "tiles/engine.cuh"
-#include "tiles/left_out.cuh"
+#include "tiles/in_planes.cuh"
 
 using Tile = TileOf<STEP_K, HEAD_DIM, HEAD_DIM_V>;
 constexpr int STEPS = BLOCK_K / STEP_K;

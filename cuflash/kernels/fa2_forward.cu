@@ -29,7 +29,7 @@
 #include "seams/score.cuh"
 #include "seams/output.cuh"
 #include "tiles/engine.cuh"
-#include "tiles/left_out.cuh"
+#include "tiles/in_planes.cuh"
 
 using Tile = TileOf<STEP_K, HEAD_DIM, HEAD_DIM_V>;
 constexpr int K_TILE = BLOCK_K * Tile::PITCH, V_TILE = BLOCK_K * Tile::VALUE_PITCH;
@@ -118,8 +118,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     limit_scores(tile, p.scale);
     using Exact = OnlineSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS>;
     using Guarded = GuardedSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS>;
-    using InPlanes =
-        OnlineSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS, LAZINESS_OF_PLANES>;
+    using InPlanes = OnlineSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS, LAZINESS_OF_PLANES>;
     using OfHalves = typename Select<ENGINE_IS_MMA && !TAKES_MAXIMA, Guarded, Exact>::type;
     typename Select<IN_PLANES, InPlanes, OfHalves>::type softmax;
     Accumulator O_regs[Tile::ROWS][Tile::VALUE_COLUMNS];
@@ -144,7 +143,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     wait_copies<PENDING>();
     __syncthreads();  // Q and the first tile have arrived for all
     tile.take_queries(Q_smem + warp * Tile::WARP_ROWS * Tile::PITCH);
-    for (int i = 0; i < tiles.count(); ++i) {
+    const auto valid_rows = [&](int i) { return head.key_length - tiles[i].tile * BLOCK_K; };
+    bool unheld =
+        TAKES_TURNS && tiles.count() > 0 && split_tiles(tile, K_smem, V_smem, valid_rows(0));
+    for (int i = 0; i < tiles.count() && !unheld; ++i) {
         const Visit visit = tiles[i];
         const int k_begin = visit.tile * BLOCK_K, stage = i % STAGES;
         const MissingKeys<BLOCK_K> missing(p, head, k_begin);
@@ -158,11 +160,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             load_values(V_smem + ahead * V_TILE, p, head, key_tile);
         }
         commit_copies();
-        const int valid_rows = head.key_length - k_begin;
-        if (STAGES == 1 ? split_keys(tile, K_smem)
-                        : split_tiles(tile, K_smem + stage * K_TILE, V_smem + stage * V_TILE,
-                                      valid_rows))
-            break;
+        if (STAGES == 1 && split_keys(tile, K_smem)) break;
         if ((cut || SCORE_MAY_HIDE) && STAGES > 1 && !IN_PLANES)
             nonfinite |=
                 clear_nonfinite<BLOCK_K, Tile::PADDED_DV, THREADS>(V_smem + stage * V_TILE);
@@ -176,7 +174,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 if (cut) mask_scores(S_regs, tile, p, head, row_begin, k_begin + step, bits, step);
                 missing.hide(S_regs, tile, step);
             };
+            if (step == 0) await_scores_of_first_half();
             score();
+            if (step == 0) let_second_half_score();
             if (softmax.update(S_regs, multiplier, rescale, score)) scale_rows(O_regs, rescale);
             // S_regs hold P from here on
             drop_probabilities(S_regs, tile, p, head, row_begin, k_begin + step);
@@ -185,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 __syncthreads();  // V_i has arrived for all; nobody reads K_i any more
                 if (i + 1 < tiles.count()) load_keys(K_smem, p, head, tiles[i + 1].tile);
                 commit_copies();
-                split_values(tile, V_smem, valid_rows);  // what is unheld is seen at the next keys
+                split_values(tile, V_smem, valid_rows(i));  // unheld ones are seen at the next keys
                 if ((cut || SCORE_MAY_HIDE) && !IN_PLANES)
                     nonfinite |= clear_nonfinite<BLOCK_K, Tile::PADDED_DV, THREADS>(V_smem);
             }
@@ -193,7 +193,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             tile.accumulate(O_regs, S_regs, V_smem + stage * V_TILE + step * Tile::VALUE_PITCH);
         }
         wait_copies<PENDING>();
-        __syncthreads();  // tile i + 1 has arrived for all; nobody reads tile i any more
+        if (TAKES_TURNS && i + 1 < tiles.count()) {
+            const int next = (i + 1) % STAGES;
+            split_next_tiles(tile, K_smem + next * K_TILE, V_smem + next * V_TILE,
+                             valid_rows(i + 1));
+        }
+        // Tile i + 1 has arrived for all; nobody reads tile i any more.
+        unheld = meet_about(tile);
     }
     wait_copies<0>();
     if (is_left_to_kernel_behind(p, tile, K_smem)) return;
