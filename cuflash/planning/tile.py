@@ -204,7 +204,7 @@ class Tile:
         return flops * self.blocks_per_multiprocessor * MULTIPROCESSORS / (self.rate * 1e6)
 
     def slowdown(self, device: Device) -> float:
-        """How much longer a step takes on a device than others do that rates are to be compared of."""
+        """How much longer a step takes than other rows' there, compared with an H200."""
         return 1.0
 
     def extra_time(self, problem: Problem) -> float:
