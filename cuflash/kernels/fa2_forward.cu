@@ -143,10 +143,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     wait_copies<PENDING>();
     __syncthreads();  // Q and the first tile have arrived for all
     tile.take_queries(Q_smem + warp * Tile::WARP_ROWS * Tile::PITCH);
-    const auto valid_rows = [&](int i) { return head.key_length - tiles[i].tile * BLOCK_K; };
-    bool unheld =
-        TAKES_TURNS && tiles.count() > 0 && split_tiles(tile, K_smem, V_smem, valid_rows(0));
-    for (int i = 0; i < tiles.count() && !unheld; ++i) {
+    for (int i = 0; i < tiles.count(); ++i) {
         const Visit visit = tiles[i];
         const int k_begin = visit.tile * BLOCK_K, stage = i % STAGES;
         const MissingKeys<BLOCK_K> missing(p, head, k_begin);
@@ -160,7 +157,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             load_values(V_smem + ahead * V_TILE, p, head, key_tile);
         }
         commit_copies();
-        if (STAGES == 1 && split_keys(tile, K_smem)) break;
+        const int valid_rows = head.key_length - k_begin;
+        if (STAGES == 1
+                ? split_keys(tile, K_smem)
+                : split_tiles(tile, K_smem + stage * K_TILE, V_smem + stage * V_TILE, valid_rows))
+            break;
         if ((cut || SCORE_MAY_HIDE) && STAGES > 1 && !IN_PLANES)
             nonfinite |=
                 clear_nonfinite<BLOCK_K, Tile::PADDED_DV, THREADS>(V_smem + stage * V_TILE);
@@ -174,9 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 if (cut) mask_scores(S_regs, tile, p, head, row_begin, k_begin + step, bits, step);
                 missing.hide(S_regs, tile, step);
             };
-            if (step == 0) await_scores_of_first_half();
             score();
-            if (step == 0) let_second_half_score();
             if (softmax.update(S_regs, multiplier, rescale, score)) scale_rows(O_regs, rescale);
             // S_regs hold P from here on
             drop_probabilities(S_regs, tile, p, head, row_begin, k_begin + step);
@@ -185,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 __syncthreads();  // V_i has arrived for all; nobody reads K_i any more
                 if (i + 1 < tiles.count()) load_keys(K_smem, p, head, tiles[i + 1].tile);
                 commit_copies();
-                split_values(tile, V_smem, valid_rows(i));  // unheld ones are seen at the next keys
+                split_values(tile, V_smem, valid_rows);  // what is unheld is seen at the next keys
                 if ((cut || SCORE_MAY_HIDE) && !IN_PLANES)
                     nonfinite |= clear_nonfinite<BLOCK_K, Tile::PADDED_DV, THREADS>(V_smem);
             }
@@ -193,13 +192,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             tile.accumulate(O_regs, S_regs, V_smem + stage * V_TILE + step * Tile::VALUE_PITCH);
         }
         wait_copies<PENDING>();
-        if (TAKES_TURNS && i + 1 < tiles.count()) {
-            const int next = (i + 1) % STAGES;
-            split_next_tiles(tile, K_smem + next * K_TILE, V_smem + next * V_TILE,
-                             valid_rows(i + 1));
-        }
-        // Tile i + 1 has arrived for all; nobody reads tile i any more.
-        unheld = meet_about(tile);
+        __syncthreads();  // tile i + 1 has arrived for all; nobody reads tile i any more
     }
     wait_copies<0>();
     if (is_left_to_kernel_behind(p, tile, K_smem)) return;

@@ -251,7 +251,8 @@ struct FloatMmaTile {
         const u32 V_address = shared_address(V_smem + threadIdx.x % 32 * VALUE_PITCH);
 #pragma unroll
         for (int columns = 0; columns < PADDED_DV / 8; columns += PART) {
-            float low_sums[ROWS][2 * PART], sums[ROWS][2 * PART];
+            // Of low weights, of low values, and of neither: three short chains of products.
+            float low_P[ROWS][2 * PART], low_V[ROWS][2 * PART], sums[ROWS][2 * PART];
 #pragma unroll
             for (int keys = 0; keys < KEYS; keys += 2) {
                 u32 high[PART][4], low[PART][4];
@@ -274,9 +275,9 @@ struct FloatMmaTile {
                                 add_product(C, slab, c, weights[plane][slab][keys + i], b[c][2 * i],
                                             b[c][2 * i + 1], is_first);
                     };
-                    add(low_sums, 1, high, is_first);
+                    add(low_P, 1, high, is_first);
                     add(sums, 0, high, is_first);
-                    add(low_sums, 0, low, false);
+                    add(low_V, 0, low, is_first);
                 }
             }
 #pragma unroll
@@ -284,7 +285,7 @@ struct FloatMmaTile {
 #pragma unroll
                 for (int j = 0; j < 2 * PART; ++j) {
                     float& sum = O[i][2 * columns + j];
-                    sum = multiply_add(low_sums[i][j], unit / (1 << VALUE_SHIFT), sum);
+                    sum = multiply_add(low_P[i][j] + low_V[i][j], unit / (1 << VALUE_SHIFT), sum);
                     sum = multiply_add(sums[i][j], unit, sum);
                 }
         }

@@ -1,7 +1,6 @@
 // What kernels do about planes where tiles become such (float_mma.cuh); where they do not, nothing.
 #pragma once
 #include "planes/factors.cuh"
-#include "ptx/named_barrier.cuh"
 #include "seams/sequence.cuh"
 #include "tiles/engine.cuh"
 
@@ -48,44 +47,6 @@ __device__ __forceinline__ bool split_tiles(Tile& tile, typename Tile::Shared* K
                                             typename Tile::Shared* V_smem, int valid_rows) {
     if constexpr (IN_PLANES) tile.template split_keys<BLOCK_K, THREADS>(K_smem);
     return split_values(tile, V_smem, valid_rows);
-}
-
-// Two halves of a block's warps take turns, where keys have two stages: the first half scores, then the
-// second one while the first has exponentials to take. The first half is done first, and makes planes of
-// the next tiles while the second one multiplies. Else all warps would score at a time, and none while
-// they take exponentials.
-constexpr bool TAKES_TURNS = IN_PLANES && STAGES > 1;
-constexpr int SCORED = 1, ARRIVED = 2;  // named barriers
-__device__ __forceinline__ bool is_first_half() { return threadIdx.x < THREADS / 2; }
-
-__device__ __forceinline__ void await_scores_of_first_half() {
-    if (TAKES_TURNS && !is_first_half()) meet(SCORED, THREADS);
-}
-__device__ __forceinline__ void let_second_half_score() {
-    if (TAKES_TURNS && is_first_half()) pass(SCORED, THREADS);
-}
-
-// The first half makes planes of the next tiles, which have arrived for the calling threads.
-template <typename Tile>
-__device__ __forceinline__ void split_next_tiles(Tile& tile, typename Tile::Shared* K_smem,
-                                                 typename Tile::Shared* V_smem, int valid_rows) {
-    if constexpr (TAKES_TURNS) {
-        if (!is_first_half()) {
-            pass(ARRIVED, THREADS);
-            return;
-        }
-        meet(ARRIVED, THREADS);  // they have arrived for all
-        tile.template split_keys<BLOCK_K, THREADS / 2>(K_smem);
-        tile.template split_values<BLOCK_K, THREADS / 2>(V_smem, valid_rows);
-    }
-}
-
-// A barrier for the block; whether something is unheld.
-template <typename Tile>
-__device__ __forceinline__ bool meet_about(const Tile& tile) {
-    if constexpr (IN_PLANES) return __syncthreads_or(tile.unheld);
-    __syncthreads();
-    return false;
 }
 
 // Whether the kernel behind must work on the rows of this block, to all its threads; it finds the mark.
