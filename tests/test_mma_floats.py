@@ -133,13 +133,12 @@ def test_emulator_long_sums_do_not_drift():
 PLANTED = {
     "a sum of all keys": (
         one_sign,
-        ("keys + i == 0;", "false;"),
-        ("float low_sums[ROWS][2], sums[ROWS][2];",
-         "float low_sums[ROWS][2] = {}, sums[ROWS][2];\nfor (int i = 0; i < ROWS; ++i)"
-         "for (int j = 0; j < 2; ++j) sums[i][j] = O[i][2 * columns + j] / unit;"),
-        ("sum = multiply_add(sums[i][j], unit, sum);", ""),
-        ("sum = multiply_add(low_sums[i][j], unit / (1 << VALUE_SHIFT), sum);",
-         "sum = multiply_add(low_sums[i][j], unit / (1 << VALUE_SHIFT), sums[i][j] * unit);"),
+        ("add(sums, 0, high, is_first);", "add(sums, 0, high, false);"),
+        ("sums[ROWS][2 * PART];",
+         "sums[ROWS][2 * PART];\nfor (int i = 0; i < ROWS; ++i)"
+         "for (int j = 0; j < 2 * PART; ++j) sums[i][j] = O[i][2 * columns + j] / unit;"),
+        ("sum = multiply_add(sums[i][j], unit, sum);", "sum += sums[i][j] * unit;"),
+        ("float& sum = O[i][2 * columns + j];", "float& sum = O[i][2 * columns + j];\nsum = 0;"),
     ),
     "large scores are held": (
         lambda: hard_operands(a_channel_of_q, *SIZES),
