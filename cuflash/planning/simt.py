@@ -125,7 +125,7 @@ BEHIND_PLANES = {
 
 def behind(row: WarpTile) -> SimtTile:
     """The row behind one whose tiles become planes, with the same tiles of scores."""
-    lanes = 8 if row.max_dim <= 64 else 16
+    lanes = 8 if row.max_dim <= 64 or row.block_q > 128 else 16
     rows = row.warp_rows * lanes // 32 if row.keys_outside else 8
     return SimtTile(
         algo=row.algo, max_dim=row.max_dim, row_lanes=lanes, lane_rows=rows,
