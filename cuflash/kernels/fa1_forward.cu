@@ -39,8 +39,8 @@ static_assert(is_laid_out<Tile::Shared>(tile_bytes::K, K_TILE) &&
                   is_laid_out<Accumulator>(tile_bytes::state, HEAD_DIM_V + 2),
               "the plan's tiles are those of the kernel");
 
-using Softmax =
-    OnlineSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS, IN_PLANES ? LAZINESS_OF_PLANES : LAZINESS>;
+using Softmax = OnlineSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS,
+                              IN_PLANES ? LAZINESS_OF_PLANES : LAZINESS>;
 
 // O, l and m of one head between two visits: [query_length][HEAD_DIM_V] and twice [query_length].
 struct State {

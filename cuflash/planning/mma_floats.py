@@ -80,7 +80,7 @@ class FloatMmaTile(MmaTile):
 _fa2 = partial(FloatMmaTile, algo="fa2")
 _fa1 = partial(FloatMmaTile, algo="fa1")
 
-# Rates are those of 4096 tokens on an H200, but of rows for small shared memories, which are guesses.
+# Rates are those of 4096 tokens on an H200; of rows for small shared memories they are guesses.
 # fmt: off
 ROWS = (
     _fa2(max_dim=64,  block_k=64, warps=8, slabs=2, stages=2,
