@@ -27,7 +27,8 @@ FEW = dataclasses.replace(H200, multiprocessors=2)
 T4 = Device(75, "Tesla T4", multiprocessors=40, cache_bytes=4 << 20)
 DTYPES = {"mma": HALF, "simt": EVERY, "wgmma": HALF}
 ALGOS_OF = {"mma": ("fa1", "fa2"), "simt": ("fa1", "fa2"), "wgmma": ("fa1", "fa2", "fa3")}
-DOUBLES = DOUBLE, 128  # on mma cases of their own, and the widest heads
+# On mma cases of their own, and the widest heads.
+OF_THEIR_OWN = (DOUBLE, 128), (("float32",), 128)
 KERNELS = [(algo, engine) for engine, algos in ALGOS_OF.items() for algo in algos]
 BACKWARD_KERNELS = [kernel for kernel in KERNELS if kernel != ("fa1", "wgmma")]
 DIMS = {
@@ -1099,14 +1100,19 @@ class _BackwardCases(_Cases):
 def _all_cases(kind, kernels):
     cases = []
     served = [(algo, engine, DTYPES[engine]) for algo, engine in kernels]
-    served += [(algo, engine, *DOUBLES) for algo, engine in kernels if engine == "mma"]
+    served += [
+        (algo, engine, *own)
+        for algo, engine in kernels
+        for own in OF_THEIR_OWN[: 1 if kind is _BackwardCases else 2]
+        if engine == "mma"
+    ]
     for kernel in served:
         of_kernel = kind(*kernel)
         for family in FAMILIES:
             getattr(of_kernel, family)()
-        # fa2 and fa3 on wgmma are one source; fa3 goes through more of it. Of doubles on mma only
-        # the products are their own.
-        step = 6 if kernel[:2] == ("fa2", "wgmma") else 3 if DOUBLE in kernel else 1
+        # fa2 and fa3 on wgmma are one source; fa3 goes through more of it. Of doubles and floats on
+        # mma only the products are their own.
+        step = 6 if kernel[:2] == ("fa2", "wgmma") else 3 if kernel[2:] in OF_THEIR_OWN else 1
         cases += of_kernel.list[::step]
     assert len({str(case) for case in cases}) == len(cases)
     return cases

@@ -106,8 +106,9 @@ def is_twin(case):
 def thinned(cases):
     """A GPU runs all cases. Here a tenth of twins and of offsets (one integer of a head) is enough,
     a twelfth of bfloat16 on simt, whose float32 is the same but for its loads, a quarter of
-    float64, whose kernels are those of other types but for the products, a third of fa1, and half
-    of what is not on wgmma, of splits and of head dims.
+    float64, whose kernels are those of other types but for the products, a 36th of float32 on mma,
+    which has tests of its own, a third of fa1, and half of what is not on wgmma, of splits and of
+    head dims.
     """
 
     def step(case):
@@ -118,6 +119,8 @@ def thinned(cases):
             return 10
         if kind == ("simt", "bfloat16"):
             return 12
+        if kind == ("mma", "float32"):
+            return 36
         if case.dtype == "float64":
             return 4
         if case.algo == "fa1":

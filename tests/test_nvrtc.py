@@ -31,7 +31,8 @@ ARCHES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_100", "sm_120")
 # NVRTC 13.0. What is not listed must use none. On sm_90a, which the table is tuned on, mma kernels,
 # and simt kernels up to head dim 128 but for float64, cannot be listed, except what does the work
 # of backward: it keeps two tiles of sums in registers and may spill a little; and on mma what has a
-# mask, a softcap, packed sequences or parts of the keys in float64.
+# mask, a softcap, packed sequences or parts of the keys in float32 and float64, dropout and fa1 in
+# float32, and what works behind that.
 BUDGETS_FILE = Path(__file__).with_name("budgets.csv")
 
 
@@ -111,11 +112,14 @@ class Kernel(NamedTuple):
 
     @property
     def must_not_spill(self) -> bool:
-        if self.row.backward and not self.name:
+        if (self.row.backward and not self.name) or "behind" in self.name:
             return False
+        varied = self.mask or self.capped or self.sequences or self.row.packed > 1
         if self.dtype == "float64":  # of 128 columns sums alone take half of the registers
-            varied = self.mask or self.capped or self.sequences or self.row.packed > 1
             return self.arch == "sm_90a" and self.row.engine == "mma" and not varied
+        if self.dtype == "float32" and self.row.engine == "mma":  # planes are twice as many
+            may = varied or self.dropout or self.row.keys_outside
+            return self.arch == "sm_90a" and not may
         small = self.head_dim <= 128
         return self.arch == "sm_90a" and (self.row.engine in ("mma", "wgmma") or small)
 
@@ -162,13 +166,16 @@ def every_row() -> list[Kernel]:
     main = [x for x in fa3 if not x.name]
     made += fa3 + masked(main)[:-2] + capped(main[1:2]) + dropping(main[1:2])
     made += [x._replace(row=dataclasses.replace(x.row, span=1024)) for x in main[::2]]
-    return made + turns + split(simt)[::3] + doubles()
+    return made + turns + split(simt)[::3] + of_mma("float64") + of_mma("float32")
 
 
-def doubles() -> list[Kernel]:
-    """What does the work of the rows of float64 on mma, and some of it with a mask and the like."""
-    made = [x for x in kernels("sm_90a", ["float64"]) if x.row.engine == "mma" and not x.name]
-    return made + varied(made)[::8]
+def of_mma(dtype: str) -> list[Kernel]:
+    """What does the work of the rows of float64 or float32 on mma, and some of it with a mask and
+    the like; behind float32, a kernel on FMA units.
+    """
+    every = [x for x in kernels("sm_90a", [dtype]) if x.row.engine == "mma"]
+    made = [x for x in every if not x.name]
+    return made + varied(made)[::8] + [x for x in every if "behind" in x.name]
 
 
 def varied(made: list[Kernel]) -> list[Kernel]:
@@ -279,8 +286,8 @@ def whole_matrix() -> dict[str, Kernel]:
     made += masked(halves) + capped(halves) + split(halves) + paged(halves) + dropping(halves)
     made += packed(halves)
     made += split([x for x in kernels("sm_90a", ["float32", "float64"]) if x.row.engine == "simt"])
-    of_doubles = [x for x in kernels("sm_90a", ["float64"]) if x.row.engine == "mma"]
-    made += varied([x for x in of_doubles if not x.name])
+    others = [x for x in kernels("sm_90a", ["float32", "float64"]) if x.row.engine == "mma"]
+    made += varied([x for x in others if not x.name])
     names = {str(kernel): kernel for kernel in made}
     assert len(names) == len(made)  # a name tells a row
     return names

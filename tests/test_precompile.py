@@ -469,7 +469,7 @@ WANTED = "give a tuple of sizes, three of these for q, k and v, or a list of suc
         ((GROUPED, "float16"), {}, ValueError, "pass enable_gqa=True for grouped heads"),
         ((Q, "float16"), {"algo": "fa4"}, ValueError, "algo='fa4': choose one of"),
         ((Q, "float16"), {"engine": "numpy"}, NotImplementedError, "no kernel serves float16"),
-        ((Q, "float32"), {"engine": "mma"}, NotImplementedError, "no kernel serves float32"),
+        ((Q, "float64"), {"engine": "wgmma"}, NotImplementedError, "no kernel serves float64"),
         ((Q, "float16"), {"window": 2.5}, TypeError, "window"),
         ((Q, "float16"), {"causal": "lower"}, ValueError, "causal"),
         ((Q, "float16"), {"split_keys": 5}, ValueError, "split_keys=5: give a multiple of 16"),

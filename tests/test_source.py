@@ -354,4 +354,5 @@ def test_tiles_name_kernels_that_exist():
         if row.threads:
             made = Plan(plan(backward=row.backward, summed=(1, 3, 3)).problem, H200, row)
             for kernel in made.kernels:
-                assert (KERNELS / f"{kernel.name}.cu").is_file()
+                text = row.kernel_text(kernel.name)
+                assert text or (KERNELS / f"{kernel.name}.cu").is_file()

@@ -25,6 +25,7 @@
 #include "seams/score.cuh"
 #include "seams/output.cuh"
 #include "tiles/engine.cuh"
+#include "tiles/in_planes.cuh"
 
 using Tile = TileOf<STEP_K, HEAD_DIM, HEAD_DIM_V>;
 constexpr int STEPS = BLOCK_K / STEP_K;
@@ -38,7 +39,8 @@ static_assert(is_laid_out<Tile::Shared>(tile_bytes::K, K_TILE) &&
                   is_laid_out<Accumulator>(tile_bytes::state, HEAD_DIM_V + 2),
               "the plan's tiles are those of the kernel");
 
-using Softmax = OnlineSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS>;
+using Softmax = OnlineSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS,
+                              IN_PLANES ? LAZINESS_OF_PLANES : LAZINESS>;
 
 // O, l and m of one head between two visits: [query_length][HEAD_DIM_V] and twice [query_length].
 struct State {
@@ -131,7 +133,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const Head head = locate_head(p, block.head, block.region);
     const State state(p, head);
     const Accumulator multiplier = score_multiplier(p);
+    if constexpr (AFTER_PLANES)
+        if (!is_left_by_kernel_before(p, head, 0, head.query_length)) return;
     Tile tile(lane, exchange);
+    limit_scores(tile, p.scale);
 
     const KeyRange keys(p, head, 0, head.query_length);
     for (int j = keys.begin / BLOCK_K; j < divide_up(keys.end, BLOCK_K); ++j) {
@@ -144,7 +149,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         commit_copies();
         wait_copies<0>();
         __syncthreads();  // K_j and V_j have arrived for all
-        const bool nonfinite = clear_nonfinite<BLOCK_K, Tile::PADDED_DV, THREADS>(V_smem);
+        if (split_tiles(tile, K_smem, V_smem, rows)) break;
+        const bool nonfinite =
+            !IN_PLANES && clear_nonfinite<BLOCK_K, Tile::PADDED_DV, THREADS>(V_smem);
 
         const QuerySlabs<Tile::WARP_ROWS> slabs(p, head, k_tile, k_tile + BLOCK_K);
         // The warp's first slab from `index` on that sees a key of this tile.
@@ -192,6 +199,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 if (softmax.update(S_regs, multiplier, rescale)) scale_rows(O_regs, rescale);
                 // S_regs hold P from here on
                 drop_probabilities(S_regs, tile, p, head, slab.q_begin, k_begin);
+                expect_zeros(tile, slab.steps.is_cut(visit));
                 tile.accumulate(O_regs, S_regs, V_smem + offset * Tile::VALUE_PITCH);
             }
             if (nonfinite) {
@@ -213,6 +221,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         wait_copies<0>();
     }
 
+    if (is_left_to_kernel_behind(p, tile, K_smem)) return;
     // Slabs that no key tile visited.
     for (int index = warp; index * Tile::WARP_ROWS < query_extent(p, head); index += WARPS) {
         const Slab slab(p, head, index);

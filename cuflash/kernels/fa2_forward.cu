@@ -29,6 +29,7 @@
 #include "seams/score.cuh"
 #include "seams/output.cuh"
 #include "tiles/engine.cuh"
+#include "tiles/in_planes.cuh"
 
 using Tile = TileOf<STEP_K, HEAD_DIM, HEAD_DIM_V>;
 constexpr int K_TILE = BLOCK_K * Tile::PITCH, V_TILE = BLOCK_K * Tile::VALUE_PITCH;
@@ -93,7 +94,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     if (SPLIT) admit_kernel_behind();
     const int warp = threadIdx.x / 32;
     int query_tiles = p.query_tiles;
-    if constexpr (AFTER_PLANES) query_tiles = tiles_behind(p);
+    if constexpr (AFTER_PLANES && !SAME_BLOCKS) query_tiles = tiles_behind(p);
     const Work work(p, blockIdx.x, query_tiles * (SPLIT ? p.parts : 1), GROUP);
     const int part = SPLIT ? work.tile / query_tiles : 0;
     const int tile_index = SPLIT ? work.tile % query_tiles : work.tile;
@@ -108,14 +109,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int block_row = query_tile * BLOCK_Q, row_begin = block_row + first_row;
     if (!has_work(p, head, block_row, block_row + BLOCK_Q)) return;
     if constexpr (AFTER_PLANES)
-        if (!is_left_out(p, head, block_row, block_row + BLOCK_Q)) return;
+        if (!is_left_by_kernel_before(p, head, block_row, block_row + BLOCK_Q)) return;
     const KeyTiles<BLOCK_K> tiles(p, head, query_tile, BLOCK_Q);
     const Accumulator multiplier = score_multiplier(p);
 
     Tile tile(threadIdx.x % 32, exchange + warp * Tile::EXCHANGE);
+    limit_scores(tile, p.scale);
     using Exact = OnlineSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS>;
     using Guarded = GuardedSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS>;
-    typename Select<ENGINE_IS_MMA && !TAKES_MAXIMA, Guarded, Exact>::type softmax;
+    using InPlanes = OnlineSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS, LAZINESS_OF_PLANES>;
+    using OfHalves = typename Select<ENGINE_IS_MMA && !TAKES_MAXIMA, Guarded, Exact>::type;
+    typename Select<IN_PLANES, InPlanes, OfHalves>::type softmax;
     Accumulator O_regs[Tile::ROWS][Tile::VALUE_COLUMNS];
 #pragma unroll
     for (int i = 0; i < Tile::ROWS; ++i)
@@ -155,7 +159,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             load_values(V_smem + ahead * V_TILE, p, head, key_tile).finish();
         }
         commit_copies();
-        if ((cut || SCORE_MAY_HIDE) && STAGES > 1)
+        const int valid_rows = head.key_length - k_begin;
+        if (STAGES == 1
+                ? split_keys(tile, K_smem)
+                : split_tiles(tile, K_smem + stage * K_TILE, V_smem + stage * V_TILE, valid_rows))
+            break;
+        if ((cut || SCORE_MAY_HIDE) && STAGES > 1 && !IN_PLANES)
             nonfinite |=
                 clear_nonfinite<BLOCK_K, Tile::PADDED_DV, THREADS>(V_smem + stage * V_TILE);
 
@@ -179,9 +188,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 if (i + 1 < tiles.count())
                     next_keys = load_keys(K_smem, p, head, tiles[i + 1].tile);
                 commit_copies();
-                if (cut || SCORE_MAY_HIDE)
+                split_values(tile, V_smem, valid_rows);  // what is unheld is seen at the next keys
+                if ((cut || SCORE_MAY_HIDE) && !IN_PLANES)
                     nonfinite |= clear_nonfinite<BLOCK_K, Tile::PADDED_DV, THREADS>(V_smem);
             }
+            expect_zeros(tile, cut);
             tile.accumulate(O_regs, S_regs, V_smem + stage * V_TILE + step * Tile::VALUE_PITCH);
         }
         if (STAGES == 1 && i + 1 < tiles.count()) next_keys.finish();
@@ -189,6 +200,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         __syncthreads();  // tile i + 1 has arrived for all; nobody reads tile i any more
     }
     wait_copies<0>();
+    if (is_left_to_kernel_behind(p, tile, K_smem)) return;
     if (nonfinite) {
 #pragma unroll 1
         for (int i = 0; i < tiles.count(); ++i) {

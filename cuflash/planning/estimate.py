@@ -33,7 +33,7 @@ def estimate(tile: Tile, problem: Problem, device: Device) -> float:
         return tile.start_time
     slots = device.multiprocessors * tile.blocks_per_multiprocessor
     between = tile.item_time + tile.block_time
-    step = tile.step_time(problem)
+    step = tile.step_time(problem) * tile.slowdown(device)
     times = sorted(
         ((step * n + between, groups * count) for n, count in items.items()), reverse=True
     )

@@ -34,6 +34,7 @@ _ENGINE_MODULES = (
     "wgmma_gradients",
     "wgmma_two_kernels",
     "mma",
+    "mma_floats",
     "turing",
     "simt",
     "numpy",

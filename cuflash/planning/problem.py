@@ -196,7 +196,7 @@ class Problem:
     @property
     def has_planes(self) -> bool:
         """Whether kernels may take the operands in planes (planes.py)."""
-        return self.dtype == "float32" and not self.page_size
+        return self.dtype == "float32"
 
     def heads_of(self, operand: str) -> int:
         """Heads of q, k, v or dout: those that share rows count once."""

@@ -124,4 +124,19 @@ BEHIND_PLANES = {
 BEHIND_GRADIENTS = _fa2(max_dim=128, backward=True, block_q=64, warps=8, row_lanes=16, lane_rows=4,
                         after_planes=True)
 # fmt: on
+
+
+def behind(row: WarpTile) -> SimtTile:
+    """The row behind one whose tiles become planes, with the same tiles of scores."""
+    lanes = 8 if row.max_dim <= 64 or row.block_q > 128 else 16
+    rows = row.warp_rows * lanes // 32 if row.keys_outside else 8
+    return SimtTile(
+        algo=row.algo, max_dim=row.max_dim, row_lanes=lanes, lane_rows=rows,
+        warps=row.block_q // (32 // lanes * rows),
+        block_k=row.step_k if row.keys_outside else row.block_k,
+        stages=2 if row.keys_outside else 1,
+        packed=row.packed, span=row.span, after_planes=True, same_blocks=True,
+    )  # fmt: skip
+
+
 ROWS = (*_FORWARD, *_BACKWARD)

@@ -203,6 +203,10 @@ class Tile:
         flops = 2 * self.block_q * self.block_k * columns
         return flops * self.blocks_per_multiprocessor * MULTIPROCESSORS / (self.rate * 1e6)
 
+    def slowdown(self, device: Device) -> float:
+        """How much longer a step takes than other rows' there, compared with an H200."""
+        return 1.0
+
     def extra_time(self, problem: Problem) -> float:
         """Microseconds of the kernels before and behind."""
         return 0.0

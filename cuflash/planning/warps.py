@@ -38,6 +38,8 @@ class WarpTile(KernelTile):
         Lanes that share a row, and rows of a lane.
     after_planes : bool
         Whether it works on what a kernel on planes has left out (planes.py).
+    same_blocks : bool
+        And whether each of its blocks on what one block of that has left out (mma_floats.py).
     """
 
     load_unroll: int = 2
@@ -48,6 +50,7 @@ class WarpTile(KernelTile):
     row_lanes: int = 1
     lane_rows: int = 1
     after_planes: bool = False
+    same_blocks: bool = False
 
     @property
     def rows(self) -> int:
@@ -204,7 +207,7 @@ class WarpTile(KernelTile):
         }
         own["AFTER_PLANES"] = self.after_planes
         if not self.backward:
-            own["AGAIN_ROWS"] = AGAIN_ROWS
+            own |= {"SAME_BLOCKS": self.same_blocks, "AGAIN_ROWS": AGAIN_ROWS}
         else:
             ordered = self.adds_in_order(problem)
             own |= {

@@ -412,6 +412,12 @@ def _(asm, m, ops):
     return f"{target} = {name.format('f' if m[2] == '32' else 'd')}({', '.join(x)});"
 
 
+@_ptx(r"(min|max)\.NaN(?:\.ftz)?\.f32")
+def _(asm, m, ops):
+    target, a, b = (asm.value(op, "f") for op in ops)
+    return f"{target} = emu_{m[1]}_or_nan({a}, {b});"
+
+
 @_ptx(r"(min|max)\.NaN\.xorsign\.abs(?:\.ftz)?\.f32")
 def _(asm, m, ops):
     target, a, b = (asm.value(op, "f") for op in ops)

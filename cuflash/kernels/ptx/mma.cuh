@@ -51,6 +51,15 @@ __device__ __forceinline__ void multiply(float& c0, float& c1, float& c2, float&
         : "+f"(c0), "+f"(c1), "+f"(c2), "+f"(c3)
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+// The same without a sum before: C = A B.
+__device__ __forceinline__ void multiply_first(float& c0, float& c1, float& c2, float& c3,
+                                               const u32 (&a)[4], u32 b0, u32 b1) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+        "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %10, %10, %10};"
+        : "=f"(c0), "=f"(c1), "=f"(c2), "=f"(c3)
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1), "f"(0.0f));
+}
 
 // mma.sync.m16n8k16 in double, sm_90 on: C += A B.
 __device__ __forceinline__ void multiply_deep(double& c0, double& c1, double& c2, double& c3,

@@ -1,7 +1,7 @@
 // Tiles of a warp's rows, on the engine that the plan chose. Reads the prelude: ENGINE_IS_MMA and the
 // sizes of a warp's tile.
 //
-// MmaTile, DoubleMmaTile and SimtTile offer the same. A tile scores WARP_ROWS rows (queries; keys in backward)
+// MmaTile, DoubleMmaTile and SimtTile offer the same, FloatMmaTile nearly: it has more to say. A tile scores WARP_ROWS rows (queries; keys in backward)
 // against STEP others at a time, over D columns, and sums rows of DV columns.
 //
 //     Shared                        type of elements in shared memory
@@ -29,6 +29,7 @@
 // WarpgroupTile has as well.
 #pragma once
 #include "tiles/double_mma.cuh"
+#include "tiles/float_mma.cuh"
 #include "tiles/mma.cuh"
 #include "tiles/simt.cuh"
 
@@ -36,7 +37,12 @@
 template <int STEP, int D, int DV>
 using TensorCoreTileOf = typename Select<
     SAME<Element, double>, DoubleMmaTile<WARP_SLABS, STEP, D, DV, QUERIES_IN_REGISTERS, WARP_SPLIT>,
-    MmaTile<Element, WARP_SLABS, STEP, D, DV, QUERIES_IN_REGISTERS, WARP_SPLIT>>::type;
+    typename Select<
+        SAME<Element, float>, FloatMmaTile<WARP_SLABS, STEP, D, DV>,
+        MmaTile<Element, WARP_SLABS, STEP, D, DV, QUERIES_IN_REGISTERS, WARP_SPLIT>>::type>::type;
 template <int STEP, int D, int DV>
 using TileOf = typename Select<ENGINE_IS_MMA, TensorCoreTileOf<STEP, D, DV>,
                                SimtTile<Accumulator, ROW_LANES, LANE_ROWS, STEP, D, DV>>::type;
+
+// Whether tiles in shared memory become planes of halves (tiles/float_mma.cuh).
+constexpr bool IN_PLANES = ENGINE_IS_MMA && SAME<Element, float>;

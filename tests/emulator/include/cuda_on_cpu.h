@@ -392,6 +392,9 @@ inline float emu_flush(float x) {
 inline float emu_exp2_approx(float x) { return emu_flush(__builtin_exp2f(emu_flush(x))); }
 inline float emu_log2_approx(float x) { return __builtin_log2f(emu_flush(x)); }
 inline float emu_tanh_approx(float x) { return __builtin_tanhf(x); }
+// The smaller or larger number; NaN if one of the two is NaN.
+inline float emu_min_or_nan(float a, float b) { return a != a ? a : a < b ? a : b; }
+inline float emu_max_or_nan(float a, float b) { return a != a ? a : a > b ? a : b; }
 // The smaller or larger magnitude, with the sign of the product; NaN if one of the two is NaN.
 inline float emu_signed_magnitude(float magnitude, float a, float b) {
     if (a != a || b != b) return __builtin_nanf("");

@@ -226,6 +226,11 @@ struct Stats {
 };
 extern Stats stats;
 
+// Whether sums lose what tensor cores of sm_90 cut off, and such a sum of 16 products; b[k * step] is
+// the k-th factor (wgmma.cpp).
+extern bool truncates;
+float truncated_sum(float before, const float* a, const float* b, int step);
+
 // Source position and inline chain of the runtime call being executed.
 #define ENTER(WHERE) (current->where = (WHERE), current->caller = __builtin_return_address(0))
 

@@ -298,9 +298,13 @@ static void multiply_float(const MmaShape& shape, Collective& c) {
     }
     for (int lane = 0; lane < 32; lane++) {
         auto& s = *(MmaArguments*)c.arguments[lane];
-        for (int i = 0; i < 4; i++)
-            ((float*)s.d)[i] =
-                ((const float*)s.c)[i] + product[lane / 4 + 8 * (i / 2)][2 * (lane % 4) + i % 2];
+        for (int i = 0; i < 4; i++) {
+            int row = lane / 4 + 8 * (i / 2), column = 2 * (lane % 4) + i % 2;
+            float before = ((const float*)s.c)[i];
+            ((float*)s.d)[i] = truncates && shape.k == 16
+                                   ? truncated_sum(before, A[row], B[0] + column, 8)
+                                   : before + product[row][column];
+        }
     }
 }
 static void multiply_double(const MmaShape& shape, Collective& c) {

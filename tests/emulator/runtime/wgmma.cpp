@@ -60,8 +60,7 @@ static void read_operand(u64 bits, int first, int count, bool mn_major, bool is_
     });
 }
 
-// Whether sums lose what tensor cores of sm_90 cut off.
-static bool truncates;
+bool truncates;
 extern "C" void emu_truncate(int wanted) { truncates = wanted; }
 
 static double cut(double x, int lowest) { return ldexp(trunc(ldexp(x, -lowest)), lowest); }
@@ -69,10 +68,10 @@ static double cut(double x, int lowest) { return ldexp(trunc(ldexp(x, -lowest)),
 // What sm_90 makes of `before` and 16 products: each is cut off two binary digits below the last one
 // that a float as large as the largest of them has, and the sum below its own last digit. Measured
 // sums of float16 and bfloat16 products are off by as much on average, and at most.
-static float truncated_sum(float before, const float* a, const float (*b)[256], int n) {
+float truncated_sum(float before, const float* a, const float* b, int step) {
     double terms[17] = {before}, sum = 0, largest = fabs(before);
     for (int k = 0; k < 16; k++) {
-        terms[k + 1] = double(a[k]) * b[k][n];
+        terms[k + 1] = double(a[k]) * b[k * step];
         largest = fabs(terms[k + 1]) > largest ? fabs(terms[k + 1]) : largest;
         sum += terms[k + 1];
     }
@@ -112,7 +111,7 @@ static void run(WgmmaOp& op) {
                            : op.holds_saved ? op.saved[lane * (op.n / 2) + i]
                                             : *op.d[lane][i];
             *op.d[lane][i] =
-                truncates ? truncated_sum(before, A[row], B_columns, n) : before + sum[n];
+                truncates ? truncated_sum(before, A[row], B_columns[0] + n, 256) : before + sum[n];
         }
     }
     issued = nullptr;

@@ -1,0 +1,194 @@
+"""float32 on mma, whose tiles become planes of halves in shared memory: results within the bounds
+of float32 on what planes hold, and on what they do not, which blocks leave to a kernel behind.
+"""
+
+import numpy as np
+import pytest
+from cases import FEW
+from emulator import available
+from test_planes import (
+    HARD,
+    HEADS,
+    a_channel_of_q,
+    far_apart,
+    hard_operands,
+    infinite_values,
+    normal,
+    on_gpu,
+    plant,
+    weights_as_results,
+)
+from test_planes import cupy as cupy
+from tolerance import assert_forward_close
+
+from cuflash.planning.mma_floats import ROWS
+
+emulated_only = pytest.mark.skipif(available() is not None, reason=str(available()))
+
+
+def row_of(dim, algo="fa2"):
+    """The first row of the table for a head dim."""
+    return next(row for row in ROWS if (row.max_dim, row.algo) == (dim, algo))
+
+
+def emulated(q, k, v, row, **options):
+    """Results are within bounds, with sums as an H200 cuts them off; the emulator's counts of the
+    kernel on mma, and how many blocks the one behind has worked on.
+    """
+    import emulated
+    from emulator import Module
+
+    counts = {}
+
+    class Counted(Module):
+        def launch(self, name, *args, **more):
+            super().launch(name, *args, **more)
+            counts[name] = dict(self.stats)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(emulated, "Module", Counted)
+        result = emulated.attention(q, k, v, row=row, truncates=True, **options)
+    meaning = {x: options[x] for x in options.keys() - {"mode", "schedule"}}
+    assert_forward_close(result.out, result.lse, q, k, v, plan=result.plan, **meaning)
+    return counts[row.kernel], counts[row.name_behind]["barriers"]
+
+
+def a_channel_of_v(q, k, v):
+    v[0, :, 3] *= np.float32(2.0**-40)
+
+
+def one_sign():
+    """Values of one sign, weights nearly alike: a sum that tensor cores cut off all along would be
+    off by -2.3e-5, more than twice the bound.
+    """
+    rng = np.random.default_rng(0)
+    q, k = (rng.standard_normal((1, n, 16), np.float32) for n in (16, 4096))
+    return q / 8, k, 1 - rng.random(k.shape, np.float32)
+
+
+SIZES = 70, 140, 64  # one tile of queries, three of keys
+
+
+@emulated_only
+@pytest.mark.parametrize("change", [*HARD, a_channel_of_v], ids=lambda change: change.__name__)
+def test_emulator_hard(change):
+    """Blocks that are left out are those of the heads that planes do not hold, and of weights."""
+    row = row_of(64)
+    whole = emulated(*hard_operands(far_apart, *SIZES), row, mode="fast")[1]
+    held = {**HARD, a_channel_of_v: (0, 1), weights_as_results: (0, 0)}[change]
+    left_out = HEADS - sum(held)
+    counts, behind = emulated(*hard_operands(change, *SIZES), row, mode="fast")
+    assert behind * HEADS == whole * left_out
+    if change is far_apart:
+        assert counts["mma"] == 0
+
+
+@emulated_only
+@pytest.mark.parametrize(
+    ("row", "sizes"),
+    [
+        (row_of(64), (130, 200, 40)),
+        (row_of(128), (70, 100, 100)),
+        (row_of(64, "fa1"), (70, 300, 64)),
+        (row_of(128, "fa1"), (70, 100, 72)),
+    ],
+    ids=str,
+)
+def test_emulator_rows(row, sizes):
+    """In check mode; head dims that are no power of two, whose lanes have nothing to do here."""
+    counts, behind = emulated(*normal(*sizes), row, causal=True)
+    assert counts["mma"] > 0
+    assert behind == counts["bank_conflicts"] == 0
+
+
+@emulated_only
+@pytest.mark.parametrize("change", [infinite_values, weights_as_results])
+def test_emulator_leaves_out_heads_of_fa1(change):
+    assert emulated(*hard_operands(change, *SIZES), row_of(64, "fa1"), mode="fast")[1] > 0
+
+
+@emulated_only
+@pytest.mark.parametrize("scale", [1, 1e6])
+def test_emulator_packed_equals_the_batch(scale):
+    """Bit for bit, also where a sequence's neighbours are left out."""
+    import emulated
+
+    options = {"algo": "fa2", "engine": "mma", "device": FEW, "causal": True, "mode": "fast"}
+    count, n, dim = 3, 70, 64
+    q, k, v = np.random.default_rng(0).standard_normal((3, count, 2, n, dim), np.float32)
+    q[1, :, :9] *= np.float32(40 * scale)
+    packed = [x.swapaxes(1, 2).reshape(count * n, 2, dim) for x in (q, k, v)]
+    starts = np.arange(0, count * n + 1, n)
+    batch = emulated.attention(q, k, v, **options)
+    mine = emulated.attention_varlen(*packed, starts, starts, **options)
+    assert mine.out.tobytes() == batch.out.swapaxes(1, 2).tobytes()
+    assert mine.lse.tobytes() == batch.lse.swapaxes(0, 1).tobytes()
+
+
+@emulated_only
+def test_emulator_long_sums_do_not_drift():
+    assert emulated(*one_sign(), row_of(64), mode="fast")[0]["mma"] > 0
+
+
+PLANTED = {
+    "a sum of all keys": (
+        one_sign,
+        ("add(sums, 0, high, is_first);", "add(sums, 0, high, false);"),
+        ("sums[ROWS][2 * PART];",
+         "sums[ROWS][2 * PART];\nfor (int i = 0; i < ROWS; ++i)"
+         "for (int j = 0; j < 2 * PART; ++j) sums[i][j] = O[i][2 * columns + j] / unit;"),
+        ("sum = multiply_add(sums[i][j], unit, sum);", "sum += sums[i][j] * unit;"),
+        ("float& sum = O[i][2 * columns + j];", "float& sum = O[i][2 * columns + j];\nsum = 0;"),
+    ),
+    "large scores are held": (
+        lambda: hard_operands(a_channel_of_q, *SIZES),
+        ("unheld |= !(unit <= of_queries.at[1]);", ""),
+    ),
+    "small weights are held": (
+        lambda: hard_operands(weights_as_results, *SIZES),
+        ("small |= !has_zeros && normal != SIGNS;", ""),
+        ("small |= is_small(P[i][j] * factors[j]);", ";"),
+    ),
+    "small values are held": (
+        lambda: hard_operands(a_channel_of_v, *SIZES),
+        ("unheld |= x[e] != 0.0f &&", "unheld |= false &&"),
+    ),
+}  # fmt: skip
+
+
+@emulated_only
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_bugs(monkeypatch, name):
+    """Where it is right without them."""
+    operands, *changes = PLANTED[name]
+
+    def change(text):
+        for old, new in changes:
+            assert text.count(old) == 1, old
+            text = text.replace(old, new)
+        return text
+
+    plant(monkeypatch, change)
+    with pytest.raises(AssertionError, match="out of bounds"):
+        emulated(*operands(), row_of(64), mode="fast")
+
+
+# ------------------------------------------------------------------------------ a GPU
+@pytest.mark.gpu
+@pytest.mark.parametrize("change", [*HARD, a_channel_of_v], ids=lambda change: change.__name__)
+@pytest.mark.parametrize("algo", ["fa1", "fa2"])
+def test_gpu_hard(cupy, change, algo):
+    q, k, v = hard_operands(change, 300, 700, 64)
+    for causal in (False, True):
+        out, lse, plan = on_gpu(cupy, row_of(64, algo), q, k, v, causal=causal)
+        assert_forward_close(out, lse, q, k, v, plan=plan, causal=causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_gpu_rows(cupy, row):
+    for dim in (row.max_dim, row.max_dim - 24, 17):
+        q, k, v = normal(500, 900, dim)
+        for causal in (False, True):
+            out, lse, plan = on_gpu(cupy, row, q, k, v, causal=causal)
+            assert_forward_close(out, lse, q, k, v, plan=plan, causal=causal)
