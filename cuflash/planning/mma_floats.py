@@ -85,8 +85,6 @@ _fa1 = partial(FloatMmaTile, algo="fa1")
 ROWS = (
     _fa2(max_dim=64,  block_k=64, warps=8, slabs=2, stages=2,
          rate=90, item_time=4.0, start_time=17.0),
-    _fa2(max_dim=64,  block_k=64, warps=8, slabs=1, stages=2, min_blocks=2,
-         rate=82, item_time=4.0, start_time=17.0),
     _fa2(max_dim=64,  block_k=64, warps=8, slabs=1, stages=2,
          rate=70, item_time=4.0, start_time=17.0),
     _fa2(max_dim=64,  block_k=32, warps=4, slabs=1, stages=2, min_blocks=2,
