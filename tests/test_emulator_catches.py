@@ -682,20 +682,23 @@ def must_be_caught(monkeypatch, text, wrong, check, **where):
 COMMON = {"causal": True}
 IN_FLOAT32 = {"engine": "simt", "causal": False}  # where another order shows in the last bit
 PLANTED = [
-    ("dS is read before it is there", r"__syncthreads\(\);(?=  // dS of all keys)", "", {}),
+    ("dS is read before it is there", r"__syncthreads\(\);(?=  // P and dS of all keys)", "", {}),
     ("the next tile overwrites this one", r"__syncthreads\(\);(?=  // the next tile has arrived; )",
      "", {}),
-    ("the turn is not waited for", r"wait_turn\(turn, ", "if (false) wait_turn(turn, ",
-     IN_FLOAT32),
+    ("the turn is not waited for", r"while \(__any_sync\(FULL_WARP, now != wanted\)\)",
+     "while (false)", IN_FLOAT32),
     ("the turn is passed before it is used", r"(const bool cut = tiles\.is_cut\(visit\))",
      r"if (ORDERED && threadIdx.x == 0) "
      r"pass_turn(p.turns + first_tile + visit.tile, key_tile + 1); \1", IN_FLOAT32),
-    ("the turn is never passed", r"if \(threadIdx.x == 0\)\s+pass_turn\(", "if (false) pass_turn(",
+    ("the turn is never passed", r"threadIdx\.x == 0\)\s+pass_turn\(", "false) pass_turn(",
      {}),
+    ("the first one adds to what is there", r"ORDERED && wanted == 0", "false", {}),
+    ("what nobody has added to is summed", r"if \(ORDERED && p\.turns\[at\] == 0\) continue;", "",
+     {"kv_lengths": 0, "causal": False}),
     ("delta is left out", r"product -(?=\s+\(has_dlse)", "Accumulator(0) -", {}),
     ("dlse is added", r"product -(?=\s+\(has_dlse)", "product +", {}),
-    ("dK is not scaled", r"k_begin, p\.scale\)", "k_begin, Accumulator(1))", {}),
-    ("dQ is not scaled", r"BLOCK_Q,\s+p\.scale\)", "BLOCK_Q, Accumulator(1))", {}),
+    ("dK is not scaled", r"BLOCK_K, p\.scale\)", "BLOCK_K, Accumulator(1))", {}),
+    ("dQ is not scaled", r"BLOCK_Q,\s+p\.scale, smem\)", "BLOCK_Q, Accumulator(1), smem)", {}),
     ("a ragged key tile is not masked", r"if \(k_last >= head\.key_length\) uncut_end = 0;", "",
      {"kv_lengths": 150, "causal": False}),
     ("the diagonal is not masked", r"visit\.tile < uncut_begin \|\| visit\.tile >= uncut_end;",
@@ -708,7 +711,7 @@ PLANTED = [
      r"{ A* at = \1; for (int c = 0; c < CHUNK<A>; ++c) at[c] += unit.at[c]; }",
      {"deterministic": False}),
     ("dQ starts anywhere", r"\*reinterpret_cast<Vector<Accumulator>\*>\(dQ \+ i\) = \{\};", ";",
-     {}),
+     {"deterministic": False}),
     ("one head is summed twice", r"heads\[i\]", "heads[0]", {"enable_gqa": True}),
 ]  # fmt: skip
 

@@ -25,7 +25,8 @@ from cuflash.scores.score import Score, softcap
 H200 = Device(90, "NVIDIA H200", multiprocessors=132)
 KERNELS = files("cuflash") / "kernels"
 NAMES = [
-    "fa1_forward.cu", "fa2_forward.cu", "fa1_backward.cu", "fa2_backward.cu", "backward_rows.cu",
+    "fa1_forward.cu", "fa2_forward.cu", "fa2_shared_forward.cu", "fa1_backward.cu",
+    "fa2_backward.cu", "backward_rows.cu",
     "sum_dq.cu", "sum_dk.cu", "sum_dv.cu", "mask_tiles.cu", "mask_lists.cu", "hopper_forward.cu",
     "hopper_fa1_forward.cu", "hopper_planes_forward.cu", "plane_ranges.cu", "planes.cu",
     "hopper_planes_backward_keys.cu", "hopper_planes_backward_queries.cu",

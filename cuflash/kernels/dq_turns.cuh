@@ -8,11 +8,14 @@ static_assert(is_laid_out<u32>(tile_bytes::turns, TURNS), "turns are numbers");
 
 // Whose turn it is to add to a tile of dQ: the key tile after the one that added last, 0 at first.
 // Blocks wait for blocks with a lower number only, which started earlier.
-__device__ __forceinline__ bool is_turn(const u32* turn, u32 wanted) {
+__device__ __forceinline__ u32 read_turn(const u32* turn) {
     u32 now;
     // ld.acquire: what the previous block added is added before this block adds
     asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
-    return now == wanted;
+    return now;
+}
+__device__ __forceinline__ bool is_turn(const u32* turn, u32 wanted) {
+    return read_turn(turn) == wanted;
 }
 __device__ __forceinline__ void wait_turn(const u32* turn, u32 wanted) {
     while (!is_turn(turn, wanted));

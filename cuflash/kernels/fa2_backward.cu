@@ -26,12 +26,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const Work work(p, index, p.key_tiles);
     const RegionTile place = key_tile_at<BLOCK_K>(p, work.tile, p.key_tiles);
     if (!place.exists()) return;
-    const Head head = locate_head(p, work.head, place.region);
+    const Head head = locate_head(p, Position(p, work.head), work.head, place.region);
     if constexpr (AFTER_PLANES)
         if (!is_marked(p, head.index)) return;
     const int key_tile = row_at(p, head, place.tile, place.tile);
     Gradients gradients = {};
     // Blocks that may add in any order start at different tiles of dQ and seldom meet.
     visit_queries(gradients, smem, p, head, key_tile, ORDERED ? 0 : 5 * key_tile + head.index);
-    store_key_gradients(gradients, p, head, key_tile);
+    store_key_gradients(gradients, smem, p, head, key_tile);
 }

@@ -14,6 +14,7 @@
 // during P V_i, two barriers per tile.
 //
 // docs/kernels.md says what bounds its speed, and what counted.
+#include "forward_loads.cuh"
 #include "nonfinite.cuh"
 #include "numeric.cuh"
 #include "planes/factors.cuh"
@@ -26,62 +27,19 @@
 #include "seams/pages.cuh"
 #include "seams/key_tiles.cuh"
 #include "seams/parts.cuh"
+#include "seams/position.cuh"
 #include "seams/score.cuh"
 #include "seams/output.cuh"
+#include "seams/whole_rows.cuh"
 #include "tiles/engine.cuh"
 #include "tiles/in_planes.cuh"
 
-using Tile = TileOf<STEP_K, HEAD_DIM, HEAD_DIM_V>;
-constexpr int K_TILE = BLOCK_K * Tile::PITCH, V_TILE = BLOCK_K * Tile::VALUE_PITCH;
-constexpr int Q_TILE = BLOCK_Q * Tile::PITCH;
 static_assert(STAGES > 1 || BLOCK_K == STEP_K, "with one stage, a tile is one step");
 static_assert(is_laid_out<Tile::Shared>(tile_bytes::Q, Q_TILE) &&
                   is_laid_out<Tile::Shared>(tile_bytes::K, K_TILE) &&
                   is_laid_out<Tile::Shared>(tile_bytes::V, V_TILE) &&
                   is_laid_out<Tile::Shared>(tile_bytes::exchange, Tile::EXCHANGE),
               "the plan's tiles are those of the kernel");
-
-using KeyCopy = TileCopy<BLOCK_K, HEAD_DIM, Tile::PADDED_D, Tile::Shared, Element>;
-using ValueCopy = TileCopy<BLOCK_K, HEAD_DIM_V, Tile::PADDED_DV, Tile::Shared, Element>;
-
-__device__ __forceinline__ KeyCopy load_keys(Tile::Shared* K_smem, const Params& p,
-                                             const Head& head, int tile) {
-    const int first = tile * BLOCK_K, valid_rows = head.key_length - first;
-    KeyCopy copy(K_smem);
-    if constexpr (PAGED)
-        copy.begin_scattered([&](int row) { return find_key(p, head, first + row); }, valid_rows);
-    else
-        copy.begin(head.k + i64(tile) * BLOCK_K * p.k_row_stride, p.k_row_stride, valid_rows);
-    return copy;
-}
-
-__device__ __forceinline__ ValueCopy load_values(Tile::Shared* V_smem, const Params& p,
-                                                 const Head& head, int tile) {
-    const int first = tile * BLOCK_K, valid_rows = head.key_length - first;
-    ValueCopy copy(V_smem);
-    if constexpr (PAGED)
-        copy.begin_scattered([&](int row) { return find_value(p, head, first + row); }, valid_rows);
-    else
-        copy.begin(head.v + i64(tile) * BLOCK_K * p.v_row_stride, p.v_row_stride, valid_rows);
-    return copy;
-}
-
-__device__ __forceinline__ void load_queries(Tile::Shared* Q_smem, const Params& p,
-                                             const Head& head, int row_begin) {
-    if constexpr (PACKED == 1)
-        load_tile<BLOCK_Q, HEAD_DIM, Tile::PADDED_D, THREADS, ALIGNED, LOAD_UNROLL>(
-            Q_smem, head.q + i64(row_begin) * p.q_row_stride, p.q_row_stride,
-            head.query_length - row_begin, threadIdx.x);
-    else
-        load_scattered_tile<BLOCK_Q, HEAD_DIM, Tile::PADDED_D, THREADS, ALIGNED, LOAD_UNROLL>(
-            Q_smem,
-            [&](int row) {
-                row += row_begin;
-                const bool valid = query_of(row) < head.query_length && row_exists(p, head, row);
-                return valid ? query_row(p, head, row) : nullptr;
-            },
-            BLOCK_Q, threadIdx.x);
-}
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     fa2_forward(const __grid_constant__ Params p) {
@@ -101,7 +59,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const RegionTile place =
         query_tile_at<BLOCK_Q, PACKED>(p, tile_index / GROUP_TILES, query_tiles / GROUP_TILES);
     if (!place.exists()) return;
-    Head head = locate_head(p, work.head * GROUP + tile_index % GROUP_TILES * PACKED, place.region);
+    const int index = work.head * GROUP + tile_index % GROUP_TILES * PACKED;
+    Head head = locate_head(p, Position(p, index), index, place.region);
     take_part(p, head, part);
     // The last queries see most, and so start first.
     const int query_tile = row_at(p, head, place.tile, place.tiles - 1 - place.tile);
@@ -118,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     using Exact = OnlineSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS>;
     using Guarded = GuardedSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS>;
     using InPlanes = OnlineSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS, LAZINESS_OF_PLANES>;
-    using OfHalves = typename Select<ENGINE_IS_MMA && !TAKES_MAXIMA, Guarded, Exact>::type;
+    using OfHalves = typename Select<ENGINE_IS_MMA, Guarded, Exact>::type;
     typename Select<IN_PLANES, InPlanes, OfHalves>::type softmax;
     Accumulator O_regs[Tile::ROWS][Tile::VALUE_COLUMNS];
 #pragma unroll
@@ -210,5 +169,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 TileBits(p, head, visit.bits, first_row, row_begin, visit.tile * BLOCK_K));
         }
     }
-    store_rows(O_regs, softmax, tile, p, head, row_begin, locate_output(p, head, part));
+    const Position position(p, head.index);
+    const HeadOutput output = locate_output(
+        p, head, part, [&](const auto* strides) { return position.offset(p, strides); });
+    store_rows_by_way_of<Tile::PITCH>(Q_smem + first_row * Tile::PITCH, O_regs, softmax, tile, p,
+                                      head, row_begin, output);
 }

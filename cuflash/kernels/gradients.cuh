@@ -28,7 +28,10 @@
 #include "key_scores.cuh"
 #include "nonfinite.cuh"
 #include "ptx/named_barrier.cuh"
+#include "seams/position.cuh"
 #include "tiles/query_sums.cuh"
+#include "tiles/row_stores.cuh"
+#include "tiles/spread_loads.cuh"
 #include "tiles/units.cuh"
 
 using TensorCoreQuerySums =
@@ -53,6 +56,11 @@ __device__ __forceinline__ void meet_sharers() {
     meet(1 + threadIdx.x / (32 * WARP_SPLIT), 32 * WARP_SPLIT);
 }
 
+template <int N>
+struct Parts {
+    static constexpr int COUNT = N;
+};
+
 struct Gradients {
     Accumulator dK_regs[ROWS][KeyTile::VALUE_COLUMNS];
     Accumulator dV_regs[ROWS][ValueTile::VALUE_COLUMNS];
@@ -67,6 +75,11 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
     constexpr int Q_TILE = BLOCK_Q * KeyTile::PITCH, O_TILE = BLOCK_Q * ValueTile::PITCH;
     constexpr int S_PITCH = pitch<Shared>(BLOCK_Q), S_TILE = BLOCK_K * S_PITCH;
     constexpr bool SHARE_P = WARP_SPLIT > 1;
+    // Under a causal mask a tile of keys has BLOCK_K / BLOCK_Q steps fewer than the one before: where
+    // that is one, who waits for a turn would wait in each step if it came a step later.
+    constexpr bool PASSES_AT_ONCE = BLOCK_Q >= BLOCK_K;
+    // Dropout changes P later.
+    constexpr bool LEAVES_EARLY = SHARE_P && !ONE_SCORE_TILE && !DROPS && ValueTile::BESIDES > 1;
     static_assert(!ONE_SCORE_TILE || STEPS == BLOCK_Q,
                   "all of P has been in the tile before dS is");
     static_assert(is_laid_out<Shared>(tile_bytes::K, K_TILE) &&
@@ -89,28 +102,37 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
     const int first_step = threadIdx.x / 32 % WARP_SPLIT * STEP_Q;
     const int k_block = key_tile * BLOCK_K, k_begin = k_block + warp_row;
     const QueryTiles<BLOCK_Q> tiles(p, head, key_tile, BLOCK_K, rotation);
-    const Element* const dout =
-        p.dout + locate_queries(p, head, p.dout_axis_stride, p.dout_row_stride);
+    const Element* const dout = p.dout + locate_queries(p, Position(p, head.index), head,
+                                                        p.dout_axis_stride, p.dout_row_stride);
     const i64 first_tile = query_tiles_at<BLOCK_Q>(p, head);
     Shared* const dS_slab = dS_smem + warp_row * S_PITCH;
+    Shared* const P_slab = P_smem + warp_row * S_PITCH;
     KeyTile keys(threadIdx.x % 32, dS_slab);
     ValueTile values(threadIdx.x % 32, dS_slab);
 
-    auto load_queries = [&](int stage, int tile) {
-        const int q = tile * BLOCK_Q;
-        load_rows<BLOCK_Q, KeyTile, HEAD_DIM>(Q_smem + stage * Q_TILE, head.q, p.q_row_stride, q,
-                                              head.query_length);
-        load_rows<BLOCK_Q, ValueTile, HEAD_DIM_V>(dO_smem + stage * O_TILE, dout, p.dout_row_stride,
-                                                  q, head.query_length);
-        load_tile<1, ROW_STATS, ROW_STATS, THREADS, true, 1>(
-            row_stats_smem + stage * ROW_STATS, p.row_stats + (first_tile + tile) * ROW_STATS, 0, 1,
-            threadIdx.x);
+    // Tiles of queries and what belongs to them come in parts of so many, or all at once.
+    const auto load_queries = [&](auto parts, int stage, int tile, int part) {
+        constexpr int PARTS = decltype(parts)::COUNT;
+        const int q = tile * BLOCK_Q, valid_rows = head.query_length - q;
+        load_part<BLOCK_Q, HEAD_DIM, KeyTile::PADDED_D, THREADS, ALIGNED, LOAD_UNROLL, PARTS>(
+            Q_smem + stage * Q_TILE, head.q + q * p.q_row_stride, p.q_row_stride, valid_rows,
+            threadIdx.x, part);
+        load_part<BLOCK_Q, HEAD_DIM_V, ValueTile::PADDED_D, THREADS, ALIGNED, LOAD_UNROLL, PARTS>(
+            dO_smem + stage * O_TILE, dout + q * p.dout_row_stride, p.dout_row_stride, valid_rows,
+            threadIdx.x, part);
+        if (part == PARTS - 1)
+            load_tile<1, ROW_STATS, ROW_STATS, THREADS, true, 1>(
+                row_stats_smem + stage * ROW_STATS, p.row_stats + (first_tile + tile) * ROW_STATS,
+                0, 1, threadIdx.x);
     };
+    using AtOnce = Parts<1>;
+    // What leaves warps that share no keys without spills: with a rotation they have few registers.
+    using Beside = Parts<SHARE_P || ORDERED ? KeyTile::BESIDES : 1>;
 
     load_rows<BLOCK_K, KeyTile, HEAD_DIM>(K_smem, head.k, p.k_row_stride, k_block, head.key_length);
     load_rows<BLOCK_K, ValueTile, HEAD_DIM_V>(V_smem, head.v, p.v_row_stride, k_block,
                                               head.key_length);
-    if (tiles.count > 0) load_queries(0, tiles[0].tile);
+    if (tiles.count > 0) load_queries(AtOnce(), 0, tiles[0].tile, 0);
     commit_copies();
     wait_copies<0>();
     __syncthreads();  // the keys and the first query tile have arrived for all
@@ -134,8 +156,12 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
         const bool weightless = log2_sums[WEIGHTLESS] != Accumulator(0);
         // Infinite keys: their scores with the zeros that stand for queries beyond the length are NaN.
         const bool cut = tiles.is_cut(visit) || nonfinite_keys || weightless || SCORE_MAY_HIDE;
-        if (STAGES > 1 && more) load_queries((i + 1) % STAGES, tiles[i + 1].tile);
-        if (STAGES > 1) commit_copies();
+        const int next_tile = more ? tiles[i + 1].tile : 0;
+        constexpr bool AMONG_PRODUCTS = STAGES > 1 && KeyTile::BESIDES > 1;
+        if (STAGES > 1 && !AMONG_PRODUCTS) {
+            if (more) load_queries(AtOnce(), (i + 1) % STAGES, next_tile, 0);
+            commit_copies();
+        }
         if (nonfinite_keys) {
             restore_nonfinite<BLOCK_K, HEAD_DIM, KeyTile::PITCH, THREADS>(
                 K_smem, head.k, p.k_row_stride, k_block, head.key_length);
@@ -148,20 +174,38 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
             Shared* const Q_step = Q + step * KeyTile::PITCH;
             Shared* const dO_step = dO + step * ValueTile::PITCH;
             Accumulator P_regs[ROWS][COLUMNS], dS_regs[ROWS][COLUMNS], slope[ROWS][COLUMNS];
-            keys.score(P_regs, Q_step);
-            if (cut)
-                to_probabilities<true>(P_regs, slope, keys, p, head, log2_sums + step, q, k_begin,
-                                       bits, step, weightless);
-            else
-                to_probabilities<false>(P_regs, slope, keys, p, head, log2_sums + step, q, k_begin,
-                                        bits, step, weightless);
-            values.score(dS_regs, dO_step);  // dP
-            if (cut)
-                to_score_gradients<true>(dS_regs, P_regs, slope, keys, p, head, deltas + step, q,
-                                         k_begin);
-            else
+            keys.score(P_regs, Q_step, [&](int part) {
+                if (AMONG_PRODUCTS && more && steps == 0 && part < Beside::COUNT)
+                    load_queries(Beside(), (i + 1) % STAGES, next_tile, part);
+            });
+            if (AMONG_PRODUCTS) commit_copies();
+            constexpr int PARTS = ValueTile::BESIDES;
+            if (cut || PARTS == 1) {
+                if (cut)
+                    to_probabilities<true>(P_regs, slope, keys, p, head, log2_sums + step, q,
+                                           k_begin, bits, step, weightless);
+                else
+                    to_probabilities<false>(P_regs, slope, keys, p, head, log2_sums + step, q,
+                                            k_begin, bits, step, weightless);
+                values.score(dS_regs, dO_step);  // dP
+                if (cut)
+                    to_score_gradients<true>(dS_regs, P_regs, slope, keys, p, head, deltas + step,
+                                             q, k_begin);
+                else
+                    to_score_gradients<false>(dS_regs, P_regs, slope, keys, p, head, deltas + step,
+                                              q, k_begin);
+            } else {  // exponentials among the products of dP
+                values.score(dS_regs, dO_step, [&](int part) {
+                    to_probabilities<false>(P_regs, slope, keys, p, head, log2_sums + step, q,
+                                            k_begin, bits, step, weightless, COLUMNS * part / PARTS,
+                                            COLUMNS * (part + 1) / PARTS);
+                    if (LEAVES_EARLY)  // pairs of columns
+                        keys.publish(P_slab + step, S_PITCH, P_regs, COLUMNS / 2 * part / PARTS * 2,
+                                     COLUMNS / 2 * (part + 1) / PARTS * 2);
+                });
                 to_score_gradients<false>(dS_regs, P_regs, slope, keys, p, head, deltas + step, q,
                                           k_begin);
+            }
             if (cut) {
                 __syncthreads();  // all have scored these queries
                 clear_nonfinite<STEPS, KeyTile::PADDED_D, THREADS>(Q + steps * KeyTile::PITCH);
@@ -169,11 +213,10 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
                     dO + steps * ValueTile::PITCH);
             }
             if constexpr (SHARE_P) {
-                values.publish(P_smem + warp_row * S_PITCH + step, S_PITCH, P_regs);
+                if (cut || !LEAVES_EARLY) keys.publish(P_slab + step, S_PITCH, P_regs);
                 if constexpr (ONE_SCORE_TILE) {
                     meet_sharers();  // P of these keys is there
-                    values.template accumulate_published<BLOCK_Q>(gradients.dV_regs,
-                                                                  P_smem + warp_row * S_PITCH, dO);
+                    values.template accumulate_published<BLOCK_Q>(gradients.dV_regs, P_slab, dO);
                     meet_sharers();  // nobody reads it any more
                 }
             } else {
@@ -187,33 +230,41 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
             }
         }
 
+        __syncthreads();  // P and dS of all keys are there
         u32* const turn = p.turns + first_tile + visit.tile;
+        u32 wanted = 0, now = 0;
         if (ORDERED) {
-            __threadfence();  // the previous tile is added: long ago, so that this takes no time
-            if (threadIdx.x == 0) wait_turn(turn, turn_of(p, head, key_tile, visit));
+            // What was added to the tile before is there by now, so that this takes little time.
+            if (!PASSES_AT_ONCE && i > 0 && threadIdx.x == 0)
+                pass_turn(p.turns + first_tile + tiles[i - 1].tile, key_tile + 1);
+            wanted = turn_of(p, head, key_tile, visit);
+            now = read_turn(turn);  // mostly it is this block's already: the answer comes during dQ
         }
-        __syncthreads();  // dS of all keys is there; it is this block's turn
-        if (ORDERED && i > 0 && threadIdx.x == 0)
-            pass_turn(p.turns + first_tile + tiles[i - 1].tile, key_tile + 1);
         if constexpr (SHARE_P && !ONE_SCORE_TILE) {
-            values.template accumulate_published<BLOCK_Q>(gradients.dV_regs,
-                                                          P_smem + warp_row * S_PITCH, dO);
+            values.template accumulate_published<BLOCK_Q>(gradients.dV_regs, P_slab, dO);
             keys.template accumulate_published<BLOCK_Q>(gradients.dK_regs, dS_slab, Q);
         }
         if constexpr (STAGES == 1) {
             if (SHARE_P && !ONE_SCORE_TILE) __syncthreads();  // nobody reads these queries any more
-            if (more) load_queries(0, tiles[i + 1].tile);
+            if (more) load_queries(AtOnce(), 0, next_tile, 0);
             commit_copies();
         }
         if (nonfinite_keys) clear_nonfinite<BLOCK_K, KeyTile::PADDED_D, THREADS>(K_smem);
         QuerySums sums;
         Accumulator dQ_regs[QuerySums::ROWS][QuerySums::COLUMNS] = {};
         sums.multiply_tiles(dQ_regs, dS_smem, K_smem);
-        add_units<THREADS>(p.dq_sum + (first_tile + visit.tile) * QUERY_SUMS, dQ_regs);
+        if (ORDERED)
+            while (__any_sync(FULL_WARP, now != wanted)) now = read_turn(turn);
+        Accumulator* const dQ = p.dq_sum + (first_tile + visit.tile) * QUERY_SUMS;
+        if (ORDERED && wanted == 0)
+            store_units<THREADS>(dQ, dQ_regs);  // nobody has added yet
+        else
+            add_units<THREADS>(dQ, dQ_regs);
         wait_copies<0>();
         __syncthreads();  // the next tile has arrived; nobody reads this one nor dS any more
+        if (ORDERED && PASSES_AT_ONCE && threadIdx.x == 0) pass_turn(turn, key_tile + 1);
     }
-    if (ORDERED && tiles.count > 0) {
+    if (ORDERED && !PASSES_AT_ONCE && tiles.count > 0) {
         __threadfence();
         __syncthreads();  // all have added
         if (threadIdx.x == 0)
@@ -270,27 +321,49 @@ __device__ __forceinline__ void store_sum_rows(Accumulator* sums, const Accumula
                        tile, begin, Accumulator(1));
 }
 
-// dK and dV of a key tile: to their arrays or, where heads share keys, to be summed over them.
-__device__ __forceinline__ void store_key_gradients(const Gradients& gradients, const Params& p,
-                                                    const Head& head, int key_tile) {
-    const int k_begin = key_tile * BLOCK_K + first_row_of_warp();
+// The gradient of a key tile's rows, of D columns, as the threads hold them. `tile_smem` may be overwritten.
+template <int D, typename Tile, int R, int C>
+__device__ __forceinline__ void store_key_rows(Element* rows, i64 row_stride, int row_count,
+                                               const Accumulator (&regs)[R][C], Shared* tile_smem,
+                                               int k_block, Accumulator factor) {
+    const Tile tile(threadIdx.x % 32, nullptr);
+    const int warp_row = first_row_of_warp();
+    if constexpr (GO_WHOLE<D>) {
+        leave_rows<Tile::PITCH>(tile_smem + warp_row * Tile::PITCH, regs, tile, factor);
+        __syncthreads();  // the rows of all warps are there
+        store_tile<BLOCK_K, D, Tile::PITCH>(rows + k_block * row_stride, row_stride, tile_smem,
+                                            row_count - k_block);
+    } else {
+        store_gradients<D>(rows, row_stride, row_count, regs, tile, k_block + warp_row, factor);
+    }
+}
+
+// dK and dV of a key tile: to their arrays or, where heads share keys, to be summed over them. Overwrites
+// the tiles of keys and values in shared memory, which nobody reads any more.
+__device__ __forceinline__ void store_key_gradients(const Gradients& gradients, unsigned char* smem,
+                                                    const Params& p, const Head& head,
+                                                    int key_tile) {
     const i64 tile = key_tiles_at<BLOCK_K>(p, head) + key_tile;
+    const Position position(p, head.index);
+    const int k_begin = key_tile * BLOCK_K + first_row_of_warp();
     if (AFTER_PLANES && p.dk_sum != nullptr)
         store_sum_rows<HEAD_DIM>(p.dk_sum, gradients.dK_regs, KeyTile(threadIdx.x % 32, nullptr), p,
                                  head, k_begin);
     else if (p.dk_sum != nullptr)
         store_units<THREADS>(p.dk_sum + tile * KEY_SUMS, gradients.dK_regs);
     else
-        store_gradients<HEAD_DIM>(p.dk + locate_keys(p, head, p.dk_axis_stride, p.dk_row_stride),
-                                  p.dk_row_stride, key_extent(p, head), gradients.dK_regs,
-                                  KeyTile(threadIdx.x % 32, nullptr), k_begin, p.scale);
+        store_key_rows<HEAD_DIM, KeyTile>(
+            p.dk + locate_keys(p, position, head, p.dk_axis_stride, p.dk_row_stride),
+            p.dk_row_stride, key_extent(p, head), gradients.dK_regs,
+            reinterpret_cast<Shared*>(smem + shared_at::K), key_tile * BLOCK_K, p.scale);
     if (AFTER_PLANES && p.dv_sum != nullptr)
         store_sum_rows<HEAD_DIM_V>(p.dv_sum, gradients.dV_regs,
                                    ValueTile(threadIdx.x % 32, nullptr), p, head, k_begin);
     else if (p.dv_sum != nullptr)
         store_units<THREADS>(p.dv_sum + tile * VALUE_SUMS, gradients.dV_regs);
     else
-        store_gradients<HEAD_DIM_V>(p.dv + locate_keys(p, head, p.dv_axis_stride, p.dv_row_stride),
-                                    p.dv_row_stride, key_extent(p, head), gradients.dV_regs,
-                                    ValueTile(threadIdx.x % 32, nullptr), k_begin, Accumulator(1));
+        store_key_rows<HEAD_DIM_V, ValueTile>(
+            p.dv + locate_keys(p, position, head, p.dv_axis_stride, p.dv_row_stride),
+            p.dv_row_stride, key_extent(p, head), gradients.dV_regs,
+            reinterpret_cast<Shared*>(smem + shared_at::V), key_tile * BLOCK_K, Accumulator(1));
 }

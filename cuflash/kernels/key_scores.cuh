@@ -41,7 +41,8 @@ __device__ __forceinline__ void to_probabilities(Accumulator (&S)[ROWS][COLUMNS]
                                                  const KeyTile& tile, const Params& p,
                                                  const Head& head, const Accumulator* log2_sums,
                                                  int q_begin, int k_begin, const TileBits& bits,
-                                                 int step, bool weightless) {
+                                                 int step, bool weightless, int first_column = 0,
+                                                 int end_column = COLUMNS) {
     constexpr bool TOGETHER = SAME<Accumulator, double>;  // a row's exponentials
     const Accumulator multiplier = score_multiplier(p);
     const OfHead of_head = read_of_head(head, p);
@@ -53,6 +54,7 @@ __device__ __forceinline__ void to_probabilities(Accumulator (&S)[ROWS][COLUMNS]
         [[maybe_unused]] bool hidden[COLUMNS];
 #pragma unroll
         for (int j = 0; j < COLUMNS; ++j) {
+            if (j < first_column || j >= end_column) continue;
             const int column = tile.column(j);
             if constexpr (SCORE_IS_MODIFIED) {
                 const auto score =

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..operands.dtypes import DOUBLE, HALF, ITEM_BYTES
+from .launches import Buffer
 from .problem import Device, Problem
 from .tile import ceil_div, round_up
 from .warps import WarpTile
@@ -19,11 +20,22 @@ LEAST_ARCH = 80
 
 @dataclass(frozen=True, kw_only=True)
 class MmaTile(WarpTile):
-    """A row whose warps have `slabs` times 16 rows."""
+    """A row whose warps have `slabs` times 16 rows.
+
+    Parameters
+    ----------
+    varied : bool
+        Whether it can pack heads and split keys: some rows have no registers for that.
+    """
 
     engine: ClassVar[Engine] = "mma"
 
     dtypes: tuple[str, ...] = HALF
+    varied: bool = True
+
+    def __str__(self) -> str:
+        text = super().__str__()
+        return f"{text}, {self.split} share queries" if self.shares_queries else text
 
     def missing(self, problem: Problem, device: Device) -> str:
         """What the device lacks, or an empty string."""
@@ -51,6 +63,22 @@ class MmaTile(WarpTile):
         across = self.warps * rows // self.block_q
         return rows // 2 * ceil_div(groups, across)
 
+    def cached_bytes(self, problem: Problem) -> int:
+        """What blocks read of a head again and again: keys and values; in backward queries and dout
+        as well, unless a mask or an order lets the blocks of a head run apart.
+        """
+        cached = super().cached_bytes(problem)
+        if not self.backward or problem.deterministic or not problem.band.is_open:
+            return cached
+        columns = problem.head_dim + problem.value_dim
+        return cached + problem.query_length * columns * ITEM_BYTES[problem.dtype]
+
+    def dq_rows_bytes(self, problem: Problem) -> int:
+        """Shared memory by way of which sum_dq writes rows; 0: it does not."""
+        if self.dtypes == DOUBLE:
+            return 0
+        return self.tile_bytes(problem, self.block_q, problem.head_dim)
+
     def sum_widths(self, problem: Problem) -> tuple[int, int]:
         """Columns of dK and dV, whose groups of 16 the warps that share keys deal out."""
         head, value = self.widths(problem)
@@ -66,6 +94,32 @@ class MmaTile(WarpTile):
         step = 32 if self.block_q <= 64 else 16  # of more queries sums take more registers
         shared = replace(self, warps=2 * self.warps, split=2, step_q=step, min_blocks=1)
         return super(MmaTile, shared).differentiating(name)
+
+    @property
+    def shares_queries(self) -> bool:
+        """Whether several warps of a forward kernel have the same queries."""
+        return self.split > 1 and not self.backward
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel that does the work, and of its file."""
+        return "fa2_shared_forward" if self.shares_queries else super().kernel
+
+    @property
+    def has_variants(self) -> bool:
+        """Whether it can pack heads and split keys."""
+        return super().has_variants and self.varied and not self.shares_queries
+
+    def exchange_bytes(self, problem: Problem) -> int:
+        """What a warp of a forward kernel leaves for others: a number of each row."""
+        return self.warp_rows * ITEM_BYTES[problem.accumulator] if self.shares_queries else 0
+
+    def shared(self, problem: Problem) -> tuple[Buffer, ...]:
+        """Tiles of rows; P too where warps share queries."""
+        if not self.shares_queries:
+            return super().shared(problem)
+        scores = self.tile_bytes(problem, self.block_q, self.block_k)
+        return (*super().shared(problem), Buffer("P", scores))
 
     def constants(self, problem: Problem) -> dict[str, int | bool]:
         """Sizes that the kernels read."""
@@ -89,16 +143,16 @@ _FORWARD = (
          load_unroll=8, rate=344, item_time=1.86, start_time=9.0),
     _fa2(max_dim=64,  block_k=64,  warps=4, slabs=1, stages=3, queries_in_registers=True,
          rate=274, item_time=0.85, start_time=9.6),
-    _fa2(max_dim=128, block_k=48,  warps=4, slabs=2, stages=2, min_blocks=2, maxima=True,
-         rate=394, item_time=5.56, start_time=17.8),
+    _fa2(max_dim=128, block_k=32,  warps=4, slabs=2, stages=2, min_blocks=2, varied=False,
+         rate=389, item_time=4.70, start_time=17.8),
     _fa2(max_dim=128, block_k=64,  warps=4, slabs=2, stages=2, min_blocks=2, step_k=32,
-         rate=376, item_time=5.61, start_time=18.3),
+         rate=375, item_time=3.50, start_time=18.3),
     _fa2(max_dim=128, block_k=64,  warps=4, slabs=1, stages=2, queries_in_registers=True,
          rate=309, item_time=1.81, start_time=14.9),
-    _fa2(max_dim=256, block_k=64,  warps=8, slabs=1, stages=1,
-         rate=282, item_time=7.75, start_time=15.1),
-    _fa2(max_dim=256, block_k=32,  warps=4, slabs=1, stages=2,
-         rate=291, item_time=3.06, start_time=15.1),
+    _fa2(max_dim=256, block_k=64,  warps=4, slabs=2, stages=1, split=2, step_k=32, min_blocks=2,
+         rate=361, item_time=6.00, start_time=15.1),
+    _fa2(max_dim=256, block_k=64,  warps=4, slabs=1, stages=1, min_blocks=2,
+         rate=342, item_time=4.40, start_time=15.1),
     _fa1(max_dim=64,  block_k=512, warps=8, slabs=2, stages=2, queries_in_registers=True,
          step_k=64),
     _fa1(max_dim=128, block_k=256, warps=8, slabs=1, stages=2, queries_in_registers=True,
@@ -107,14 +161,24 @@ _FORWARD = (
     _fa1(max_dim=256, block_k=128, warps=4, slabs=1, stages=2, step_k=32),
     _fa1(max_dim=256, block_k=32,  warps=4, slabs=1, stages=2, step_k=32),
 )
+# A row for each size of shared memory, where one does not serve all: 227 KB (sm_90, 100), 163
+# (sm_80) and 99 (sm_86, 89, 120).
 _BACKWARD = (
-    *_both(max_dim=32,  block_q=128, step_q=64, warps=4, slabs=2, split=1, stages=2, load_unroll=4,
-           min_blocks=2),
-    *_both(max_dim=64,  block_q=64,  step_q=32, warps=4, slabs=2, split=1, stages=2, load_unroll=8,
-           min_blocks=2),
-    *_both(max_dim=128, block_q=64,  step_q=32, warps=8, slabs=2, split=2, stages=2),
-    *_both(max_dim=256, block_q=64,  step_q=16, warps=8, slabs=2, split=4, stages=2),
-    *_both(max_dim=256, block_q=64,  step_q=16, warps=8, slabs=2, split=4, stages=1),
+    _fa2(backward=True, max_dim=32, block_q=128, step_q=64, warps=4, slabs=2, stages=2,
+         min_blocks=2),
+    _fa1(backward=True, max_dim=32, block_q=128, step_q=32, warps=4, slabs=2, stages=2,
+         min_blocks=2),
+    _fa2(backward=True, max_dim=64, block_q=64,  step_q=32, warps=4, slabs=2, stages=2,
+         min_blocks=2),
+    _fa1(backward=True, max_dim=64, block_q=64,  step_q=16, warps=4, slabs=2, stages=2,
+         min_blocks=2),
+    *_both(max_dim=128, block_q=64, step_q=32, warps=8, slabs=2, split=2, stages=2),
+    _fa2(backward=True, max_dim=128, block_q=64, step_q=32, warps=8, slabs=2, split=2, stages=1),
+    _fa1(backward=True, max_dim=128, block_q=64, step_q=16, warps=8, slabs=2, split=2, stages=1),
+    *_both(max_dim=128, block_q=64, step_q=32, warps=4, slabs=2, split=2, stages=1, min_blocks=2),
+    *_both(max_dim=256, block_q=64, step_q=16, warps=8, slabs=2, split=4, stages=2),
+    *_both(max_dim=256, block_q=64, step_q=16, warps=8, slabs=2, split=4, stages=1),
+    *_both(max_dim=256, block_q=32, step_q=16, warps=4, slabs=1, split=2, stages=1, load_unroll=1),
 )
 # Rates are the sweep's of 2048 and 4096 tokens, without the loads and stores of an item.
 _DOUBLE = (

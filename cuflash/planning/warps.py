@@ -31,9 +31,6 @@ class WarpTile(KernelTile):
         Whether P and dS lie in the same place of shared memory, one after the other.
     queries_in_registers : bool
         Whether a warp keeps its queries in registers from the first key tile on.
-    maxima : bool
-        Whether the softmax of fa2 takes the maxima of every tile. What does without them
-        (guarded_softmax.cuh) needs more registers.
     row_lanes, lane_rows : int
         Lanes that share a row, and rows of a lane.
     after_planes : bool
@@ -46,7 +43,6 @@ class WarpTile(KernelTile):
     split: int = 1
     one_score_tile: bool = False
     queries_in_registers: bool = False
-    maxima: bool = False
     row_lanes: int = 1
     lane_rows: int = 1
     after_planes: bool = False
@@ -63,11 +59,6 @@ class WarpTile(KernelTile):
         return self.warp_rows
 
     @property
-    def has_variants(self) -> bool:
-        """Whether it can pack heads and split keys: what takes maxima has no registers for it."""
-        return super().has_variants and not self.maxima
-
-    @property
     def blocks_per_multiprocessor(self) -> int:
         """Blocks that work on a multiprocessor at a time."""
         return self.min_blocks
@@ -81,8 +72,8 @@ class WarpTile(KernelTile):
 
     @property
     def finds_regions(self) -> bool:
-        """Whether its kernels find out which packed sequence a tile is of: it takes registers."""
-        return not self.maxima
+        """Whether its kernels find out which packed sequence a tile is of."""
+        return True
 
     @property
     def reads_pages(self) -> bool:
@@ -96,6 +87,10 @@ class WarpTile(KernelTile):
     def dq_per_thread(self, problem: Problem) -> int:
         """Sums of a dQ tile that one thread holds."""
         raise NotImplementedError
+
+    def dq_rows_bytes(self, problem: Problem) -> int:
+        """Shared memory by way of which sum_dq writes rows; 0: it does not."""
+        return 0
 
     def sum_widths(self, problem: Problem) -> tuple[int, int]:
         """Columns of dK and dV as the threads of a block hold them."""
@@ -186,7 +181,12 @@ class WarpTile(KernelTile):
         q_tiles, k_tiles = self.query_tiles(problem), self.key_tiles(problem)
         rows = Launch("backward_rows", problem.head_count * q_tiles, self.threads)
         sums = (
-            Launch(f"sum_d{name}", problem.head_count // heads * tiles, self.threads)
+            Launch(
+                f"sum_d{name}",
+                problem.head_count // heads * tiles,
+                self.threads,
+                self.dq_rows_bytes(problem) if name == "q" else 0,
+            )
             for name, tiles, heads in zip("qkv", (q_tiles, k_tiles, k_tiles), problem.summed)
             if name == "q" or heads > 1
         )
@@ -201,7 +201,6 @@ class WarpTile(KernelTile):
             "WARP_SLABS": self.slabs,
             "WARP_SPLIT": self.split,
             "QUERIES_IN_REGISTERS": self.queries_in_registers,
-            "TAKES_MAXIMA": self.maxima,
             "ROW_LANES": self.row_lanes,
             "LANE_ROWS": self.lane_rows,
         }
@@ -217,7 +216,7 @@ class WarpTile(KernelTile):
                 "TICKETS": PLANES_TICKETS if self.after_planes else int(ordered),
                 "TURNS": 1,
                 "SIDE_THREADS": self.threads,
-                "CLEARS_DQ": True,
+                "CLEARS_DQ": not ordered,
                 "MARKS_NONFINITE": False,
                 "LOCATES_HEADS": False,
             }

@@ -102,6 +102,15 @@ struct DoubleMmaTile {
             a[r] = Q_rows[(slab * 16 + r % 2 * 8) * PITCH + depth * 16 + r / 2 * 2];
     }
 
+    // As score() below, behind beside(0).
+    static constexpr int BESIDES = 1;
+    template <typename Beside>
+    __device__ __forceinline__ void score(double (&S)[ROWS][COLUMNS], const double* K_smem,
+                                          const Beside& beside) const {
+        beside(0);
+        score(S, K_smem);
+    }
+
     // S = Q K^T for the STEP_K keys from K_smem on.
     __device__ __forceinline__ void score(double (&S)[ROWS][COLUMNS], const double* K_smem) const {
 #pragma unroll
@@ -177,7 +186,8 @@ struct DoubleMmaTile {
 
     // Leaves S where all warps can read it: S_slab is the warp's part.
     __device__ __forceinline__ void publish(double* S_slab, int S_pitch,
-                                            const double (&S)[ROWS][COLUMNS]) const {
+                                            const double (&S)[ROWS][COLUMNS], int = 0,
+                                            int = COLUMNS) const {
 #pragma unroll
         for (int i = 0; i < ROWS; ++i)
 #pragma unroll

@@ -27,7 +27,7 @@ struct MmaTile {
     static constexpr int VALUE_GROUPS = PADDED_DV / 16, ROW_THREADS = 4;
     static constexpr int VALUE_COLUMNS = 4 * (round_up(VALUE_GROUPS, SPLIT) / SPLIT);
     static constexpr int PITCH = pitch<T>(PADDED_D), VALUE_PITCH = pitch<T>(PADDED_DV);
-    static constexpr int DEPTHS = PADDED_D / 16;
+    static constexpr int DEPTHS = PADDED_D / 16, BESIDES = DEPTHS;
     static constexpr int EXCHANGE = 0;      // elements of shared memory per warp for P
     static constexpr int COLUMN_GROUP = 2;  // adjacent output columns of a lane
 
@@ -60,8 +60,11 @@ struct MmaTile {
         load_matrices(a, Q_address + (slab * 16 * PITCH + depth * 16) * int(sizeof(T)));
     }
 
-    // S = Q K^T for the STEP_K keys from K_smem on.
-    __device__ __forceinline__ void score(float (&S)[ROWS][COLUMNS], const T* K_smem) const {
+    // S = Q K^T for the STEP_K keys from K_smem on. Between products beside(0), beside(1), ... do what
+    // has nothing to do with them, BESIDES in all.
+    template <typename Beside>
+    __device__ __forceinline__ void score(float (&S)[ROWS][COLUMNS], const T* K_smem,
+                                          const Beside& beside) const {
 #pragma unroll
         for (int i = 0; i < ROWS; ++i)
 #pragma unroll
@@ -89,7 +92,11 @@ struct MmaTile {
 #pragma unroll
                 for (int slab = 0; slab < SLABS; ++slab) multiply_pair(S, slab, keys, a[slab], b);
             }
+            beside(depth);
         }
+    }
+    __device__ __forceinline__ void score(float (&S)[ROWS][COLUMNS], const T* K_smem) const {
+        score(S, K_smem, [](int) {});
     }
 
     // O += P V for the STEP_K values from V_smem on.
@@ -150,14 +157,15 @@ struct MmaTile {
     }
 
     // Leaves S where all warps can read it, in the operands' type: S_slab is the warp's part.
-    __device__ __forceinline__ void publish(T* S_slab, int S_pitch,
-                                            const float (&S)[ROWS][COLUMNS]) const {
+    __device__ __forceinline__ void publish(T* S_slab, int S_pitch, const float (&S)[ROWS][COLUMNS],
+                                            int first_column = 0, int end_column = COLUMNS) const {
 #pragma unroll
         for (int i = 0; i < ROWS; ++i)
 #pragma unroll
             for (int j = 0; j < COLUMNS; j += 2)
-                *reinterpret_cast<u32*>(S_slab + row(i) * S_pitch + column(j)) =
-                    pack(S[i][j], S[i][j + 1], T());
+                if (j >= first_column && j < end_column)
+                    *reinterpret_cast<u32*>(S_slab + row(i) * S_pitch + column(j)) =
+                        pack(S[i][j], S[i][j + 1], T());
     }
 
     // C[slab's 16 rows][16 columns from 16 * group on] += A B, as two products of 8 columns.

@@ -40,6 +40,15 @@ struct SimtTile {
 
     __device__ __forceinline__ void take_queries(const A* slab) { Q_slab = slab; }
 
+    // As score() below, behind beside(0).
+    static constexpr int BESIDES = 1;
+    template <typename Beside>
+    __device__ __forceinline__ void score(A (&S)[ROWS][COLUMNS], const A* K_smem,
+                                          const Beside& beside) const {
+        beside(0);
+        score(S, K_smem);
+    }
+
     // S = Q K^T for the STEP_K keys from K_smem on.
     __device__ __forceinline__ void score(A (&S)[ROWS][COLUMNS], const A* K_smem) const {
 #pragma unroll
@@ -104,5 +113,6 @@ struct SimtTile {
                                                          const A*) const {}
 
     // Leaves S where all warps can read it: accumulate() of S has done so, if S_slab is P_smem.
-    __device__ __forceinline__ void publish(A*, int, const A (&)[ROWS][COLUMNS]) const {}
+    __device__ __forceinline__ void publish(A*, int, const A (&)[ROWS][COLUMNS], int = 0,
+                                            int = 0) const {}
 };

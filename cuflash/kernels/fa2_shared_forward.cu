@@ -1,0 +1,135 @@
+// FlashAttention-2 forward on tensor cores, where WARP_SPLIT warps share their rows: for wide heads.
+//
+// A warp has no registers for O of 32 rows of 256 columns, and with 16 rows it reads every key and value
+// from shared memory for few products: the memory's port, not the tensor cores, then bounds it. So
+// warps share 32 rows. Each scores keys of its own, P of all meets in shared memory, and of O each
+// sums columns of its own:
+//
+//     Q_smem  [BLOCK_Q][D]         loaded once
+//     K_smem  [BLOCK_K][D]         K_i+1 arrives during P V_i
+//     V_smem  [BLOCK_K][DV]        V_i arrives during Q K_i^T
+//     P_smem  [BLOCK_Q][BLOCK_K]
+//
+// That takes no more barriers than one stage of keys does: where V_i has arrived for all, so has P.
+//
+// Grid: as fa2_forward.cu.
+#include "forward_loads.cuh"
+#include "nonfinite.cuh"
+#include "tiles/shared_softmax.cuh"
+#include "seams/key_tiles.cuh"
+#include "seams/output.cuh"
+#include "seams/position.cuh"
+#include "seams/score.cuh"
+#include "seams/whole_rows.cuh"
+
+constexpr int P_PITCH = pitch<Tile::Shared>(BLOCK_K);
+static_assert(PACKED == 1 && !SPLIT, "for these there are rows of fewer queries");
+static_assert(STAGES == 1 && BLOCK_K == STEP_K * WARP_SPLIT, "a tile is one step of all warps");
+static_assert(is_laid_out<Tile::Shared>(tile_bytes::Q, Q_TILE) &&
+                  is_laid_out<Tile::Shared>(tile_bytes::K, K_TILE) &&
+                  is_laid_out<Tile::Shared>(tile_bytes::V, V_TILE) &&
+                  is_laid_out<Tile::Shared>(tile_bytes::P, BLOCK_Q* P_PITCH) &&
+                  is_laid_out<Accumulator>(tile_bytes::exchange, Tile::WARP_ROWS),
+              "the plan's tiles are those of the kernel");
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    fa2_shared_forward(const __grid_constant__ Params p) {
+    extern __shared__ __align__(16) unsigned char smem[];
+    Tile::Shared* const Q_smem = reinterpret_cast<Tile::Shared*>(smem + shared_at::Q);
+    Tile::Shared* const K_smem = reinterpret_cast<Tile::Shared*>(smem + shared_at::K);
+    Tile::Shared* const V_smem = reinterpret_cast<Tile::Shared*>(smem + shared_at::V);
+
+    const Work work(p, blockIdx.x, p.query_tiles);
+    const RegionTile place = query_tile_at<BLOCK_Q>(p, work.tile, p.query_tiles);
+    if (!place.exists()) return;
+    const Head head = locate_head(p, Position(p, work.head), work.head, place.region);
+    // The last queries see most, and so start first.
+    const int query_tile = row_at(p, head, place.tile, place.tiles - 1 - place.tile);
+    const int block_row = query_tile * BLOCK_Q;
+    const KeyTiles<BLOCK_K> tiles(p, head, query_tile, BLOCK_Q);
+    const Accumulator multiplier = score_multiplier(p);
+
+    const int sharers = threadIdx.x / (32 * WARP_SPLIT);  // which of the groups of warps
+    const int first_row = sharers * Tile::WARP_ROWS, row_begin = block_row + first_row;
+    const int first_key = Tile::part() * STEP_K;
+    Tile::Shared* const P_slab =
+        reinterpret_cast<Tile::Shared*>(smem + shared_at::P) + first_row * P_PITCH;
+    Tile tile(threadIdx.x % 32, nullptr);
+    SharedSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS, Tile::WARP_ROWS, WARP_SPLIT> softmax(
+        reinterpret_cast<Accumulator*>(smem + shared_at::exchange) + first_row * WARP_SPLIT,
+        Tile::part());
+    Accumulator O_regs[Tile::ROWS][Tile::VALUE_COLUMNS];
+    clear_rows(O_regs);
+
+    load_queries(Q_smem, p, head, block_row);
+    if (tiles.count() > 0) load_keys(K_smem, p, head, tiles[0].tile);
+    commit_copies();
+    bool nonfinite = false;  // values of cut tiles that the products must not see
+    wait_copies<0>();
+    __syncthreads();  // Q and the first keys have arrived for all
+    tile.take_queries(Q_smem + first_row * Tile::PITCH);
+    for (int i = 0; i < tiles.count(); ++i) {
+        const Visit visit = tiles[i];
+        const int k_begin = visit.tile * BLOCK_K;
+        const MissingKeys<BLOCK_K> missing(p, head, k_begin);
+        const bool cut = tiles.is_cut(visit) || missing.any();
+        const TileBits bits(p, head, visit.bits, first_row, row_begin, k_begin);
+        load_values(V_smem, p, head, visit.tile);
+        commit_copies();
+
+        Accumulator S_regs[Tile::ROWS][Tile::COLUMNS];
+        const auto score = [&] {
+            tile.score(S_regs, K_smem + first_key * Tile::PITCH);
+            modify_scores(S_regs, tile, p, head, row_begin, k_begin + first_key);
+            if (cut)
+                mask_scores(S_regs, tile, p, head, row_begin, k_begin + first_key, bits, first_key);
+            missing.hide(S_regs, tile, first_key);
+        };
+        const auto publish = [&] {
+            drop_probabilities(S_regs, tile, p, head, row_begin, k_begin + first_key);
+            tile.publish(P_slab + first_key, P_PITCH, S_regs);
+        };
+        score();
+        const bool serves = softmax.try_origins(S_regs, multiplier);
+        publish();
+        wait_copies<0>();
+        // V_i and P have arrived for all. Nobody reads K_i any more, unless some warp could not use its
+        // origins: then all score again.
+        if (__syncthreads_or(!serves)) {
+            score();
+            softmax.share_maxima(S_regs, tile);
+            __syncthreads();  // all maxima are there
+            Accumulator rescale[Tile::ROWS];
+            softmax.raise(S_regs, multiplier, rescale, tile);
+            scale_rows(O_regs, rescale);
+            publish();
+            __syncthreads();  // P is there; nobody reads K_i nor maxima any more
+        } else {
+            softmax.take_sums();
+        }
+        if (i + 1 < tiles.count()) load_keys(K_smem, p, head, tiles[i + 1].tile);
+        commit_copies();
+        if (cut || SCORE_MAY_HIDE)
+            nonfinite |= clear_nonfinite<BLOCK_K, Tile::PADDED_DV, THREADS>(V_smem);
+        tile.template accumulate_published<BLOCK_K>(O_regs, P_slab, V_smem);
+        wait_copies<0>();
+        __syncthreads();  // K_i+1 has arrived for all; nobody reads V_i nor P any more
+    }
+    wait_copies<0>();
+    softmax.share_sums(tile);
+    if (nonfinite) {
+#pragma unroll 1
+        for (int i = 0; i < tiles.count(); ++i) {
+            const Visit visit = tiles[i];
+            add_nonfinite_values<BLOCK_K>(
+                O_regs, softmax, tile, p, head, row_begin, visit.tile * BLOCK_K,
+                TileBits(p, head, visit.bits, first_row, row_begin, visit.tile * BLOCK_K));
+        }
+    }
+    const Position position(p, head.index);
+    HeadOutput output =
+        locate_output(p, head, 0, [&](const auto* strides) { return position.offset(p, strides); });
+    if (Tile::part() > 0) output.lse = nullptr;  // one of the sharers writes it
+    store_rows_by_way_of<Tile::PITCH>(Q_smem + first_row * Tile::PITCH, O_regs, softmax, tile, p,
+                                      head, row_begin, output);
+}

@@ -1,0 +1,53 @@
+// Tiles of keys, values and queries of fa2's forward kernels on their way into shared memory. Reads the
+// prelude.
+#pragma once
+#include "seams/pages.cuh"
+#include "seams/sequence.cuh"
+#include "tiles/engine.cuh"
+#include "tiles/tile_copy.cuh"
+
+using Tile = TileOf<STEP_K, HEAD_DIM, HEAD_DIM_V>;
+constexpr int K_TILE = BLOCK_K * Tile::PITCH, V_TILE = BLOCK_K * Tile::VALUE_PITCH;
+constexpr int Q_TILE = BLOCK_Q * Tile::PITCH;
+
+using KeyCopy = TileCopy<BLOCK_K, HEAD_DIM, Tile::PADDED_D, Tile::Shared, Element>;
+using ValueCopy = TileCopy<BLOCK_K, HEAD_DIM_V, Tile::PADDED_DV, Tile::Shared, Element>;
+
+__device__ __forceinline__ KeyCopy load_keys(Tile::Shared* K_smem, const Params& p,
+                                             const Head& head, int tile) {
+    const int first = tile * BLOCK_K, valid_rows = head.key_length - first;
+    KeyCopy copy(K_smem);
+    if constexpr (PAGED)
+        copy.begin_scattered([&](int row) { return find_key(p, head, first + row); }, valid_rows);
+    else
+        copy.begin(head.k + i64(tile) * BLOCK_K * p.k_row_stride, p.k_row_stride, valid_rows);
+    return copy;
+}
+
+__device__ __forceinline__ ValueCopy load_values(Tile::Shared* V_smem, const Params& p,
+                                                 const Head& head, int tile) {
+    const int first = tile * BLOCK_K, valid_rows = head.key_length - first;
+    ValueCopy copy(V_smem);
+    if constexpr (PAGED)
+        copy.begin_scattered([&](int row) { return find_value(p, head, first + row); }, valid_rows);
+    else
+        copy.begin(head.v + i64(tile) * BLOCK_K * p.v_row_stride, p.v_row_stride, valid_rows);
+    return copy;
+}
+
+__device__ __forceinline__ void load_queries(Tile::Shared* Q_smem, const Params& p,
+                                             const Head& head, int row_begin) {
+    if constexpr (PACKED == 1)
+        load_tile<BLOCK_Q, HEAD_DIM, Tile::PADDED_D, THREADS, ALIGNED, LOAD_UNROLL>(
+            Q_smem, head.q + i64(row_begin) * p.q_row_stride, p.q_row_stride,
+            head.query_length - row_begin, threadIdx.x);
+    else
+        load_scattered_tile<BLOCK_Q, HEAD_DIM, Tile::PADDED_D, THREADS, ALIGNED, LOAD_UNROLL>(
+            Q_smem,
+            [&](int row) {
+                row += row_begin;
+                const bool valid = query_of(row) < head.query_length && row_exists(p, head, row);
+                return valid ? query_row(p, head, row) : nullptr;
+            },
+            BLOCK_Q, threadIdx.x);
+}
