@@ -22,7 +22,6 @@ from cuflash.planning.plan import TILES, Plan, make_plan
 from cuflash.planning.planes import PlanesTile
 from cuflash.planning.planes_gradients import PlanesKeysTile
 from cuflash.planning.problem import CPU, SHARED_BYTES, Device, Problem
-from cuflash.planning.turing import TuringTile
 
 H200 = Device(90, "NVIDIA H200", multiprocessors=132)
 GPU_ROWS = [row for row in TILES if row.threads and not row.backward]
