@@ -1494,7 +1494,7 @@ def test_errors_leave_out_alone(cupy):
     q, k, v = random(cupy, "float32", 3, 2, 40, 32)
     out = cupy.full(q.shape, 7, q.dtype)
     wrong = [
-        (NotImplementedError, "mma", {"engine": "mma"}),  # float32
+        (NotImplementedError, "wgmma", {"algo": "fa1", "engine": "wgmma"}),  # float32
         (NotImplementedError, "CuPy|NumPy", {"engine": "numpy"}),
         (ValueError, "algo", {"algo": "fa9"}),
         (ValueError, "scale", {"scale": -1.0}),

@@ -29,7 +29,6 @@
 // does products at 780 to 800 TFLOP/s. docs/hopper.md has what was measured.
 #include "numeric.cuh"
 #include "params_ahead.cuh"
-#include "ptx/overlap.cuh"
 #include "tiles/guarded_softmax.cuh"
 #include "seams/key_tiles.cuh"
 #include "seams/score.cuh"
@@ -106,7 +105,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         prefetch_bytes(tables.order + blockIdx.x / 4 * 4, 16);  // the first item waits for it
     }
     __syncthreads();  // the barriers exist for all
-    if (SPLIT) admit_kernel_behind();
 
     if (warpgroup == 0) {
         if constexpr (MOVES_REGISTERS) release_registers<PRODUCER_REGISTERS>();

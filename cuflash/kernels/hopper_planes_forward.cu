@@ -16,7 +16,6 @@
 // docs/exact.md derives what planes hold, and the floor.
 #include "numeric.cuh"
 #include "params_ahead.cuh"
-#include "ptx/overlap.cuh"
 #include "tiles/softmax.cuh"
 #include "seams/key_tiles.cuh"
 #include "seams/score.cuh"
@@ -43,7 +42,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         prefetch(&tables.q), prefetch(&tables.k), prefetch(&tables.v);
     }
     __syncthreads();  // the barriers exist for all
-    if (SPLIT) admit_kernel_behind();
 
     if (warpgroup == 0) {
         if constexpr (MOVES_REGISTERS) release_registers<PRODUCER_REGISTERS>();

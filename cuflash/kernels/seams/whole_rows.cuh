@@ -10,7 +10,7 @@ __device__ __forceinline__ void store_rows_by_way_of(Shared* slab, Accumulator (
                                                      const Softmax& softmax, const Tile& tile,
                                                      const Params& p, const Head& head,
                                                      int row_begin, const HeadOutput& output) {
-    constexpr int ACROSS = HEAD_DIM_V / CHUNK<Element>;
+    constexpr int ACROSS = HEAD_DIM_V > CHUNK<Element> ? HEAD_DIM_V / CHUNK<Element> : 1;
     constexpr bool WHOLE = SAME<Shared, Element> && GO_WHOLE<HEAD_DIM_V> && !SPLIT &&
                            HEAD_DIM_V <= PITCH && ACROSS <= 32 && (ACROSS & (ACROSS - 1)) == 0;
     if constexpr (!WHOLE) {
