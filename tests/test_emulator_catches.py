@@ -690,8 +690,7 @@ PLANTED = [
     ("the turn is passed before it is used", r"(const bool cut = tiles\.is_cut\(visit\))",
      r"if (ORDERED && threadIdx.x == 0) "
      r"pass_turn(p.turns + first_tile + visit.tile, key_tile + 1); \1", IN_FLOAT32),
-    ("the turn is never passed", r"threadIdx\.x == 0\)\s+pass_turn\(", "false) pass_turn(",
-     {}),
+    ("one head is summed twice", r"heads\[i\]", "heads[0]", {"enable_gqa": True}),
     ("the first one adds to what is there", r"ORDERED && wanted == 0", "false", {}),
     ("what nobody has added to is summed", r"if \(ORDERED && p\.turns\[at\] == 0\) continue;", "",
      {"kv_lengths": 0, "causal": False}),
@@ -712,7 +711,6 @@ PLANTED = [
      {"deterministic": False}),
     ("dQ starts anywhere", r"\*reinterpret_cast<Vector<Accumulator>\*>\(dQ \+ i\) = \{\};", ";",
      {"deterministic": False}),
-    ("one head is summed twice", r"heads\[i\]", "heads[0]", {"enable_gqa": True}),
 ]  # fmt: skip
 
 

@@ -107,8 +107,8 @@ def thinned(cases):
     """A GPU runs all cases. Here a tenth of twins and of offsets (one integer of a head) is enough,
     a twelfth of bfloat16 on simt, whose float32 is the same but for its loads, a quarter of
     float64, whose kernels are those of other types but for the products, a 36th of float32 on mma,
-    which has tests of its own, a third of fa1, and half of what is not on wgmma, of splits and of
-    head dims.
+    which has tests of its own, a sixth of fa1, a quarter of what is not on wgmma, of splits and of
+    head dims, and half of the rest.
     """
 
     def step(case):
@@ -124,8 +124,8 @@ def thinned(cases):
         if case.dtype == "float64":
             return 4
         if case.algo == "fa1":
-            return 3
-        return 2 if case.engine != "wgmma" or case.family in ("splits", "dims") else 1
+            return 6
+        return 4 if case.engine != "wgmma" or case.family in ("splits", "dims") else 2
 
     return [case for i, case in enumerate(cases) if i % step(case) == 0]
 
