@@ -31,8 +31,7 @@ ARCHES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_100", "sm_120")
 # NVRTC 13.0. What is not listed must use none. On sm_90a, which the table is tuned on, mma kernels,
 # and simt kernels up to head dim 128 but for float64, cannot be listed, except what does the work
 # of backward: it keeps two tiles of sums in registers and may spill a little; and on mma what has a
-# mask, a softcap, packed sequences or parts of the keys in float32 and float64, dropout and fa1 in
-# float32, and what works behind that.
+# mask, a softcap, packed sequences or parts of the keys in float64, and float32.
 BUDGETS_FILE = Path(__file__).with_name("budgets.csv")
 
 
@@ -118,8 +117,7 @@ class Kernel(NamedTuple):
         if self.dtype == "float64":  # of 128 columns sums alone take half of the registers
             return self.arch == "sm_90a" and self.row.engine == "mma" and not varied
         if self.dtype == "float32" and self.row.engine == "mma":  # planes are twice as many
-            may = varied or self.dropout or self.row.keys_outside
-            return self.arch == "sm_90a" and not may
+            return False
         small = self.head_dim <= 128
         return self.arch == "sm_90a" and (self.row.engine in ("mma", "wgmma") or small)
 

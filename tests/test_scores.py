@@ -913,7 +913,7 @@ WIDTHS = (64, 128, 256)
 # Bytes that a thread spills, where any.
 SPILLS = {
     ("forward", 64, "bias"): 156, ("forward", 128, "bias"): 28, ("forward", 256, "bias"): 64,
-    ("forward", 64, "alibi"): 40, ("forward", 128, "alibi"): 28, ("backward", 128, "bias"): 28,
+    ("forward", 64, "alibi"): 40, ("forward", 128, "alibi"): 40, ("backward", 128, "bias"): 28,
 }  # fmt: skip
 
 
