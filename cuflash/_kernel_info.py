@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .calls.run import launch_module
-from .extras import HOW_TO_INSTALL_CUPY
+from .extras import compiling
 from .gpu import offline
 from .planning.launches import Launch
 from .planning.occupancy import LIMITS, WARP, resident_blocks
@@ -101,15 +101,8 @@ def kernel_info(plan: Plan) -> tuple[KernelInfo, ...]:
 
 def _facts(plan: Plan) -> list[dict[str, Any]]:
     """Facts of the plan's kernels, from the driver or else from NVRTC."""
-    try:
+    with compiling():
         from .gpu import resources
-    except ModuleNotFoundError as error:
-        if error.name != "cupy":
-            raise
-        raise ModuleNotFoundError(
-            f"kernels are compiled by CuPy, which is not installed: {HOW_TO_INSTALL_CUPY}",
-            name="cupy",
-        ) from None
     number = resources.current_device(plan)
     if number is not None:
         launch_module().compile_all(plan, number)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import ml_dtypes
@@ -16,7 +15,7 @@ from .calls.arrays import as_integers, as_mask, as_window, of_batch, split_offse
 from .calls.call import BackwardCall, Call, ForwardCall
 from .calls.packed import packed_specs
 from .calls.run import launch_module
-from .extras import HOW_TO_INSTALL_CUPY
+from .extras import compiling
 from .keywords import explains_keywords
 from .operands.dtypes import ITEM_BYTES
 from .operands.spec import Spec
@@ -220,7 +219,8 @@ def precompile(
     others_of_packed = cu_seqlens_k, max_seqlen_q, max_seqlen_k
     if cu_seqlens_q is None and any(x is not None for x in others_of_packed):
         raise ValueError("cu_seqlens_k, max_seqlen_q and max_seqlen_k go with cu_seqlens_q")
-    launch = _launch_module()
+    with compiling():
+        launch = launch_module()
     number = launch.device_number(device)
     facts, others = launch.device_facts(number), arguments.specs()
 
@@ -246,19 +246,6 @@ def precompile(
     with progress_bar(len(kernels), "kernel", bool(progress)) as step:
         times = launch.compile_each(kernels, number, step)
     return [CompiledKernel(x.name, plan, time) for (plan, x), time in zip(kernels, times)]
-
-
-def _launch_module() -> ModuleType:
-    """`cuflash.gpu.launch`; without CuPy the error says how to install it."""
-    try:
-        return launch_module()
-    except ModuleNotFoundError as error:
-        if error.name != "cupy":
-            raise
-        raise ModuleNotFoundError(
-            f"kernels are compiled by CuPy, which is not installed: {HOW_TO_INSTALL_CUPY}",
-            name="cupy",
-        ) from None
 
 
 def _distinct(

@@ -1,5 +1,8 @@
 """How to install what the package can do without, in words for messages."""
 
+import contextlib
+from collections.abc import Iterator
+
 
 def how_to_install(extra: str) -> str:
     """The commands that install one of the extras of setup.cfg.
@@ -13,3 +16,17 @@ def how_to_install(extra: str) -> str:
 
 
 HOW_TO_INSTALL_CUPY = how_to_install("cuda13x") + "; cuda12x for a driver of CUDA 12"
+
+
+@contextlib.contextmanager
+def compiling() -> Iterator[None]:
+    """Of what compiles kernels: without CuPy the error says how to install it."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != "cupy":
+            raise
+        raise ModuleNotFoundError(
+            f"kernels are compiled by CuPy, which is not installed: {HOW_TO_INSTALL_CUPY}",
+            name="cupy",
+        ) from None
