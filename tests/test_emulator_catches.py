@@ -552,6 +552,17 @@ def test_blocks_that_wait_for_later_blocks():
     catches(body, ("0", "7"), "DEADLOCK: .*polling memory", (X, total), grid=5)
 
 
+def test_warps_that_poll_together():
+    """The lanes meet after each look, which is no progress."""
+    body = ordered(release="store_release(flags, blockIdx.x + 1 + GOOD);")
+    body = body.replace(
+        "if (t == 0) while (load_acquire(flags) != blockIdx.x) {}",
+        "if (t < 32) while (__any_sync(~0u, load_acquire(flags) != blockIdx.x)) {}",
+    )
+    assert "__any_sync" in body
+    catches(body, ("0", "7"), "DEADLOCK: .*polling memory", (X, ordered_sum(3)), grid=3)
+
+
 def test_tensor_map_reaching_outside():
     source = (
         PRELUDE
@@ -690,7 +701,8 @@ PLANTED = [
     ("the turn is passed before it is used", r"(const bool cut = tiles\.is_cut\(visit\))",
      r"if (ORDERED && threadIdx.x == 0) "
      r"pass_turn(p.turns + first_tile + visit.tile, key_tile + 1); \1", IN_FLOAT32),
-    ("one head is summed twice", r"heads\[i\]", "heads[0]", {"enable_gqa": True}),
+    ("the turn is never passed", r"threadIdx\.x == 0\)\s+pass_turn\(", "false) pass_turn(",
+     {}),
     ("the first one adds to what is there", r"ORDERED && wanted == 0", "false", {}),
     ("what nobody has added to is summed", r"if \(ORDERED && p\.turns\[at\] == 0\) continue;", "",
      {"kv_lengths": 0, "causal": False}),
@@ -711,6 +723,7 @@ PLANTED = [
      {"deterministic": False}),
     ("dQ starts anywhere", r"\*reinterpret_cast<Vector<Accumulator>\*>\(dQ \+ i\) = \{\};", ";",
      {"deterministic": False}),
+    ("one head is summed twice", r"heads\[i\]", "heads[0]", {"enable_gqa": True}),
 ]  # fmt: skip
 
 
@@ -971,8 +984,8 @@ def test_bugs_planted_in_what_kernels_are_told(monkeypatch, name, wrong, options
 
 # Where blocks start one after the other, each finds its turn has come: a device need not have room
 # for a block that another one waits for.
-NO_WAIT = (r"while \(!is_turn\(turn, wanted\)\);",
-           "if (!is_turn(turn, wanted)) *(volatile u32*)8 = 0;")  # fmt: skip
+NO_WAIT = (r"while (\(__any_sync\(FULL_WARP, now != wanted\)\)) now = read_turn\(turn\);",
+           r"if \1 *(volatile u32*)8 = 0;")  # fmt: skip
 
 
 @pytest.mark.parametrize("options", [{}, GIVEN, {**GIVEN, **BAND}], ids=str)

@@ -30,8 +30,8 @@ const emu_where* issued;
 static const size_t PAGE = 4096, ARENA = 256 << 10;
 // A fiber's stack is two memory maps (its guard page), of which a process may have 65,530.
 static const size_t MAX_FIBERS = 16384;
-static const size_t FUTILE_POLLS = 1 << 20;
-static const int STUCK_SECONDS = 20;
+static const size_t FUTILE_POLLS = 1 << 19;
+static const int STUCK_SECONDS = 20, LAUNCH_SECONDS = 240;
 
 static std::deque<Fiber*> ready, polling;
 static std::vector<Block*> resident, idle;
@@ -42,7 +42,10 @@ static char message[8192];
 static u64 random_state;
 static void (*kernel)(void**);
 static void** kernel_arguments;
-static volatile u64 ticks_without_switch;
+static volatile u64 ticks, ticks_without_switch;
+// Polls since a thread last read something new or ended, or a copy was made. That threads meet
+// says nothing: a whole warp may poll together.
+static size_t futile_polls;
 
 u32 random_below(u32 n) {
     random_state ^= random_state << 13;
@@ -105,6 +108,8 @@ static void on_timer(int, siginfo_t*, void* context) {
     if (++ticks_without_switch >= STUCK_SECONDS)
         fail("a thread ran %d s without synchronisation: endless, or waiting on plain memory @%p",
              STUCK_SECONDS, interrupted_at(context));
+    if (++ticks >= LAUNCH_SECONDS)
+        fail("a launch ran %d s: it never ends, or is too large", LAUNCH_SECONDS);
 }
 
 // ---------------------------------------------------------------------------- switching
@@ -154,6 +159,7 @@ static void fiber_main() {
     leave_collectives();
     finish_copies_of(*current);
     current->state = DONE;
+    futile_polls = 0;
     block.alive--;
     for (auto& barrier : block.barriers) complete_barrier(block, barrier);
     emu_switch(&current->stack_pointer, scheduler_stack);
@@ -173,6 +179,7 @@ static void poll(const void* address, int bytes, u64 value) {
         current->polled = address;
         current->polled_value = value;
         current->polled_bytes = bytes;
+        futile_polls = 0;
         return;
     }
     current->state = POLLING;
@@ -189,19 +196,17 @@ extern "C" void emu_yield(emu_where where) {
     polling.push_back(current);
     emu_switch(&current->stack_pointer, scheduler_stack);
 }
-static bool wake_pollers(bool all) {
-    bool any = false;
+static void wake_pollers(bool all) {
     for (size_t n = polling.size(); n--;) {
         Fiber* fiber = polling.front();
         polling.pop_front();
         bool changed = fiber->polled &&
                        memory_value(fiber->polled, fiber->polled_bytes) != fiber->polled_value;
         if (all || changed)
-            wake(*fiber), any = true;
+            wake(*fiber);
         else
             polling.push_back(fiber);
     }
-    return any;
 }
 
 // ---------------------------------------------------------------------------- block barriers
@@ -434,7 +439,6 @@ static void run_grid() {
     u32 blocks = grid_dim.x * grid_dim.y * grid_dim.z, admitted = 0;
     size_t most = std::max<size_t>(1, MAX_FIBERS / threads);
     size_t wanted = seed > 0 ? 1 + random_below(3) : 1;
-    size_t futile = 0;
     for (;;) {
         while (admitted < blocks && resident.size() < std::min(wanted, most)) admit(admitted++);
         if (resident.empty()) return;
@@ -445,7 +449,7 @@ static void run_grid() {
                 admit(admitted++);
                 continue;
             }
-            if (polling.empty() || (futile += polling.size()) > FUTILE_POLLS)
+            if (polling.empty() || (futile_polls += polling.size()) > FUTILE_POLLS)
                 deadlock(!polling.empty());
             wake_pollers(true);
         }
@@ -457,7 +461,7 @@ static void run_grid() {
             pending_copies.erase(pending_copies.begin() + (choice - ready.size()));
             current = nullptr;
             run_copy(*block, copy);
-            futile = 0;
+            futile_polls = 0;
             continue;
         }
         if (choice) std::swap(ready[choice], ready.front());
@@ -467,7 +471,6 @@ static void run_grid() {
         stats.switches++;
         ticks_without_switch = 0;
         emu_switch(&scheduler_stack, fiber.stack_pointer);
-        if (fiber.state != POLLING) futile = 0;
         current = nullptr;
         if (!fiber.block->alive) {
             Block* block = fiber.block;
@@ -498,7 +501,7 @@ extern "C" int emu_launch(void (*entry_point)(void**), void** arguments, const u
     message[0] = 0;
     issued = nullptr;
     current = nullptr;
-    ticks_without_switch = 0;
+    ticks = ticks_without_switch = futile_polls = 0;
     forget_publications();
     for (auto& window : windows)
         if (checking) {
