@@ -6,6 +6,7 @@ import ctypes
 import functools
 import os
 import re
+import struct
 import sysconfig
 from pathlib import Path
 from typing import NamedTuple
@@ -55,6 +56,21 @@ def compile_source(source: str, arch: str, compiler=None) -> Compiled:
     """
     cost = offline.compile_source(source, arch, compiler)
     return Compiled(cost.registers, cost.stack, cost.spills, messages(cost.log))
+
+
+def machine_code(source: str, arch: str) -> bytes:
+    """The instructions that NVRTC makes of a source for `arch`, without names and lines."""
+    with offline.compiled(source, arch) as (compiler, program):
+        cubin = compiler.getCUBIN(program)
+    (sections_at,) = struct.unpack_from("<Q", cubin, 0x28)  # of an ELF file's header
+    size, count, names = struct.unpack_from("<HHH", cubin, 0x3A)
+    sections = [struct.unpack_from("<I20xQQ", cubin, sections_at + size * i) for i in range(count)]
+    names_at = sections[names][1]
+    return b"".join(
+        cubin[begin : begin + length]
+        for name, begin, length in sections
+        if cubin.startswith(b".text.", names_at + name)
+    )
 
 
 def messages(log: str) -> tuple[str, ...]:

@@ -2,6 +2,7 @@ import functools
 import os
 import sys
 import warnings
+from collections import Counter
 
 os.environ.setdefault(
     "OPENBLAS_NUM_THREADS", "1"
@@ -60,6 +61,18 @@ def pytest_configure(config):
         raise pytest.UsageError(f"CUFLASH_REQUIRE_GPU=1, but {missing_gpu()}")
     if os.environ.get("CUFLASH_REQUIRE_EMULATOR") == "1" and emulator.available():
         raise pytest.UsageError(f"CUFLASH_REQUIRE_EMULATOR=1, but {emulator.available()}")
+
+
+@pytest.hookimpl(tryfirst=True)  # before those marked `full` are left out
+def pytest_collection_modifyitems(items):
+    """Of tests marked `one_in(n)` every n-th case stays, the others are marked `full`."""
+    seen = Counter()
+    for item in items:
+        if mark := item.get_closest_marker("one_in"):
+            test = item.nodeid.split("[")[0]
+            if seen[test] % mark.args[0]:
+                item.add_marker("full")
+            seen[test] += 1
 
 
 def pytest_runtest_setup(item):

@@ -4,17 +4,24 @@ A change that claims to leave the kernels as they are prints the same lines befo
 
     python tests/kernel_texts.py > after; git stash; python tests/kernel_texts.py > before
 
-With a folder as argument each text is also written there, for diff to compare.
+With a folder as argument each text is also written there, for diff to compare. A change of text
+that claims to leave the machine code as it is shows that for the kernels that it touches:
+
+    python tests/kernel_texts.py --code --only "sm_90, hopper_backward" > after; ...
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
+import os
 import re
-import sys
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+
+from compile_kernels import machine_code
 
 from cuflash.planning.plan import TILES, Plan
 from cuflash.planning.problem import Device, Problem
@@ -68,16 +75,38 @@ def texts():
                         yield f"{name}, {kernel.name}", compared(plan.source(kernel.name))
 
 
-def main(folder: str = "") -> None:
+def digest_of(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def digest_of_text(kernel: tuple[str, str]) -> str:
+    return digest_of(kernel[1].encode())
+
+
+def digest_of_code(kernel: tuple[str, str]) -> str:
+    """Of the machine code that NVRTC makes of it."""
+    name, text = kernel
+    arch = re.search(r"sm_\d+", name)[0]
+    return digest_of(machine_code(text, "sm_90a" if arch == "sm_90" else arch))
+
+
+def main() -> None:
     """Print the lines."""
-    for name, text in texts():
-        digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        print(digest, name)
-        if folder:
-            place = Path(folder) / (re.sub(r"[^\w.]+", "_", name) + ".cu")
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_text(text)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", nargs="?", type=Path, help="where each text is written, too")
+    parser.add_argument("--code", action="store_true", help="of the machine code, by NVRTC")
+    parser.add_argument("--only", default="", metavar="REGEX", help="those whose lines match")
+    options = parser.parse_args()
+    chosen = [(name, text) for name, text in texts() if re.search(options.only, name)]
+    with ProcessPoolExecutor(os.cpu_count()) as pool:
+        digests = pool.map(digest_of_code if options.code else digest_of_text, chosen)
+        for (name, text), digest in zip(chosen, digests, strict=True):
+            print(digest, name, flush=True)
+            if options.folder:
+                options.folder.mkdir(parents=True, exist_ok=True)
+                file = re.sub(r"[^\w.]+", "_", name) + ".cu"
+                (options.folder / file).write_text(text)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -251,6 +251,7 @@ def mode_of(kind):
 KINDS = ["dropout nonfinite", "sinks", "bias", "dropout sinks bias"]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", KINDS)
 @EACH_KERNEL
 def test_forward(client, kind, algo, engine):
@@ -287,6 +288,7 @@ def backward_is_right(client, kind, algo, engine, bugs=(), mode="check"):
 BACKWARD_KINDS = ["dropout nonfinite", "sinks", "bias", "dropout sinks bias lengths"]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", BACKWARD_KINDS)
 @EACH_BACKWARD_KERNEL
 def test_backward(client, kind, algo, engine):

@@ -257,6 +257,7 @@ def check(kernel: Kernel) -> None:
 
 
 # Those around a main kernel are small and alike from row to row: a third of them is enough.
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "kernel", [x for i, x in enumerate(every_row()) if not x.name or i % 3 == 0], ids=str
 )
@@ -264,6 +265,7 @@ def test_cost_of_every_row(kernel):
     check(kernel)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kernel", one_row_each(), ids=str)
 def test_cost_on_other_architectures(kernel):
     check(kernel)
@@ -332,6 +334,7 @@ def odd_plans() -> list[Plan]:
     return [make_plan(p, Device(90), algo) for p in problems for algo in ("fa1", "fa2")]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("plan", odd_plans(), ids=lambda p: f"{p.kernel}-{p.problem.dtype}")
 def test_odd_problems_compile(plan):
     require_nvrtc()

@@ -37,6 +37,7 @@ def turned(*arrays):
 
 
 # ------------------------------------------------------------------------------ kernels
+@pytest.mark.one_in(2)
 @needs_emulator
 @pytest.mark.parametrize("case", in_emulator(packed_cases.CASES), ids=str)
 def test_emulator(case):
@@ -45,6 +46,7 @@ def test_emulator(case):
     assert_sequences_close(case, result.out, result.lse, result.plan)
 
 
+@pytest.mark.one_in(2)
 @needs_emulator
 @pytest.mark.parametrize("case", in_emulator(packed_cases.BACKWARD_CASES), ids=str)
 def test_emulator_backward(case):

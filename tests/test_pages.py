@@ -209,7 +209,7 @@ def test_which_kernels_read_pages():
         plan = cuflash.plan(q, k, v, **options, device=H200, engine="wgmma", algo=algo)
         assert (plan.algo, plan.engine) == (algo, "wgmma")
     assert cuflash.plan(q, k, v, **options, device=Device(80)).engine == "mma"
-    assert cuflash.plan(q, k, v, **options, device=Device(75)).engine == "simt"
+    assert cuflash.plan(q, k, v, **options, device=Device(70)).engine == "simt"
     with pytest.raises(NotImplementedError, match="pages: not served"):
         cuflash.plan(q, k, v, **options, algo="fa1", device=H200)
 
@@ -370,6 +370,7 @@ WILD = [
 EACH_WILD = pytest.mark.parametrize(("engine", "shape", "more"), WILD)
 
 
+@pytest.mark.one_in(2)
 @EACH_WILD
 @needs_emulator
 def test_emulator_hides_what_is_on_no_page(engine, shape, more):
@@ -392,7 +393,7 @@ PARTS = [
     {"page_size": 16, "tokens": 900, "queries": 300, "device": 2, "causal": True},
     {"page_size": 16, "tokens": 900, "queries": 300, "device": 1, "q_lengths": [300, 20],
      "kv_lengths": [900, 0]},
-    {"page_size": 64, "tokens": 500, "queries": 200, "device": 1, "kv_lengths": [0, 500]},
+    {"page_size": 64, "tokens": 200, "queries": 200, "device": 1, "kv_lengths": [0, 200]},
     {"page_size": 16, "dims": (256, 200), "causal": True, "softcap": 2.0},
 ]  # fmt: skip
 KERNEL_OPTIONS = ("algo", "split_keys", "device")
@@ -456,6 +457,7 @@ def test_bugs_planted_in_pages(monkeypatch, text, wrong, options):
     must_be_caught(monkeypatch, text, wrong, lambda: parts_are_right(options))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "row", [x for x in TILES if x.threads and x.reads_pages and not x.backward][::2], ids=str
 )
@@ -510,6 +512,7 @@ def paged_plans():
                 yield pytest.param(plan, arch, id=f"{plan.tile} {page_size} {arch}")
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("plan", "arch"), list(paged_plans()))
 def test_nvrtc(plan, arch):
     require_nvrtc()

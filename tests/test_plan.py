@@ -60,6 +60,7 @@ def backward(*args, **more):
     return problem(*args, backward=True, **more)
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("row", GPU_ROWS, ids=str)
 @given(st.lists(st.integers(0, 5), max_size=3), st.integers(0, 1000))
 def test_grid_is_a_block_per_head_or_per_query_tile(row, leading, n):
@@ -71,6 +72,7 @@ def test_grid_is_a_block_per_head_or_per_query_tile(row, leading, n):
     assert plan.threads == 32 * row.warps + (128 if row.engine == "wgmma" else 0)
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize(
     "row", [x for x in BACKWARD_ROWS if not isinstance(x, PlanesKeysTile)], ids=str
 )
@@ -433,6 +435,7 @@ def test_flops_are_those_of_the_visible_pairs(causal, window):
         assert of_gradients.flops == 2 * (3 * 8 + 2 * 5) * pairs * 6
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("arch", SHARED_BYTES)
 @pytest.mark.parametrize("algo", ["fa1", "fa2"])
 def test_shared_memory_fits_the_device(arch, algo):
@@ -464,6 +467,7 @@ def served(dtype, algo, arch, d, make=problem):
     return True
 
 
+@pytest.mark.no_cover
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize("algo", ["fa1", "fa2"])
 @pytest.mark.parametrize("dtype", ITEM_BYTES)

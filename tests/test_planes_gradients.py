@@ -298,6 +298,7 @@ FORMS = {
 }  # fmt: skip
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("dim", "kind"),
     [

@@ -10,6 +10,7 @@ from tolerance import assert_backward_close, assert_forward_close, forward_bound
 import cuflash
 from cuflash import BlockMask
 
+pytestmark = pytest.mark.no_cover
 DTYPES = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),

@@ -929,6 +929,7 @@ def plans_with_scores():
             yield pytest.param(make_plan(problem, H200), SPILLS.get(name, 0), id=str(name))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("plan", "spills"), list(plans_with_scores()))
 def test_nvrtc(plan, spills):
     require_nvrtc()

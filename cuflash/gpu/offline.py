@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -61,8 +63,10 @@ def version() -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def compile_source(source: str, arch: str, compiler: Any = None) -> Cost:
-    """Compile for `arch` ("sm_90a"), by default with CuPy's binding to NVRTC.
+@contextlib.contextmanager
+def compiled(source: str, arch: str, compiler: Any = None) -> Iterator[tuple[Any, Any]]:
+    """A compiler, by default CuPy's binding to NVRTC, and its program for `arch` ("sm_90a"), which
+    it forgets at the end.
 
     Raises
     ------
@@ -70,10 +74,10 @@ def compile_source(source: str, arch: str, compiler: Any = None) -> Cost:
         With the compiler's log, if the source does not compile; or if headers or the compiler are
         missing.
     """
+    compiler = compiler or _binding()
     headers = header_folder()
     if headers is None:
         raise RuntimeError(f"the CUDA headers are missing: {HOW_TO_INSTALL_CUPY}")
-    compiler = compiler or _binding()
     try:
         program = compiler.createProgram(source, "kernel.cu", [], [])
     except Exception as error:  # the library is missing, or does not load
@@ -84,9 +88,15 @@ def compile_source(source: str, arch: str, compiler: Any = None) -> Cost:
         except compiler.NVRTCError:
             log = compiler.getProgramLog(program)
             raise RuntimeError(f"NVRTC does not compile it for {arch}\n{log}") from None
-        log = compiler.getProgramLog(program)
+        yield compiler, program
     finally:
         compiler.destroyProgram(program)
+
+
+def compile_source(source: str, arch: str, compiler: Any = None) -> Cost:
+    """What a source takes, compiled for `arch`. Raises what `compiled` does."""
+    with compiled(source, arch, compiler) as (compiler, program):
+        log = compiler.getProgramLog(program)
     (found,) = _RESOURCES.finditer(log)
     return Cost(
         registers=int(found["registers"]),

@@ -209,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (shared_address(bytes) != SHARED_BASE) __trap();
         smem.barriers.init();
         publish_barriers();
-        prefetch(&tables.q), prefetch(&tables.k), prefetch(&tables.v), prefetch(&tables.dout);
+        prefetch_maps(tables);
     }
     __syncthreads();  // the barriers exist for all
 

@@ -303,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         barriers.init();
         smem.items.init(KEY_ITEM_READERS);
         publish_barriers();
-        prefetch(&tables.q), prefetch(&tables.k), prefetch(&tables.v), prefetch(&tables.dout);
+        prefetch_maps(tables);
     }
     __syncthreads();  // the barriers exist for all
 

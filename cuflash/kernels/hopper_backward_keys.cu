@@ -25,6 +25,7 @@
 // Floor of a step of 64 x 64 pairs at D = DV = 256: the tensor cores take 2048 clocks, operands and
 // tiles in shared memory 2240 at 128 bytes a clock, the exponentials 256. From L2 come 64 KB, which
 // is 29 bytes a clock. With 96 queries, at D = 192, it is 2304, 2448 and 384.
+#include "hopper/begin_block.cuh"
 #include "hopper/gradient_rows.cuh"
 #include "hopper/keys_block.cuh"
 #include "hopper/packed_weights.cuh"
@@ -237,13 +238,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     extern __shared__ __align__(1024) unsigned char bytes[];
     SharedMemory& smem = *reinterpret_cast<SharedMemory*>(bytes);
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
-    if (threadIdx.x == 0) {
-        smem.barriers.init();
-        smem.items.init(KEY_ITEM_READERS);
-        publish_barriers();
-        prefetch(&tables.q), prefetch(&tables.k), prefetch(&tables.v), prefetch(&tables.dout);
-    }
-    __syncthreads();  // the barriers exist for all
+    begin_block(smem, KEY_ITEM_READERS, tables);
 
     if (warpgroup == 0) {
         release_registers<PRODUCER_REGISTERS>();

@@ -19,6 +19,7 @@
 //
 // Floor of a step of 128 x 64 pairs at D = DV = 256: the tensor cores take 3072 clocks, operands and
 // tiles in shared memory 3072 at 128 bytes a clock, the exponentials 512.
+#include "hopper/begin_block.cuh"
 #include "hopper/gradient_stores.cuh"
 #include "hopper/queries_block.cuh"
 #include "hopper/query_steps.cuh"
@@ -39,13 +40,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     SharedMemory& smem = *reinterpret_cast<SharedMemory*>(bytes);
     Barriers& barriers = smem.barriers;
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
-    if (threadIdx.x == 0) {
-        barriers.init();
-        smem.items.init(QUERY_ITEM_READERS);
-        publish_barriers();
-        prefetch(&tables.q), prefetch(&tables.k), prefetch(&tables.v), prefetch(&tables.dout);
-    }
-    __syncthreads();  // the barriers exist for all
+    begin_block(smem, QUERY_ITEM_READERS, tables);
 
     if (warpgroup == 0) {
         release_registers<PRODUCER_REGISTERS>();

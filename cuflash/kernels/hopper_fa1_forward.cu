@@ -82,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         smem.pairs.init(ITEM_READERS);
         publish_barriers();
         smem.located.locate(p, block.head, 0, block.region);
-        prefetch(&tables.q), prefetch(&tables.k), prefetch(&tables.v);
+        prefetch_maps(tables);
     }
     __syncthreads();  // the barriers and the located head are there for all
 

@@ -100,7 +100,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         barriers.init();
         smem.items.init(ITEM_READERS);
         publish_barriers();
-        prefetch(&tables.q), prefetch(&tables.k), prefetch(&tables.v);
+        prefetch_maps(tables);
     } else if (threadIdx.x == PLANNING_THREAD && tables.order != nullptr) {
         prefetch_bytes(tables.order + blockIdx.x / 4 * 4, 16);  // the first item waits for it
     }

@@ -17,6 +17,7 @@
 // are marked. fa2_backward.cu, which is launched behind, works on these.
 //
 // docs/exact.md derives what planes hold, and the floor.
+#include "hopper/begin_block.cuh"
 #include "hopper/key_stores.cuh"
 #include "hopper/keys_block.cuh"
 #include "planes/row_scales.cuh"
@@ -174,13 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     extern __shared__ __align__(1024) unsigned char bytes[];
     SharedMemory& smem = *reinterpret_cast<SharedMemory*>(bytes);
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
-    if (threadIdx.x == 0) {
-        smem.barriers.init();
-        smem.items.init(WARPS);
-        publish_barriers();
-        prefetch(&tables.q), prefetch(&tables.k), prefetch(&tables.v), prefetch(&tables.dout);
-    }
-    __syncthreads();  // the barriers exist for all
+    begin_block(smem, WARPS, tables);
 
     if (warpgroup == 0) {
         release_registers<PRODUCER_REGISTERS>();

@@ -15,6 +15,7 @@
 // are marked. fa2_backward.cu, which is launched behind, works on these.
 //
 // docs/exact.md derives what planes hold, and the floor.
+#include "hopper/begin_block.cuh"
 #include "hopper/gradient_stores.cuh"
 #include "hopper/queries_block.cuh"
 #include "hopper/query_steps.cuh"
@@ -27,13 +28,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     SharedMemory& smem = *reinterpret_cast<SharedMemory*>(bytes);
     Barriers& barriers = smem.barriers;
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
-    if (threadIdx.x == 0) {
-        barriers.init();
-        smem.items.init(QUERY_ITEM_READERS);
-        publish_barriers();
-        prefetch(&tables.q), prefetch(&tables.k), prefetch(&tables.v), prefetch(&tables.dout);
-    }
-    __syncthreads();  // the barriers exist for all
+    begin_block(smem, QUERY_ITEM_READERS, tables);
 
     if (warpgroup == 0) {
         release_registers<PRODUCER_REGISTERS>();

@@ -22,6 +22,7 @@
 #include "seams/output.cuh"
 #include "uniform.cuh"
 #include "planes/of_planes.cuh"
+#include "hopper/begin_block.cuh"
 #include "hopper/block.cuh"
 
 // A weight is at most 2^LAZY of its row's origin, and half precision ends at 2^16.
@@ -35,13 +36,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Barriers& barriers = smem.barriers;
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
     bring_params<THREADS / 32>(p);
-    if (threadIdx.x == 0) {
-        barriers.init();
-        smem.items.init(ITEM_READERS);
-        publish_barriers();
-        prefetch(&tables.q), prefetch(&tables.k), prefetch(&tables.v);
-    }
-    __syncthreads();  // the barriers exist for all
+    begin_block(smem, ITEM_READERS, tables);
 
     if (warpgroup == 0) {
         if constexpr (MOVES_REGISTERS) release_registers<PRODUCER_REGISTERS>();

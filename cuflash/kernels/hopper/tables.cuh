@@ -8,8 +8,14 @@ struct Tables {
     TensorMap q, k, v;
     const int* order;
 };
+__device__ __forceinline__ void prefetch_maps(const Tables& tables) {
+    prefetch(&tables.q), prefetch(&tables.k), prefetch(&tables.v);
+}
 
 // Of gradients: tensor maps. Blocks take items by tickets.
 struct GradientTables {
     TensorMap q, k, v, dout;
 };
+__device__ __forceinline__ void prefetch_maps(const GradientTables& tables) {
+    prefetch(&tables.q), prefetch(&tables.k), prefetch(&tables.v), prefetch(&tables.dout);
+}
