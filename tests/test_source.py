@@ -101,6 +101,12 @@ def test_kernels_have_no_conditional_text(name):
         assert not re.match(r"\s*#\s*(if|else|elif|endif|define|undef)", line), line
 
 
+def test_barriers_are_made_in_one_place():
+    """Elsewhere other threads of the warp could do something meanwhile: that place says why not."""
+    making = [path.name for path in kernel_files() if "  publish_barriers();" in path.read_text()]
+    assert making == ["begin_block.cuh"]
+
+
 def every_source():
     for algo, engine in (("fa2", "mma"), ("fa1", "simt"), ("fa3", "wgmma"), ("fa1", "wgmma")):
         made = plan(algo=algo, engine=engine, mask="elements", score=form("score / 2 * k"))

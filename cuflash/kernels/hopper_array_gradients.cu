@@ -28,6 +28,7 @@
 #include "hopper/array_elements.cuh"
 #include "hopper/array_steps.cuh"
 #include "hopper/array_stores.cuh"
+#include "hopper/begin_block.cuh"
 
 // Pairs of columns whose numbers are loaded together: ptxas loads no more ahead than to the next
 // __syncwarp, else registers are short.
@@ -202,16 +203,11 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     hopper_array_gradients(const __grid_constant__ Params p,
                            const __grid_constant__ GradientTables tables) {
+    extern __shared__ __align__(1024) unsigned char bytes[];
+    check_shared_base(bytes);
     SharedMemory& smem = *static_cast<SharedMemory*>(__cvta_shared_to_generic(SHARED_BASE));
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
-    if (threadIdx.x == 0) {
-        extern __shared__ __align__(1024) unsigned char bytes[];
-        if (shared_address(bytes) != SHARED_BASE) __trap();
-        smem.barriers.init();
-        publish_barriers();
-        prefetch_maps(tables);
-    }
-    __syncthreads();  // the barriers exist for all
+    begin_block(tables, [&] { smem.barriers.init(); });
 
     if (warpgroup == 0) {
         release_registers<PRODUCER_REGISTERS>();

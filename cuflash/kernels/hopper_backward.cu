@@ -31,6 +31,7 @@
 //
 // Floor of a step of 80 queries at D = 128: the tensor cores take 3200 clocks, the port of shared
 // memory 3650, exponentials 640. docs/hopper.md has what was measured.
+#include "hopper/begin_block.cuh"
 #include "hopper/gradient_block.cuh"
 #include "hopper/gradient_rows.cuh"
 
@@ -288,6 +289,8 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     hopper_backward(const __grid_constant__ Params p,
                     const __grid_constant__ GradientTables tables) {
+    extern __shared__ __align__(1024) unsigned char bytes[];
+    check_shared_base(bytes);
     SharedMemory& smem = *static_cast<SharedMemory*>(__cvta_shared_to_generic(SHARED_BASE));
     Barriers& barriers = smem.barriers;
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
@@ -297,15 +300,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int i = KeyRows::BYTES + threadIdx.x * CHUNK_BYTES; i < sizeof(smem.K);
              i += THREADS * CHUNK_BYTES)
             *reinterpret_cast<Vector<u32>*>(smem.K + i) = {};
-    if (threadIdx.x == 0) {
-        extern __shared__ __align__(1024) unsigned char bytes[];
-        if (shared_address(bytes) != SHARED_BASE) __trap();
-        barriers.init();
-        smem.items.init(KEY_ITEM_READERS);
-        publish_barriers();
-        prefetch_maps(tables);
-    }
-    __syncthreads();  // the barriers exist for all
+    begin_block(tables, [&] { barriers.init(), smem.items.init(KEY_ITEM_READERS); });
 
     if (warpgroup == 0) {
         release_registers<PRODUCER_REGISTERS>();

@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     SharedMemory& smem = *reinterpret_cast<SharedMemory*>(bytes);
     Barriers& barriers = smem.barriers;
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
-    begin_block(smem, QUERY_ITEM_READERS, tables);
+    begin_block(tables, [&] { smem.barriers.init(), smem.items.init(QUERY_ITEM_READERS); });
 
     if (warpgroup == 0) {
         release_registers<PRODUCER_REGISTERS>();

@@ -31,6 +31,7 @@
 #include "seams/score.cuh"
 #include "seams/output.cuh"
 #include "hopper/turns.cuh"
+#include "hopper/begin_block.cuh"
 #include "uniform.cuh"
 #include "tiles/warpgroup.cuh"
 #include "hopper/fa1_block.cuh"
@@ -77,14 +78,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const HeadBlock block(p, blockIdx.x);
     Barriers& barriers = smem.barriers;
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
-    if (threadIdx.x == 0) {
-        barriers.init();
-        smem.pairs.init(ITEM_READERS);
-        publish_barriers();
+    begin_block(tables, [&] {
+        barriers.init(), smem.pairs.init(ITEM_READERS);
         smem.located.locate(p, block.head, 0, block.region);
-        prefetch_maps(tables);
-    }
-    __syncthreads();  // the barriers and the located head are there for all
+    });
 
     if (warpgroup == 0) {
         release_registers<PRODUCER_REGISTERS>();

@@ -29,11 +29,13 @@
 // does products at 780 to 800 TFLOP/s. docs/hopper.md has what was measured.
 #include "numeric.cuh"
 #include "params_ahead.cuh"
+#include "ptx/overlap.cuh"
 #include "tiles/guarded_softmax.cuh"
 #include "seams/key_tiles.cuh"
 #include "seams/score.cuh"
 #include "seams/output.cuh"
 #include "hopper/turns.cuh"
+#include "hopper/begin_block.cuh"
 #include "uniform.cuh"
 #include "tiles/warpgroup.cuh"
 #include "hopper/of_halves.cuh"
@@ -94,17 +96,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                                                            : static_cast<void*>(bytes));
     Barriers& barriers = smem.barriers;
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
+    if (PAGED) check_shared_base(bytes);
     bring_params<THREADS / 32>(p);
-    if (threadIdx.x == 0) {
-        if (PAGED && shared_address(bytes) != SHARED_BASE) __trap();
-        barriers.init();
-        smem.items.init(ITEM_READERS);
-        publish_barriers();
-        prefetch_maps(tables);
-    } else if (threadIdx.x == PLANNING_THREAD && tables.order != nullptr) {
+    if (threadIdx.x == PLANNING_THREAD && tables.order != nullptr)
         prefetch_bytes(tables.order + blockIdx.x / 4 * 4, 16);  // the first item waits for it
-    }
-    __syncthreads();  // the barriers exist for all
+    begin_block(tables, [&] { barriers.init(), smem.items.init(ITEM_READERS); });
+    if (SPLIT) admit_kernel_behind();
 
     if (warpgroup == 0) {
         if constexpr (MOVES_REGISTERS) release_registers<PRODUCER_REGISTERS>();

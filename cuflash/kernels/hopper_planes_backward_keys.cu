@@ -175,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     extern __shared__ __align__(1024) unsigned char bytes[];
     SharedMemory& smem = *reinterpret_cast<SharedMemory*>(bytes);
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
-    begin_block(smem, WARPS, tables);
+    begin_block(tables, [&] { smem.barriers.init(), smem.items.init(WARPS); });
 
     if (warpgroup == 0) {
         release_registers<PRODUCER_REGISTERS>();

@@ -1,14 +1,17 @@
-// How a block begins that works on items: one of its threads makes the barriers. Reads the prelude.
+// How a block begins: one of its threads makes the barriers. Reads the prelude.
 #pragma once
 #include "hopper/barriers.cuh"
 #include "hopper/tables.cuh"
 
-// Each of the `item_readers`, a thread or a warp, releases every item once.
-template <typename Shared, typename Maps>
-__device__ __forceinline__ void begin_block(Shared& smem, int item_readers, const Maps& tables) {
+// Meanwhile the other threads of that one's warp wait, and must: the numbers that barriers begin with
+// lie in uniform registers, which a warp has once. Where these threads had a branch of their own and
+// computed with such registers in it, NVRTC 13.0 let them do so before the numbers were read. A
+// barrier then began with another count, and an arrival was an illegal instruction, in one launch of
+// some thousands.
+template <typename Maps, typename Init>
+__device__ __forceinline__ void begin_block(const Maps& tables, const Init& init_barriers) {
     if (threadIdx.x == 0) {
-        smem.barriers.init();
-        smem.items.init(item_readers);
+        init_barriers();
         publish_barriers();
         prefetch_maps(tables);
     }

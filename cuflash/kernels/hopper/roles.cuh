@@ -12,6 +12,11 @@ static_assert(THREADS == (CONSUMERS + 1) * WARPGROUP, "roles");
 // constants, which saves registers.
 constexpr int SHARED_BASE = 1024;
 
+// Stops a kernel whose dynamic shared memory, `bytes`, begins elsewhere.
+__device__ __forceinline__ void check_shared_base(const void* bytes) {
+    if (shared_address(bytes) != SHARED_BASE) __trap();
+}
+
 constexpr int COPYING_THREAD = 0, PLANNING_THREAD = 64;
 // Whether this thread copies. With pages the whole warp does.
 __device__ __forceinline__ bool is_copier() {

@@ -11,9 +11,7 @@ __device__ __forceinline__ void await_kernel_before() {
     if constexpr (ARCH >= 90) asm volatile("griddepcontrol.wait;" : : : "memory");
 }
 
-// Lets the kernel behind begin as soon as all blocks of this one have. Not for kernels whose threads
-// still arrive at barriers in shared memory (mbarrier): on an H200 an arrival behind this one was an
-// illegal instruction, once in some thousand calls between other kernels. They leave it to their end.
+// Lets the kernel behind begin as soon as all blocks of this one have.
 __device__ __forceinline__ void admit_kernel_behind() {
     if constexpr (ARCH >= 90) asm volatile("griddepcontrol.launch_dependents;" : : : "memory");
 }
