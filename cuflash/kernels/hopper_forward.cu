@@ -28,8 +28,6 @@
 // D = 64 both bound the loop, above it the products do. At the clock that its power allows an H200
 // does products at 780 to 800 TFLOP/s. docs/hopper.md has what was measured.
 #include "numeric.cuh"
-#include "params_ahead.cuh"
-#include "ptx/overlap.cuh"
 #include "tiles/guarded_softmax.cuh"
 #include "seams/key_tiles.cuh"
 #include "seams/score.cuh"
@@ -97,11 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Barriers& barriers = smem.barriers;
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
     if (PAGED) check_shared_base(bytes);
-    bring_params<THREADS / 32>(p);
-    if (threadIdx.x == PLANNING_THREAD && tables.order != nullptr)
-        prefetch_bytes(tables.order + blockIdx.x / 4 * 4, 16);  // the first item waits for it
     begin_block(tables, [&] { barriers.init(), smem.items.init(ITEM_READERS); });
-    if (SPLIT) admit_kernel_behind();
 
     if (warpgroup == 0) {
         if constexpr (MOVES_REGISTERS) release_registers<PRODUCER_REGISTERS>();

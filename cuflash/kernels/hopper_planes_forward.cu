@@ -15,8 +15,6 @@
 //
 // docs/exact.md derives what planes hold, and the floor.
 #include "numeric.cuh"
-#include "params_ahead.cuh"
-#include "ptx/overlap.cuh"
 #include "tiles/softmax.cuh"
 #include "seams/key_tiles.cuh"
 #include "seams/score.cuh"
@@ -36,9 +34,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     SharedMemory& smem = *reinterpret_cast<SharedMemory*>(bytes);
     Barriers& barriers = smem.barriers;
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
-    bring_params<THREADS / 32>(p);
     begin_block(tables, [&] { smem.barriers.init(), smem.items.init(ITEM_READERS); });
-    if (SPLIT) admit_kernel_behind();
 
     if (warpgroup == 0) {
         if constexpr (MOVES_REGISTERS) release_registers<PRODUCER_REGISTERS>();

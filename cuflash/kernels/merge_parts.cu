@@ -7,7 +7,6 @@
 // Floor: the parts' bytes, once, which mostly are in the L2 cache; for a few rows two loads one after
 // the other, 1 us.
 #include "numeric.cuh"
-#include "params_ahead.cuh"
 #include "ptx/memory.cuh"
 #include "ptx/overlap.cuh"
 #include "seams/output.cuh"
@@ -29,7 +28,6 @@ __device__ __forceinline__ PartRange parts_of_row(const Params& p, const Head& h
 
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
     merge_parts(const __grid_constant__ Params p) {
-    bring_params<MERGE_WARPS>(p);
     const i64 rows = i64(p.head_count) * p.query_length;
     const u32 row = blockIdx.x * MERGE_WARPS + threadIdx.x / 32;
     const int lane = threadIdx.x % 32, own_row = row % p.query_length;
