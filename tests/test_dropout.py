@@ -152,6 +152,7 @@ def test_the_same_bits_on_numpy(algo):
     same_bits(recovered(cuflash.attention, "numpy", 300, 200, 4, algo=algo))
 
 
+@pytest.mark.one_in(2)
 @EMULATED
 @EACH_KERNEL
 def test_the_same_bits_in_kernels(algo, engine):
@@ -233,6 +234,7 @@ def test_the_same_bits_of_pages_lengths_and_shifts(engine):
     same_bits(recovered(run, engine, 70, 64, 32, **options), shown)
 
 
+@pytest.mark.one_in(2)
 @EMULATED
 @pytest.mark.parametrize(
     ("algo", "engine", "dim"), [*((*x, 120) for x in BACKWARD_KERNELS), ("fa3", "wgmma", 136)]

@@ -257,7 +257,7 @@ def check(kernel: Kernel) -> None:
 
 
 # Those around a main kernel are small and alike from row to row: a third of them is enough.
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "kernel", [x for i, x in enumerate(every_row()) if not x.name or i % 3 == 0], ids=str
 )
@@ -265,7 +265,7 @@ def test_cost_of_every_row(kernel):
     check(kernel)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kernel", one_row_each(), ids=str)
 def test_cost_on_other_architectures(kernel):
     check(kernel)

@@ -46,7 +46,7 @@ def test_emulator(case):
     assert_sequences_close(case, result.out, result.lse, result.plan)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @needs_emulator
 @pytest.mark.parametrize("case", in_emulator(packed_cases.BACKWARD_CASES), ids=str)
 def test_emulator_backward(case):
@@ -62,6 +62,7 @@ DROPPED = {"dropout_p": 0.3, "seed": 5}
 
 
 @needs_emulator
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("algo", "engine", "more"), [
     ("fa2", "mma", {}), ("fa3", "wgmma", {}), ("fa1", "simt", {}), ("fa2", "mma", DROPPED),
     ("fa3", "wgmma", DROPPED),

@@ -418,6 +418,7 @@ def parts_are_right(options):
         assert bits == first, f"other bits with seed {seed}"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("options", PARTS, ids=str)
 @needs_emulator
 def test_emulator_on_parts(options):

@@ -529,6 +529,7 @@ def test_every_pair_on_numpy(algo, a, b):
     run(algo, "numpy", operands("float64"), **PAIRS[a], **PAIRS[b])
 
 
+@pytest.mark.one_in(2)
 @EMULATED
 @pytest.mark.parametrize("other", [name for name in PAIRS if name not in NEW])
 def test_all_with_each_other_option_in_the_emulator(other):
@@ -648,6 +649,7 @@ HIDING += [("fa3", "wgmma", "float16", "bias", 192)]
 HIDING += [("fa3", "wgmma", "float16", "bias of halves", 64)]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("algo", "engine", "dtype", "kind", "dim"), HIDING)
 def test_what_minus_infinity_hides_may_hold_anything(algo, engine, dtype, kind, dim):
     """Forward and backward give what a mask gives, NaN in keys, values, dout and all."""
@@ -827,6 +829,7 @@ def test_planted_bugs_are_caught(monkeypatch, text, wrong, options):
     )
 
 
+@pytest.mark.one_in(2)
 @EMULATED
 @pytest.mark.parametrize("options", [LATE, WHERE, FLOOR], ids=["late", "where", "floor"])
 @EACH_KERNEL
