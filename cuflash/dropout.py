@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 ROUNDS = 7  # of Philox
-BLOCK = 16  # queries and keys of which bits are made together
+QUERY_BLOCK, KEY_BLOCK = 16, 32  # queries and keys of which bits are made together
 _FACTORS = 0xD2511F53, 0xCD9E8D57
 _STEPS = 0x9E3779B9, 0xBB67AE85
 _WORD = 2**32
@@ -84,8 +84,8 @@ def checked_seed(value: Any) -> int:
 class PlacedSeed(NamedTuple):
     """The seed of a call whose operands are part of a larger one's.
 
-    Its query 0, key 0 and head 0 are these of the larger call. Queries and keys begin at multiples
-    of BLOCK, of which kernels make the bits together.
+    Its query 0, key 0 and head 0 are these of the larger call. Queries begin at multiples of
+    QUERY_BLOCK, keys of KEY_BLOCK, since kernels make the bits of so many together.
     """
 
     seed: Any  # an int; None where an array on the device has it
@@ -96,7 +96,7 @@ class PlacedSeed(NamedTuple):
     @property
     def first_numbers(self) -> tuple[int, int, int]:
         """What kernels add to the number of a query, of a pair of keys, and of a head."""
-        return self.query // 2, self.key // 4, self.head
+        return self.query // 2, self.key // 8, self.head
 
 
 class Dropout(NamedTuple):
@@ -122,26 +122,32 @@ class Dropout(NamedTuple):
     def keeps(self, place: tuple[int, int], queries: range, keys: range) -> NDArray[np.bool_]:
         """Which weights of a tile are kept; `place` is its batch entry and head.
 
-        Of each block of 16 queries and 16 keys a counter makes the bits of the queries r and r + 8
-        with the keys c, c + 1, c + 8 and c + 9, for an even c: a word for each key, which query r
-        takes as it is, and r + 8 with its halves exchanged.
+        Of each block of 16 queries and 32 keys a counter makes the bits of the queries r and r + 8
+        with the keys c, c + 1, c + 8, c + 9 and these + 16, for an even c < 8: of four words one
+        for each key below 16. Query r + 8 takes it turned by 16 bits, keys from 16 on by 8 more.
         """
         query, key, head = self.first
         queries = range(queries.start + query, queries.stop + query)
         keys = range(keys.start + key, keys.stop + key)
         place = place[0], place[1] + head
-        rows, columns = (np.arange(x.start // BLOCK, -(-x.stop // BLOCK)) for x in (queries, keys))
+        rows = np.arange(queries.start // QUERY_BLOCK, -(-queries.stop // QUERY_BLOCK))
+        columns = np.arange(keys.start // KEY_BLOCK, -(-keys.stop // KEY_BLOCK))
         of_query = rows[:, None] * 8 + np.arange(8)
         of_key = columns[:, None] * 4 + np.arange(4)
         words = philox((of_query[..., None, None], of_key, place[1], place[0]), self.seed)
-        # Axes: block, half, query of the half; block, half, pair of keys, key of the pair.
-        kept = np.empty((len(rows), 2, 8, len(columns), 2, 4, 2), np.bool_)
+        # Axes: block, half, query of the half; block, half, quarter, pair of keys, key of the pair.
+        kept = np.empty((len(rows), 2, 8, len(columns), 2, 2, 4, 2), np.bool_)
         least = np.uint64(self.threshold)
         for number, word in enumerate(words):
             odd, upper = divmod(number, 2)
-            turned = (word << np.uint64(16)) % np.uint64(_WORD) | word >> np.uint64(16)
-            kept[:, 0, ..., upper, :, odd] = word >= least
-            kept[:, 1, ..., upper, :, odd] = turned >= least
-        whole = kept.reshape(len(rows) * BLOCK, len(columns) * BLOCK)
-        top, left = queries.start % BLOCK, keys.start % BLOCK
+            for upper_query, upper_key in np.ndindex(2, 2):
+                turned = _turned(word, 16 * upper_query + 8 * upper_key)
+                kept[:, upper_query, ..., upper_key, upper, :, odd] = turned >= least
+        whole = kept.reshape(len(rows) * QUERY_BLOCK, len(columns) * KEY_BLOCK)
+        top, left = queries.start % QUERY_BLOCK, keys.start % KEY_BLOCK
         return whole[top : top + len(queries), left : left + len(keys)]
+
+
+def _turned(words: NDArray[np.uint64], bits: int) -> NDArray[np.uint64]:
+    """Words of 32 bits, turned to the left."""
+    return (words << np.uint64(bits)) % np.uint64(_WORD) | words >> np.uint64(32 - bits)

@@ -22,6 +22,7 @@ from urllib.parse import parse_qs
 import numpy as np
 import pytest
 from cases import H200
+from compile_kernels import compile_source, require_nvrtc
 
 import cuflash
 from cuflash.compare import machine, meters
@@ -65,6 +66,25 @@ def test_without_a_gpu_setup_skips(suite, name):
     for kind in classes(suite(name)):
         with pytest.raises(NotImplementedError, match="needs .*GPU"):
             kind().setup(*(values[0] for values in kind.params))
+
+
+@pytest.fixture
+def beside_wgmma(monkeypatch):
+    monkeypatch.syspath_prepend(BENCH)
+    return importlib.import_module("beside_wgmma")
+
+
+def test_products_beside_instructions_are_not_serialized(beside_wgmma):
+    require_nvrtc()
+    for name, body in beside_wgmma.INSTRUCTIONS:
+        source = beside_wgmma.SOURCE.replace("BODY", body).replace("MULTIPLIES", "1")
+        assert compile_source(source, "sm_90a").messages == (), name
+
+
+def test_instructions_beside_products_need_a_gpu(beside_wgmma, capsys):
+    if beside_wgmma.bench.find_cupy() is None:
+        assert beside_wgmma.main() == 77
+        assert "needs a GPU" in capsys.readouterr().out
 
 
 def test_importing_the_suite_asks_for_no_device():

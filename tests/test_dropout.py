@@ -16,7 +16,7 @@ from tolerance import assert_backward_close, assert_forward_close
 import cuflash
 from cuflash import reference
 from cuflash.calls import run as calls
-from cuflash.dropout import BLOCK, ROUNDS, Dropout, PlacedSeed, philox
+from cuflash.dropout import KEY_BLOCK, QUERY_BLOCK, ROUNDS, Dropout, PlacedSeed, philox
 from cuflash.masks.band import Band
 from cuflash.planning.plan import make_plan
 from cuflash.planning.problem import Problem
@@ -63,10 +63,10 @@ def philox_of_one(counter, seed):
 
 def is_kept(seed, p, batch, head, q, k):
     """Whether one weight is kept, as docs/dropout.md says."""
-    counter = q // 16 * 8 + q % 8, k // 16 * 4 + k % 8 // 2, head, batch
+    counter = q // 16 * 8 + q % 8, k // 32 * 4 + k % 8 // 2, head, batch
     word = philox_of_one(counter, seed)[k % 2 * 2 + k // 8 % 2]
-    if q // 8 % 2:
-        word = word % 2**16 << 16 | word >> 16
+    turn = q // 8 % 2 * 16 + k // 16 % 2 * 8
+    word = word << turn & ONES | word >> 32 - turn
     return word >= min(math.floor(p * 2**32 + 0.5), 2**32 - 1)
 
 
@@ -92,7 +92,8 @@ def test_how_many_are_kept(p):
     """Of all, of each place in a block, and of pairs that have a word in common.
 
     By Hoeffding's inequality the share of `count` independent ones is further than that from its
-    mean with a probability of 1e-12. docs/dropout.md has the 2^-17 of pairs with a common word.
+    mean with a probability of 1e-12. docs/dropout.md says how far pairs with a common word depend
+    on each other.
     """
 
     def farthest(count):
@@ -101,11 +102,19 @@ def test_how_many_are_kept(p):
     kept = dropout_keep(SEED, (2, 4, 512, 512), p)
     share = 1 - p
     assert abs(kept.mean() - share) < farthest(kept.size)
-    blocks = kept.reshape(-1, 512 // BLOCK, BLOCK, 512 // BLOCK, BLOCK)
+    blocks = kept.reshape(-1, 512 // QUERY_BLOCK, QUERY_BLOCK, 512 // KEY_BLOCK, KEY_BLOCK)
     places = blocks.mean(axis=(0, 1, 3))
-    assert abs(places - share).max() < farthest(kept.size // BLOCK**2)
-    both = (blocks[:, :, :8] & blocks[:, :, 8:]).mean()
-    assert abs(both - share**2) < farthest(kept.size // 2) + 2.0**-17
+    assert abs(places - share).max() < farthest(kept.size // (QUERY_BLOCK * KEY_BLOCK))
+    top, bottom, left, right = (
+        blocks[:, :, :8], blocks[:, :, 8:], blocks[..., :16], blocks[..., 16:]
+    )  # fmt: skip
+    for pairs, dependence in (
+        (top & bottom, 2.0**-18),
+        (left & right, 2.0**-10),
+        (top[..., :16] & bottom[..., 16:], 2.0**-10),
+        (top[..., 16:] & bottom[..., :16], 2.0**-10),
+    ):
+        assert abs(pairs.mean() - share**2) < farthest(pairs.size) + dependence
     for axis in range(4):  # neighbours do not depend on each other
         first, second = np.split(kept, 2, axis=axis)
         assert abs((first & second).mean() - share**2) < farthest(kept.size // 2)
@@ -192,9 +201,9 @@ def kept_of_placed(shape):
 
 
 def test_a_part_of_a_larger_call_has_its_bits():
-    whole = dropout_keep(SEED, (2, 7, 160, 96), P)
-    part = Dropout(P, SEED, (32, 16, 3)).keeps((1, 2), range(5, 100), range(7, 70))
-    np.testing.assert_array_equal(part, whole[1, 5, 37:132, 23:86])
+    whole = dropout_keep(SEED, (2, 7, 160, 128), P)
+    part = Dropout(P, SEED, (16, 32, 3)).keeps((1, 2), range(5, 100), range(7, 70))
+    np.testing.assert_array_equal(part, whole[1, 5, 21:116, 39:102])
 
 
 @pytest.mark.parametrize("engine", ["numpy", *(pytest.param(x, marks=EMULATED) for x in TYPES)])
@@ -450,14 +459,16 @@ def test_errors_of_the_reference():
 # ------------------------------------------------------------------------------------ planted bugs
 PLANTED = [
     ("a counter for two blocks of queries", r"u32\(q\) / 16 \* 8", "u32(q) / 32 * 8"),
-    ("a counter for two blocks of keys", r"u32\(k\) / 16 \* 4", "u32(k) / 32 * 4"),
+    ("a counter for two blocks of keys", r"u32\(k\) / 32 \* 4", "u32(k) / 64 * 4"),
     ("two queries have the same bits", r"u32\(q\) % 8", "u32(q) % 8 / 2 * 2"),
     ("two keys have the same bits", r"u32\(k\) % 8 / 2", "u32(k) % 4 / 2"),
     ("all heads have the same bits", r"u32\(head\.head\)", "0"),
     ("all entries have the same bits", r"u32\(head\.batch\)", "0"),
     ("the upper half of the seed is ignored", r"u32\(key >> 32\)", "0"),
     ("one round less", r"philox<DROPOUT_ROUNDS>", "philox<DROPOUT_ROUNDS - 1>"),
-    ("halves are not exchanged", r"word << 16 \| word >> 16", "word"),
+    ("words are not turned for upper queries", r"16 \* upper_query", "0"),
+    ("words are not turned for upper keys", r"8 \* upper_key", "0"),
+    ("words are turned to the right", r"<< bits \| word >>", ">> bits | word <<"),
     ("words of odd keys and of upper ones", r"2 \* odd \+ upper", "odd + 2 * upper"),
     ("what is dropped is kept", r">= p\.dropout_threshold", "< p.dropout_threshold"),
 ]  # fmt: skip
@@ -474,25 +485,33 @@ def test_planted_bugs_are_caught(monkeypatch, text, wrong):
 
 @EMULATED
 @pytest.mark.parametrize(
-    ("text", "wrong"),
+    ("text", "wrong", "sizes"),
     [
-        (r"lead - lead % DROPOUT_BLOCK if", "lead if"),
-        (r"first_key \+ j\)", "first_key + j / 8 * 4)"),
-        (r"!DROPS && !PAGED", "!PAGED"),
+        (r"first_key \+ 4 \* block\)", "first_key + block / 2 * 4)", (203, 104, 32)),
+        (r"k_begin / 16 % 2 == 0", "true", (70, 200, 224)),
+        (r"8 \* block - 4 \* UPPER_FIRST", "8 * block", (70, 200, 224)),
+        (r"!DROPS && !PAGED", "!PAGED", (203, 104, 32)),
     ],
-    ids=["tiles begin inside of blocks", "columns share a counter", "heads are not located"],
+    ids=[
+        "columns share a counter", "all tiles begin at lower keys", "no tile begins at upper keys",
+        "heads are not located",
+    ],
 )  # fmt: skip
-def test_planted_bugs_on_hopper_are_caught(monkeypatch, text, wrong):
-    def run(*qkv, **options):
-        return attention(*qkv, engine="wgmma", device=FEW, mode="fast", **options).out
+def test_planted_bugs_on_hopper_are_caught(monkeypatch, text, wrong, sizes):
+    must_be_caught(
+        monkeypatch, text, wrong, lambda: same_bits(recovered(on_wgmma, "wgmma", *sizes))
+    )
 
-    if "lead" in text:  # of the plan
-        monkeypatch.setattr("cuflash.planning.wgmma.DROPOUT_BLOCK", 1)
-        with pytest.raises(AssertionError):
-            same_bits(recovered(run, "wgmma", 203, 104, 32))
-    else:
-        check = lambda: same_bits(recovered(run, "wgmma", 203, 104, 32))  # noqa: E731
-        must_be_caught(monkeypatch, text, wrong, check)
+
+@EMULATED
+def test_tiles_that_begin_inside_of_blocks_are_caught(monkeypatch):
+    monkeypatch.setattr("cuflash.planning.wgmma.DROPOUT_BLOCK", 1)
+    with pytest.raises(AssertionError):
+        same_bits(recovered(on_wgmma, "wgmma", 203, 104, 32))
+
+
+def on_wgmma(*qkv, **options):
+    return attention(*qkv, engine="wgmma", device=FEW, mode="fast", **options).out
 
 
 # --------------------------------------------------------------------------------------- registers

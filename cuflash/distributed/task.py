@@ -10,7 +10,7 @@ import numpy as np
 from .._attention import attention, attention_backward
 from .._plan import plan
 from ..calls.arrays import as_array
-from ..dropout import BLOCK, PlacedSeed
+from ..dropout import KEY_BLOCK, QUERY_BLOCK, PlacedSeed
 from ..masks.band import Band
 from ..masks.block_mask import BlockMask
 from ..masks.sections import digest, section
@@ -228,8 +228,8 @@ def checked(call: Call) -> Task:
         raise ValueError(f"dropout_p={call.dropout_p!r} goes with seed, the same on all ranks")
     size = call.comm.size
     lengths = q.shape[-2] * size, k.shape[-2] * size
-    multiple = BLOCK if call.dropout_p and size > 1 else 1
-    for length in lengths:
+    multiples = (QUERY_BLOCK, KEY_BLOCK) if call.dropout_p and size > 1 else (1, 1)
+    for length, multiple in reversed(list(zip(lengths, multiples))):  # keys have the larger one
         check_length(length, size, layout, multiple, ", since dropout draws for so many together")
     leading = _leading(q.shape[:-2], k.shape[:-2], v.shape[:-2], bool(call.options["enable_gqa"]))
     _check_mask(call.mask, (*leading, *lengths))

@@ -10,8 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-from ..dropout import BLOCK as DROPOUT_BLOCK
-from ..dropout import ROUNDS
+from ..dropout import QUERY_BLOCK, ROUNDS
 from ..masks.band import MAX_SHIFT
 from ..operands.dtypes import EVERY, ITEM_BYTES
 from ..scores.expression import Node
@@ -598,7 +597,7 @@ class KernelTile(Tile):
             "SHARES_ENTRIES": problem.score.shares_entries and not problem.is_packed,
             "HAS_SINKS": bool(problem.score.sink),
             "DROPS": problem.dropout,
-            "DROPOUT_BLOCK": DROPOUT_BLOCK,
+            "DROPOUT_BLOCK": QUERY_BLOCK,
             "DROPOUT_ROUNDS": ROUNDS,
             "MASKED": bool(problem.mask),
             "MASK_IS_COMPUTED": bool(problem.mask_form.text),

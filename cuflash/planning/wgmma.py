@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from ..dropout import BLOCK as DROPOUT_BLOCK
+from ..dropout import QUERY_BLOCK as DROPOUT_BLOCK
 from ..operands.dtypes import CHUNK_BYTES, ITEM_BYTES
 from .hopper import BARRIER_BYTES, WARPGROUP_ROWS, HopperTile
 from .launches import Buffer, MapBox
@@ -176,7 +176,7 @@ ROWS = (
            rate=373, item_time=1.28, start_time=6.5),
     *_both(max_dim=64,  block_k=64,  warps=4,  stages=4, reads_once=True,
            rate=266, item_time=1.28, start_time=6.5),
-    *_both(max_dim=128, block_k=80,  warps=12, stages=4, ping_pong=True, loads=False,
+    *_both(max_dim=128, block_k=80,  warps=12, stages=4, ping_pong=True, loads=False, drops=False,
            rate=867, item_time=1.97, start_time=8.2),
     *_both(max_dim=128, block_k=64,  warps=12, stages=4, ping_pong=True,
            rate=840, item_time=1.97, start_time=8.2),

@@ -4,10 +4,13 @@
 // They depend on the seed and on where the pair is, so that backward and other kernels find the same.
 // docs/dropout.md has the generator, and how likely what is.
 //
-// One call makes the bits of 8 pairs: of a block of 16 queries and 16 keys, those of the queries r and
-// r + 8 with the keys c, c + 1, c + 8 and c + 9, for an even c. That is what a lane holds of such a
-// block of scores on tensor cores (tiles/mma.cuh). Each of the four words is of one key: query r
-// takes it as it is, r + 8 with its halves exchanged.
+// One call makes the bits of 16 pairs: of a block of 16 queries and 32 keys, those of the queries r and
+// r + 8 with the keys c, c + 1, c + 8, c + 9 and these + 16, for an even c < 8. That is what a lane holds of
+// such a block of scores on tensor cores (tiles/mma.cuh). Four pairs share each of the four words,
+// turned by 0, 8, 16 and 24 bits: so the 8 bits that mostly decide are each one's own.
+//
+// Calls are dear where products run: beside wgmma a multiplication of 32 by 32 bits takes 12 clocks of a
+// quadrant, any other instruction of these 3 or 4, and holds the products up (docs/dropout.md).
 //
 // P is Params, a template's because only those of plans with dropout have its fields.
 #pragma once
@@ -38,15 +41,15 @@ __device__ __forceinline__ u64 find_seed(const P& p) {
     return p.seed == nullptr ? p.seed_number : __ldg(p.seed);
 }
 
-// The number of a query among those that have calls of their own, and of a key. 16 further on they are
-// 8 and 4 more.
+// The number of a query among those that have calls of their own, and of a key. 16 queries further on it
+// is 8 more, 32 keys further on 4 more.
 __device__ __forceinline__ u32 query_number(int q) { return u32(q) / 16 * 8 + u32(q) % 8; }
-__device__ __forceinline__ u32 key_number(int k) { return u32(k) / 16 * 4 + u32(k) % 8 / 2; }
+__device__ __forceinline__ u32 key_number(int k) { return u32(k) / 32 * 4 + u32(k) % 8 / 2; }
 
 // The words of one call. Where the operands are part of a larger call's, p says where they begin in it.
 template <typename P>
-__device__ __forceinline__ RandomWords draw(const P& p, u64 seed, const Head& head, u32 of_query,
-                                            u32 of_key) {
+__device__ __forceinline__ RandomWords draw_words(const P& p, u64 seed, const Head& head,
+                                                  u32 of_query, u32 of_key) {
     return philox<DROPOUT_ROUNDS>(
         {of_query + u32(p.first_query_number), of_key + u32(p.first_key_number),
          u32(head.head) + u32(p.first_head), u32(head.batch)},
@@ -56,21 +59,30 @@ __device__ __forceinline__ RandomWords draw(const P& p, u64 seed, const Head& he
 // Which word is that of a key with these remainders by 2 and, divided by 8, by 2.
 constexpr __host__ __device__ int word_of(int odd, int upper) { return 2 * odd + upper; }
 
-// Whether the word of a key lets its pair with the first of the two queries stay, or with the other.
+// By how many bits a word is turned for a pair in the upper 8 of 16 queries, and the upper 16 of 32 keys.
+constexpr __host__ __device__ int turn_of(bool upper_query, bool upper_key) {
+    return 16 * upper_query + 8 * upper_key;
+}
+__device__ __forceinline__ u32 turned(u32 word, int bits) {
+    return word << bits | word >> (-bits & 31);
+}
+
+// Whether a pair whose turned word this is stays.
 template <typename P>
-__device__ __forceinline__ bool stays(const P& p, u32 word, bool is_other) {
-    return (is_other ? word << 16 | word >> 16 : word) >= p.dropout_threshold;
+__device__ __forceinline__ bool stays(const P& p, u32 word) {
+    return word >= p.dropout_threshold;
 }
 
 // Whether the probability of (q, k) is kept.
 template <typename P>
 __device__ __forceinline__ bool keep(const P& p, const Head& head, int q, int k) {
     if constexpr (DROPS) {
-        const RandomWords words = draw(p, find_seed(p), head, query_number(q), key_number(k));
+        const RandomWords words = draw_words(p, find_seed(p), head, query_number(q), key_number(k));
         const bool upper = k / 8 % 2 != 0;  // no index, for which words would have to be in memory
         const u32 even_word = upper ? words.at[word_of(0, 1)] : words.at[word_of(0, 0)];
         const u32 odd_word = upper ? words.at[word_of(1, 1)] : words.at[word_of(1, 0)];
-        return stays(p, k % 2 != 0 ? odd_word : even_word, q / 8 % 2 != 0);
+        const int turn = turn_of(q / 8 % 2 != 0, k / 16 % 2 != 0);
+        return stays(p, turned(k % 2 != 0 ? odd_word : even_word, turn));
     }
     return true;
 }
@@ -96,70 +108,56 @@ __device__ __forceinline__ Accumulator delta_of_kept(const P& p, Accumulator del
     return delta;
 }
 
-// Calls use(i, j, kept) for each of a lane's pairs in a tile: row i is of the query of row
-// row_begin + tile.row(i), column j of key k_begin + tile.column(j).
-template <int ROWS, int COLUMNS, typename Tile, typename P, typename Use>
-__device__ __forceinline__ void each_kept(const Tile& tile, const P& p, const Head& head,
-                                          int row_begin, int k_begin, const Use& use) {
+// Calls use(i, j, kept) for each of a lane's pairs in a tile on tensor cores, of which column 0 is in
+// the lower 16 of 32 keys or, with UPPER_FIRST, in the upper ones.
+template <bool UPPER_FIRST, int ROWS, int COLUMNS, typename Tile, typename P, typename Use>
+__device__ __forceinline__ void each_drawn(const Tile& tile, const P& p, const Head& head,
+                                           int row_begin, int k_begin, const Use& use) {
     const u64 seed = uniform(find_seed(p));
     const u32 first_key = key_number(k_begin + tile.column(0));
 #pragma unroll
-    for (int first = 0; first < ROWS; first += Tile::IS_OF_TENSOR_CORES ? 2 : 1)
+    for (int first = 0; first < ROWS; first += 2)
 #pragma unroll
-        for (int j = 0; j < COLUMNS; j += Tile::IS_OF_TENSOR_CORES ? 4 : 1) {
-            if constexpr (Tile::IS_OF_TENSOR_CORES) {
-                RandomWords words;
+        for (int block = 0; 8 * block < COLUMNS + 4 * UPPER_FIRST; ++block) {
+            RandomWords words;
 #pragma unroll
-                for (int i = first; i < first + 2; ++i) {
-                    // Kept from tile to tile, its number and product would take registers.
-                    const int row = afresh(row_begin + tile.row(i)), q = query_of(row);
-                    // Packed heads lie between a lane's queries.
-                    if (i == first || PACKED > 1)
-                        words = draw(p, seed, row_head(head, row), query_number(q), first_key + j);
-                    const bool is_other = PACKED > 1 ? q / 8 % 2 != 0 : i > first;
+            for (int i = first; i < first + 2; ++i) {
+                // Kept from tile to tile, its number and product would take registers.
+                const int row = afresh(row_begin + tile.row(i)), q = query_of(row);
+                // Packed heads lie between a lane's queries.
+                if (i == first || PACKED > 1)
+                    words = draw_words(p, seed, row_head(head, row), query_number(q),
+                                       first_key + 4 * block);
+                const bool upper_query = PACKED > 1 ? q / 8 % 2 != 0 : i > first;
 #pragma unroll
-                    for (int e = 0; e < 4; ++e)
-                        use(i, j + e, stays(p, words.at[word_of(e % 2, e / 2)], is_other));
+                for (int e = 0; e < 8; ++e) {
+                    const int j = 8 * block - 4 * UPPER_FIRST + e;
+                    const u32 word = words.at[word_of(e % 2, e / 2 % 2)];
+                    if (j >= 0 && j < COLUMNS)
+                        use(i, j, stays(p, turned(word, turn_of(upper_query, e >= 4))));
                 }
-            } else {
-                const int row = row_begin + tile.row(first);
-                use(first, j,
-                    keep(p, row_head(head, row), query_of(row), k_begin + tile.column(j)));
             }
         }
 }
 
-// The same of a tile that stands on its side: row i is of key k_begin + tile.row(i), column j of query
-// q_begin + tile.column(j). All lanes of a warp take part.
+// Calls use(i, j, kept) for each of a lane's pairs in a tile: row i is of the query of row
+// row_begin + tile.row(i), column j of key k_begin + tile.column(j). Tiles begin at multiples of their
+// width.
 template <int ROWS, int COLUMNS, typename Tile, typename P, typename Use>
-__device__ __forceinline__ void each_kept_turned(const Tile& tile, const P& p, const Head& head,
-                                                 int q_begin, int k_begin, const Use& use) {
-    const u64 seed = uniform(find_seed(p));
+__device__ __forceinline__ void each_kept(const Tile& tile, const P& p, const Head& head,
+                                          int row_begin, int k_begin, const Use& use) {
+    if constexpr (!Tile::IS_OF_TENSOR_CORES) {
 #pragma unroll
-    for (int i = 0; i < ROWS; i += Tile::IS_OF_TENSOR_CORES ? 2 : 1) {
-        const int k = k_begin + tile.row(i);
-        const bool odd = k % 2 != 0;
-        const u32 first_query = query_number(q_begin + tile.column(0) + odd);
+        for (int i = 0; i < ROWS; ++i) {
+            const int row = row_begin + tile.row(i);
 #pragma unroll
-        for (int j = 0; j < COLUMNS; j += Tile::IS_OF_TENSOR_CORES ? 4 : 1) {
-            if constexpr (Tile::IS_OF_TENSOR_CORES) {
-                // The lane's keys are odd or even, its queries q and q + 1. It makes the bits of one
-                // of these, its neighbour those of the other; each gives away what is not of its keys.
-                RandomWords words = draw(p, seed, head, first_query + 2 * j, key_number(k));
-#pragma unroll
-                for (int upper = 0; upper < 2; ++upper) {
-                    u32 &even_word = words.at[word_of(0, upper)],
-                        &odd_word = words.at[word_of(1, upper)];
-                    const u32 got = __shfl_xor_sync(FULL_WARP, odd ? even_word : odd_word, 4);
-                    (odd ? even_word : odd_word) = got;  // now they are of q and q + 1
-#pragma unroll
-                    for (int e = 0; e < 4; ++e)
-                        use(i + upper, j + e, stays(p, e % 2 ? odd_word : even_word, e / 2 != 0));
-                }
-            } else {
-                use(i, j, keep(p, head, q_begin + tile.column(j), k));
-            }
+            for (int j = 0; j < COLUMNS; ++j)
+                use(i, j, keep(p, row_head(head, row), query_of(row), k_begin + tile.column(j)));
         }
+    } else if (COLUMNS % 8 == 0 || k_begin / 16 % 2 == 0) {
+        each_drawn<false, ROWS, COLUMNS>(tile, p, head, row_begin, k_begin, use);
+    } else {
+        each_drawn<true, ROWS, COLUMNS>(tile, p, head, row_begin, k_begin, use);
     }
 }
 
@@ -179,13 +177,23 @@ struct KeptPairs {
             each_kept<ROWS, COLUMNS>(tile, p, head, row_begin, k_begin, adding());
         }
     }
-    // Of one that stands on its side.
+    // Of one that stands on its side: row i is of key k_begin + tile.row(i), column j of query
+    // q_begin + tile.column(j). All lanes of a warp take part.
     template <typename Tile, typename P>
     __device__ __forceinline__ void draw_turned(const Tile& tile, const P& p, const Head& head,
                                                 int q_begin, int k_begin) {
         if constexpr (DROPS) {
             clear();
-            each_kept_turned<ROWS, COLUMNS>(tile, p, head, q_begin, k_begin, adding());
+            if constexpr (Tile::IS_OF_TENSOR_CORES) {
+                draw_on_side(tile, p, head, q_begin, k_begin);
+            } else {
+                const auto add = adding();
+#pragma unroll
+                for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+                    for (int j = 0; j < COLUMNS; ++j)
+                        add(i, j, keep(p, head, q_begin + tile.column(j), k_begin + tile.row(i)));
+            }
         }
     }
     __device__ __forceinline__ bool has(int i, int j) const {
@@ -194,6 +202,40 @@ struct KeptPairs {
     }
 
   private:
+    // On tensor cores a lane's keys are all odd or all even, its queries come in pairs q, q + 1. It makes
+    // the bits of q if its keys are even, else of q + 1, also those of the neighbours of its keys; the
+    // lane that has these makes the bits of the other query. Each gives away what is not of its keys.
+    template <typename Tile, typename P>
+    __device__ __forceinline__ void draw_on_side(const Tile& tile, const P& p, const Head& head,
+                                                 int q_begin, int k_begin) {
+        const u64 seed = uniform(find_seed(p));
+        const auto add = adding();
+#pragma unroll
+        for (int i = 0; i < ROWS; i += 2) {
+            const int k = k_begin + tile.row(i);
+            const bool odd = k % 2 != 0;
+            const u32 first_query = query_number(q_begin + tile.column(0) + odd);
+            const int turn = turn_of(false, k / 16 % 2 != 0);
+#pragma unroll
+            for (int j = 0; j < COLUMNS; j += 4) {
+                const RandomWords words =
+                    draw_words(p, seed, head, first_query + 2 * j, key_number(k));
+#pragma unroll
+                for (int upper = 0; upper < 2; ++upper) {
+                    const u32 of_even = words.at[word_of(0, upper)],
+                              of_odd = words.at[word_of(1, upper)];
+                    const u32 got = __shfl_xor_sync(FULL_WARP, odd ? of_even : of_odd, 4);
+                    const u32 even_query = turned(odd ? got : of_even, turn);
+                    const u32 odd_query = turned(odd ? of_odd : got, turn);
+#pragma unroll
+                    for (int e = 0; e < 4; ++e)
+                        add(i + upper, j + e,
+                            stays(p,
+                                  turned(e % 2 ? odd_query : even_query, turn_of(e / 2, false))));
+                }
+            }
+        }
+    }
     __device__ __forceinline__ void clear() {
 #pragma unroll
         for (int i = 0; i < WORDS; ++i) bits[i] = 0;
