@@ -54,7 +54,14 @@ extern "C" __global__ void __launch_bounds__(128 * (1 + WARPS), 1)
             (shared & 0x3ffff) >> 4 | 1ull << 16 | 64ull << 32 | 1ull << 62;
         long long products = 0;
         const long long begin = clock64();
-        while (MULTIPLIES && *(volatile int*)&done < 4 * WARPS) {
+        while (MULTIPLIES) {
+            // All four warps, or none, start the next products.
+            int ends;
+            asm volatile(
+                "{.reg .pred p; setp.ge.s32 p, %1, %2; barrier.cta.red.or.pred p, 1, 128, p;"
+                " selp.s32 %0, 1, 0, p;}"
+                : "=r"(ends) : "r"(*(volatile int*)&done), "r"(4 * WARPS));
+            if (ends) break;
             asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
             for (int i = 0; i < 16; ++i)
