@@ -2,7 +2,8 @@ import functools
 import os
 import sys
 import warnings
-from collections import Counter
+import zlib
+from collections import defaultdict
 
 os.environ.setdefault(
     "OPENBLAS_NUM_THREADS", "1"
@@ -65,14 +66,20 @@ def pytest_configure(config):
 
 @pytest.hookimpl(tryfirst=True)  # before those marked `full` are left out
 def pytest_collection_modifyitems(items):
-    """Of tests marked `one_in(n)` every n-th case stays, the others are marked `full`."""
-    seen = Counter()
+    """Of the cases of a test marked `one_in(n)` a share of 1 / n stays, others are marked `full`.
+
+    Which ones says a checksum of their names: every n-th might always be of the same type, or leave
+    out the same engine.
+    """
+    cases = defaultdict(list)
     for item in items:
-        if mark := item.get_closest_marker("one_in"):
-            test = item.nodeid.split("[")[0]
-            if seen[test] % mark.args[0]:
-                item.add_marker("full")
-            seen[test] += 1
+        if item.get_closest_marker("one_in"):
+            cases[item.nodeid.split("[")[0]].append(item)
+    for of_test in cases.values():
+        of_test.sort(key=lambda item: zlib.crc32(item.nodeid.split("[")[-1].encode()))
+        share = -(-len(of_test) // of_test[0].get_closest_marker("one_in").args[0])
+        for item in of_test[share:]:
+            item.add_marker("full")
 
 
 def pytest_runtest_setup(item):

@@ -890,7 +890,7 @@ WRONG_MASKS = [
     ("steps of another key tile", r"max\(steps\.begin, (.*?)\);\n", r"\1;\n", {**STATS, **BAND}),
     ("slabs from the first key tile on",
      r"max\(steps\.begin, steps\.list\.find\(key_tile \* STEPS\)\)", "steps.begin", STATS),
-    ("the first head's list", r"list \+= position \* p\.mask_axis_stride\[axis\];", "", GIVEN),
+    ("the first head's list", r"int\(offset\(p\.mask_axis_stride\)\)", "0", GIVEN),
     ("the tile before, whoever visits it", r"= MASKED \? visit\.previous :",
      "= true ? key_tile - 1 :", ORDER),
     ("the tile before is hidden by the band", r"previous < first \?", "previous < 0 ?",

@@ -343,7 +343,7 @@ WRONG_BACKWARD = [
      r"if (!kept.has(i, j)) P[i][j] = Accumulator(0); \1", "fa2 mma", "dropout"),
     ("dV is not divided by the share", r" \+ p\.kept_share_log2", "", "fa1 simt", "dropout"),
     ("dV is not divided by the share", r" \+ p\.kept_share_log2", "", "fa3 wgmma", "dropout"),
-    ("lanes give away the wrong words", r"odd \? even_word : odd_word, 4", "odd_word, 4",
+    ("lanes give away the wrong words", r"odd \? of_even : of_odd, 4", "of_odd, 4",
      "fa2 mma", "dropout"),
     ("dscore comes behind the slope",
      r"(if constexpr \(STORES_DSCORE\) .*?shown\(\)\);\s*\})\s*(if constexpr .*?;)", r"\2 \1",
