@@ -288,6 +288,7 @@ def _launch(plan, params, tables, memory, mode, seed, truncates) -> dict:
             kernel.name, kernel.grid, kernel.threads,
             [params, *tables[kernel.name]],
             shared_bytes=kernel.shared_bytes, seed=seed, memory=memory, truncates=truncates,
+            follows=kernel.follows,
         )  # fmt: skip
         if kernel.name == plan.kernel:
             stats = module.stats

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import cupy
 
 from ..planning.launches import Launch
-from ..planning.problem import Device
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 # Starts a kernel on the current stream, given its arguments.
 Starter: TypeAlias = Callable[[tuple["NDArray[Any]", ...]], None]
 
-LEAST_ARCH = 90
 LEAST_DRIVER = 12030  # whose graphs can hold such launches
 _OVERLAPS = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
@@ -60,12 +58,12 @@ def _launch_function() -> Any:
     return function
 
 
-def starter(function: Any, launch: Launch, device: Device) -> Starter:
+def starter(function: Any, launch: Launch) -> Starter:
     """What starts one kernel of a plan, a function of CuPy.
 
-    One that follows another starts ahead of that one's end where the device can do so.
+    One that follows another starts ahead of that one's end where the driver can do so.
     """
-    if launch.follows and device.arch >= LEAST_ARCH and _driver_version() >= LEAST_DRIVER:
+    if launch.follows and _driver_version() >= LEAST_DRIVER:
         return _overlapping(function, launch)
     grid, block, shared_bytes = (launch.grid,), (launch.threads,), launch.shared_bytes
 

@@ -204,7 +204,7 @@ def prepare(call: Call, device_id: int) -> Launcher:
         if plan.map_boxes(x.name)
     }
     kernels = [
-        (starter(function, x, plan.device), tables.get(x.name))
+        (starter(function, x), tables.get(x.name))
         for function, x in zip(compile_all(plan, device_id), plan.kernels)
     ]
     starts = plan.workspace_offsets

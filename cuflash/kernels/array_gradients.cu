@@ -17,6 +17,7 @@
 // Heads are those of array_heads.cuh.
 #include "array_heads.cuh"
 #include "key_scores.cuh"
+#include "ptx/overlap.cuh"
 
 constexpr int K_TILE = BLOCK_K * KeyTile::PITCH, V_TILE = BLOCK_K * ValueTile::PITCH;
 constexpr int Q_TILE = BLOCK_Q * KeyTile::PITCH, O_TILE = BLOCK_Q * ValueTile::PITCH;
@@ -231,6 +232,7 @@ __device__ __forceinline__ TileVisit find_place(const Params& p, const Head& hea
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     array_gradients(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char bytes[];
+    await_kernel_before();
     Accumulator* const shared_sums = reinterpret_cast<Accumulator*>(bytes + shared_at::sums);
     Sums sums = {};
     int i = 0;  // what comes next

@@ -6,11 +6,13 @@
 // then lanes add by pairs: one order.
 #include "array_heads.cuh"
 #include "numeric.cuh"
+#include "ptx/overlap.cuh"
 #include "seams/sequence.cuh"
 #include "tiles/softmax.cuh"
 
 extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
     array_sums(const __grid_constant__ Params p) {
+    await_kernel_before();
     const int lane = threadIdx.x % 32;
     const i64 element = i64(blockIdx.x) * (SIDE_THREADS / 32) + threadIdx.x / 32;
     const int places = KEEPS_QUERIES ? array_queries(p) : KEEPS_KEYS ? array_keys(p) : 1;

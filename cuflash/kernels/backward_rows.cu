@@ -14,61 +14,87 @@
 // One in dO makes delta one. Rows without weight, and those of other sequences that lie behind one, are
 // looked at.
 #include "hopper/gradient_head.cuh"
+#include "ptx/overlap.cuh"
 #include "row_stats.cuh"
 #include "seams/dropout.cuh"
+#include "seams/position.cuh"
 #include "seams/sequence.cuh"
 #include "tiles/copies.cuh"
 #include "tiles/softmax.cuh"
 
 template <int D>
-constexpr int CHUNKS = round_up(D, CHUNK<Element>) / CHUNK<Element>;
+constexpr int CHUNKS = divide_up(D, CHUNK<Element>);
 constexpr int lanes_of_row(int lanes = 1) {
     return lanes >= CHUNKS<HEAD_DIM_V> || lanes == 32 ? lanes : lanes_of_row(2 * lanes);
 }
+constexpr int LANES = lanes_of_row(), AT_ONCE = SIDE_THREADS / LANES;  // rows
 static_assert(STATS_Q == BLOCK_Q, "the plan's tiles in the workspace are those of the kernel");
 constexpr int DQ_SUMS = tile_bytes::dq_sum / int(sizeof(Accumulator));
 
-// This lane's part of the product of two rows.
+// A lane's part of a row: every LANES-th chunk.
 template <int D>
-__device__ __forceinline__ Accumulator multiply_rows(const Element* a, const Element* b,
-                                                     int first_chunk) {
-    using Elements = Vector<Element>;
-    Accumulator sum = Accumulator(0);
-    for (int chunk = first_chunk; chunk < CHUNKS<D>; chunk += lanes_of_row()) {
-        const int column = chunk * CHUNK<Element>;
-        if (ALIGNED && column + CHUNK<Element> <= D) {
-            const Elements x = *reinterpret_cast<const Elements*>(a + column);
-            const Elements y = *reinterpret_cast<const Elements*>(b + column);
+struct RowPart {
+    static constexpr int COUNT = divide_up(CHUNKS<D>, LANES);
+    Vector<Element> chunks[COUNT];
+
+    RowPart() = default;
+    explicit __device__ __forceinline__ RowPart(const Element* row) { load(row, true); }
+    __device__ __forceinline__ void load(const Element* row, bool valid) {
 #pragma unroll
-            for (int e = 0; e < CHUNK<Element>; ++e)
-                sum = multiply_add(Accumulator(widen(x.at[e])), Accumulator(widen(y.at[e])), sum);
-        } else {
-            for (int c = column; c < min(column + CHUNK<Element>, D); ++c)
-                sum = multiply_add(Accumulator(widen(a[c])), Accumulator(widen(b[c])), sum);
+        for (int c = 0; c < COUNT; ++c) {
+            const int column = (c * LANES + int(threadIdx.x) % LANES) * CHUNK<Element>;
+            if constexpr (ALIGNED && D % CHUNK<Element> == 0) {
+                chunks[c] = {};
+                if (valid && column < D)
+                    chunks[c] = *reinterpret_cast<const Vector<Element>*>(row + column);
+            } else {
+                const int wanted = valid ? min(max(D - column, 0), CHUNK<Element>) : 0;
+                chunks[c] = read_chunk<ALIGNED, Element>(row + column, wanted);
+            }
         }
     }
-    return sum;
-}
+    // This lane's part of the product of two rows.
+    __device__ __forceinline__ Accumulator times(const RowPart& other) const {
+        Accumulator sum = Accumulator(0);
+#pragma unroll
+        for (int c = 0; c < COUNT; ++c)
+#pragma unroll
+            for (int e = 0; e < CHUNK<Element>; ++e)
+                sum = multiply_add(Accumulator(widen(chunks[c].at[e])),
+                                   Accumulator(widen(other.chunks[c].at[e])), sum);
+        return sum;
+    }
+    // Whether there is an infinity or NaN, or numbers too large to be sure.
+    __device__ __forceinline__ bool may_be_nonfinite() const { return !is_finite(times(*this)); }
+};
 
-// Whether this lane's part of a row holds an infinity or NaN, or numbers too large to be sure.
-template <int D>
-__device__ __forceinline__ bool may_be_nonfinite(const Element* row) {
-    return !is_finite(multiply_rows<D>(row, row, threadIdx.x % lanes_of_row()));
-}
+// Rows that a thread loads at a time: so many that memory is kept busy.
+constexpr bool LOOKS_AT_Q = MARKS_NONFINITE && SCORE_IS_MODIFIED;
+constexpr int ROWS = divide_up(BLOCK_Q, AT_ONCE);  // of a thread
+constexpr int CHUNKS_OF_ROW =
+    2 * RowPart<HEAD_DIM_V>::COUNT + (LOOKS_AT_Q ? RowPart<HEAD_DIM>::COUNT : 0);
+constexpr int MOST = CHUNKS_OF_ROW < 10 ? 10 / CHUNKS_OF_ROW : 1;
+constexpr int BATCH = divide_up(ROWS, divide_up(ROWS, MOST));
+constexpr int OWN = divide_up(BATCH, LANES);  // of these a lane finishes so many
 
-extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
+extern "C" __global__ void __launch_bounds__(SIDE_THREADS, 3)
     backward_rows(const __grid_constant__ Params p) {
-    constexpr int LANES = lanes_of_row(), AT_ONCE = SIDE_THREADS / LANES;
-    constexpr int BATCH = BLOCK_Q > 2 * AT_ONCE ? 4 : 2;  // rows that a thread loads at a time
+    admit_kernel_behind();
+    await_kernel_before();
     const RegionTile place = query_tile_at<BLOCK_Q>(p, blockIdx.x % p.query_tiles, p.query_tiles);
     const int tile = place.tile;
-    const Head head = locate_head(p, blockIdx.x / p.query_tiles, place.region);
+    const int index = blockIdx.x / p.query_tiles;
+    const Position position(p, index);
+    const Head head = locate_head(p, position, index, place.region);
     const i64 origin = query_origin(head);
-    const Element* const out = p.out + locate_queries(p, head, p.out_axis_stride, p.out_row_stride);
-    const Element* const dout =
-        p.dout + locate_queries(p, head, p.dout_axis_stride, p.dout_row_stride);
-    const Accumulator* const lse =
-        p.lse + locate_queries(p, head, p.lse_axis_stride, p.lse_row_stride);
+    const auto find_rows = [&](const auto* operand, const long long* strides, i64 row_stride) {
+        return operand + locate_queries(p, position, head, strides, row_stride);
+    };
+    const Element* const out = find_rows(p.out, p.out_axis_stride, p.out_row_stride);
+    const Element* const dout = find_rows(p.dout, p.dout_axis_stride, p.dout_row_stride);
+    const Accumulator* const lse = find_rows(p.lse, p.lse_axis_stride, p.lse_row_stride);
+    const Accumulator* const dlse =
+        p.dlse == nullptr ? nullptr : find_rows(p.dlse, p.dlse_axis_stride, p.dlse_row_stride);
     Accumulator* const log2_sums = p.row_stats + i64(blockIdx.x) * ROW_STATS;
     Accumulator* const deltas = log2_sums + BLOCK_Q;
 
@@ -83,58 +109,75 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
     if (LOCATES_HEADS && tile == 0 && threadIdx.x % 32 == 0)
         for (int part = threadIdx.x / 32; part < GradientHead::PARTS; part += SIDE_THREADS / 32)
             reinterpret_cast<GradientHead*>(p.located)[region_head(p, place.region, head.index)]
-                .find(p, head.index, part, place.region);
+                .find(p, position, head, part, place.region);
     if (!place.exists()) return;
 
+    const int lane = threadIdx.x % LANES;
     bool weightless = false, nonfinite = false;
 #pragma unroll 1
-    for (int first = threadIdx.x / LANES; first < round_up(BLOCK_Q, AT_ONCE * BATCH);
-         first += AT_ONCE * BATCH) {
-        Accumulator log_sum[BATCH], delta[BATCH];
+    for (int first = threadIdx.x / LANES; first < ROWS * AT_ONCE; first += AT_ONCE * BATCH) {
+        const auto query = [&](int i) { return tile * BLOCK_Q + first + i * AT_ONCE; };
+        const auto is_row = [&](int i) { return i < BATCH && first + i * AT_ONCE < BLOCK_Q; };
+        const auto is_valid = [&](int i) { return is_row(i) && query(i) < head.query_length; };
+        // Rows behind a sequence are others', which come with its last tile.
+        const auto is_in_memory = [&](int i) {
+            return is_row(i) && origin + query(i) < p.query_length;
+        };
+        const auto log_sum = [&](int i) {
+            return is_valid(i) ? lse[query(i) * p.lse_row_stride] : -infinity<Accumulator>();
+        };
+        Accumulator own_log_sum[OWN],
+            products[BATCH];  // of the rows that the lane finishes; of all
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i) {  // all of them before anything is stored
-            const int row = first + i * AT_ONCE;
-            const i64 q = tile * BLOCK_Q + row;
-            const bool valid = row < BLOCK_Q && q < head.query_length;
-            log_sum[i] = valid ? lse[q * p.lse_row_stride] : -infinity<Accumulator>();
-            delta[i] =
-                valid ? multiply_rows<HEAD_DIM_V>(out + q * p.out_row_stride,
-                                                  dout + q * p.dout_row_stride, threadIdx.x % LANES)
-                      : Accumulator(0);
-        }
+        for (int j = 0; j < OWN; ++j) own_log_sum[j] = log_sum(j * LANES + lane);
+        {
+            RowPart<HEAD_DIM_V> out_part[BATCH], dout_part[BATCH];
+            RowPart<HEAD_DIM> q_part[BATCH];
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i) {
-            const int row = first + i * AT_ONCE;
-            const i64 q = tile * BLOCK_Q + row;
-            // Rows behind a sequence are others', which come with its last tile.
-            const bool in_memory = row < BLOCK_Q && origin + q < p.query_length;
-            const bool valid = row < BLOCK_Q && q < head.query_length;
-            const bool empty = log_sum[i] == -infinity<Accumulator>();
-            weightless |= valid && empty;
-            const Accumulator product = row_sum<LANES>(empty ? Accumulator(0) : delta[i]);
-            if constexpr (MARKS_NONFINITE) {
-                const bool weighs = valid && !empty;
-                nonfinite |= weighs && !(is_finite(log_sum[i]) && is_finite(product));
-                if (in_memory && !weighs)
-                    nonfinite |= may_be_nonfinite<HEAD_DIM_V>(dout + q * p.dout_row_stride);
-                if (in_memory && (!weighs || SCORE_IS_MODIFIED))
-                    nonfinite |= may_be_nonfinite<HEAD_DIM>(head.q + q * p.q_row_stride);
+            for (int i = 0; i < BATCH; ++i) {  // all of them before one is waited for
+                const i64 q = query(i);
+                out_part[i].load(out + q * p.out_row_stride, is_valid(i));
+                dout_part[i].load(dout + q * p.dout_row_stride, is_valid(i));
+                if (LOOKS_AT_Q) q_part[i].load(head.q + q * p.q_row_stride, is_in_memory(i));
             }
-            if (threadIdx.x % LANES != 0 || row >= BLOCK_Q) continue;
-            const bool has_dlse = !empty && p.dlse != nullptr;
-            log2_sums[row] = empty ? infinity<Accumulator>()
-                                   : log2_sum_of_kept(p, log_sum[i] * Accumulator(LOG2_E));
-            // +infinity stands for no weight; a row with such an lse has NaN gradients.
-            if (MARKS_NONFINITE && log_sum[i] == infinity<Accumulator>())
-                log2_sums[row] = log_sum[i] - log_sum[i];
-            deltas[row] = delta_of_kept(
-                p,
-                product -
-                    (has_dlse
-                         ? p.dlse[locate_queries(p, head, p.dlse_axis_stride, p.dlse_row_stride) +
-                                  q * p.dlse_row_stride]
-                         : Accumulator(0)));
+#pragma unroll
+            for (int i = 0; i < BATCH; ++i) {
+                products[i] = row_sum<LANES>(out_part[i].times(dout_part[i]));
+                if (LOOKS_AT_Q) nonfinite |= q_part[i].may_be_nonfinite();
+            }
         }
+        bool weigh = true;  // whether all of these rows do
+#pragma unroll
+        for (int j = 0; j < OWN; ++j) {
+            const int i = j * LANES + lane;
+            if (!is_row(i)) continue;
+            const bool empty = own_log_sum[j] == -infinity<Accumulator>();
+            Accumulator product = Accumulator(0);
+#pragma unroll
+            for (int k = j * LANES; k < BATCH && k < (j + 1) * LANES; ++k)
+                if (k == i && !empty) product = products[k];
+            weigh &= !empty;
+            weightless |= empty && is_valid(i);
+            nonfinite |= !empty && !(is_finite(own_log_sum[j]) && is_finite(product));
+            const bool has_dlse = !empty && dlse != nullptr;
+            const int row = first + i * AT_ONCE;
+            log2_sums[row] = empty ? infinity<Accumulator>()
+                                   : log2_sum_of_kept(p, own_log_sum[j] * Accumulator(LOG2_E));
+            // +infinity stands for no weight; a row with such an lse has NaN gradients.
+            if (MARKS_NONFINITE && own_log_sum[j] == infinity<Accumulator>())
+                log2_sums[row] = own_log_sum[j] - own_log_sum[j];
+            deltas[row] = delta_of_kept(
+                p, product - (has_dlse ? dlse[query(i) * p.dlse_row_stride] : Accumulator(0)));
+        }
+        if (MARKS_NONFINITE && !__all_sync(FULL_WARP, weigh))
+#pragma unroll 1
+            for (int i = 0; i < BATCH; ++i) {
+                if (!is_in_memory(i) || log_sum(i) != -infinity<Accumulator>()) continue;
+                nonfinite |=
+                    RowPart<HEAD_DIM_V>(dout + query(i) * p.dout_row_stride).may_be_nonfinite();
+                nonfinite |=
+                    RowPart<HEAD_DIM>(head.q + query(i) * p.q_row_stride).may_be_nonfinite();
+            }
     }
 
     weightless = __syncthreads_or(weightless) != 0;

@@ -6,10 +6,13 @@
 //
 // The kernel backward_rows ran before, sum_dq runs after this one.
 #include "gradients.cuh"
+#include "ptx/overlap.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     fa1_backward(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char smem[];
+    admit_kernel_behind();
+    await_kernel_before();
     const HeadBlock block(p, blockIdx.x);
     const Head head = locate_head(p, block.head, block.region);
     const auto more = [&](int key_tile) {

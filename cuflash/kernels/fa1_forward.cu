@@ -16,6 +16,7 @@
 // docs/kernels.md says what bounds its speed.
 #include "nonfinite.cuh"
 #include "numeric.cuh"
+#include "ptx/overlap.cuh"
 #include "tiles/copies.cuh"
 #include "tiles/softmax.cuh"
 #include "tiles/mma.cuh"
@@ -121,6 +122,7 @@ __device__ __forceinline__ void load_queries(Tile::Shared* Q_smem, const Params&
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     fa1_forward(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char smem[];
+    await_kernel_before();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     Tile::Shared* const K_smem = reinterpret_cast<Tile::Shared*>(smem + shared_at::K);
     Tile::Shared* const V_smem = reinterpret_cast<Tile::Shared*>(smem + shared_at::V);

@@ -9,10 +9,13 @@
 // the heads that these have marked.
 #include "gradients.cuh"
 #include "planes/gradient_factors.cuh"
+#include "ptx/overlap.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     fa2_backward(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char smem[];
+    admit_kernel_behind();
+    await_kernel_before();
     int index = blockIdx.x;
     if (ORDERED) {
         // Numbers in the order in which blocks start, which that of blockIdx need not be.

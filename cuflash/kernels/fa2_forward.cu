@@ -44,12 +44,13 @@ static_assert(is_laid_out<Tile::Shared>(tile_bytes::Q, Q_TILE) &&
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     fa2_forward(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char smem[];
+    if (SPLIT) admit_kernel_behind();
+    await_kernel_before();
     Tile::Shared* const Q_smem = reinterpret_cast<Tile::Shared*>(smem + shared_at::Q);
     Tile::Shared* const K_smem = reinterpret_cast<Tile::Shared*>(smem + shared_at::K);
     Tile::Shared* const V_smem = reinterpret_cast<Tile::Shared*>(smem + shared_at::V);
     Tile::Shared* const exchange = reinterpret_cast<Tile::Shared*>(smem + shared_at::exchange);
 
-    if (SPLIT) admit_kernel_behind();
     const int warp = threadIdx.x / 32;
     int query_tiles = p.query_tiles;
     if constexpr (AFTER_PLANES && !SAME_BLOCKS) query_tiles = tiles_behind(p);

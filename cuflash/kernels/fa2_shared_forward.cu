@@ -15,6 +15,7 @@
 // Grid: as fa2_forward.cu.
 #include "forward_loads.cuh"
 #include "nonfinite.cuh"
+#include "ptx/overlap.cuh"
 #include "tiles/shared_softmax.cuh"
 #include "seams/key_tiles.cuh"
 #include "seams/output.cuh"
@@ -35,6 +36,7 @@ static_assert(is_laid_out<Tile::Shared>(tile_bytes::Q, Q_TILE) &&
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     fa2_shared_forward(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char smem[];
+    await_kernel_before();
     Tile::Shared* const Q_smem = reinterpret_cast<Tile::Shared*>(smem + shared_at::Q);
     Tile::Shared* const K_smem = reinterpret_cast<Tile::Shared*>(smem + shared_at::K);
     Tile::Shared* const V_smem = reinterpret_cast<Tile::Shared*>(smem + shared_at::V);

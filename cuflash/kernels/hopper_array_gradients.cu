@@ -29,6 +29,7 @@
 #include "hopper/array_steps.cuh"
 #include "hopper/array_stores.cuh"
 #include "hopper/begin_block.cuh"
+#include "ptx/overlap.cuh"
 
 // Pairs of columns whose numbers are loaded together: ptxas loads no more ahead than to the next
 // __syncwarp, else registers are short.
@@ -208,6 +209,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     SharedMemory& smem = *static_cast<SharedMemory*>(__cvta_shared_to_generic(SHARED_BASE));
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
     begin_block(tables, [&] { smem.barriers.init(); });
+    await_kernel_before();
 
     if (warpgroup == 0) {
         release_registers<PRODUCER_REGISTERS>();

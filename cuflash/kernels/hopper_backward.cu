@@ -34,6 +34,7 @@
 #include "hopper/begin_block.cuh"
 #include "hopper/gradient_block.cuh"
 #include "hopper/gradient_rows.cuh"
+#include "ptx/overlap.cuh"
 
 // Sets infinities and NaN of a tile to zero, and calls `note` with the byte where there was one. All
 // threads of both consumers take part. It goes by words, since registers are short.
@@ -301,6 +302,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
              i += THREADS * CHUNK_BYTES)
             *reinterpret_cast<Vector<u32>*>(smem.K + i) = {};
     begin_block(tables, [&] { barriers.init(), smem.items.init(KEY_ITEM_READERS); });
+    admit_kernel_behind();
+    await_kernel_before();
 
     if (warpgroup == 0) {
         release_registers<PRODUCER_REGISTERS>();

@@ -29,6 +29,7 @@
 #include "hopper/gradient_rows.cuh"
 #include "hopper/keys_block.cuh"
 #include "hopper/packed_weights.cuh"
+#include "ptx/overlap.cuh"
 #include "tiles/units.cuh"
 
 // Clears Q and dO of a step, when both consumers have read them.
@@ -100,6 +101,8 @@ __device__ __forceinline__ void sum_values(const Params& p, SharedMemory& smem) 
             const auto log2_sums = now.load_stats(0);
             PackedStep::Rows rows;
             rows.load(tile, p, now.head, now.q_begin, now.k_begin);
+            const TileBits bits(p, now.head, facts.visit.bits, 0, k_begin, now.q_begin);
+            const PackedStep::Shown shown = load_tile_bits(tile, bits);
             wait_products<0>(S);
             rows.exchange(tile);
             if (i > 0 && speaks) barriers.dO_empty[slot ^ 1].arrive();
@@ -107,8 +110,7 @@ __device__ __forceinline__ void sum_values(const Params& p, SharedMemory& smem) 
             now.to_probabilities(weights, S, log2_sums, rows);
             if (item.opens && i == 0) await_check();
             const bool nonfinite = smem.row_stats[slot][NONFINITE] != 0;
-            if (facts.is_cut || nonfinite || nonfinite_keys)
-                now.hide(weights, TileBits(p, now.head, facts.visit.bits, 0, k_begin, now.q_begin));
+            if (facts.is_cut || nonfinite || nonfinite_keys) now.hide(weights, bits, shown);
             if (nonfinite) {
                 nonfinite_queries = true;
                 barriers.dO_full[slot].wait(step.parity());
@@ -239,6 +241,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     SharedMemory& smem = *reinterpret_cast<SharedMemory*>(bytes);
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
     begin_block(tables, [&] { smem.barriers.init(), smem.items.init(KEY_ITEM_READERS); });
+    admit_kernel_behind();
+    await_kernel_before();
 
     if (warpgroup == 0) {
         release_registers<PRODUCER_REGISTERS>();

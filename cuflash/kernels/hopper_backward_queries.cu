@@ -23,6 +23,7 @@
 #include "hopper/gradient_stores.cuh"
 #include "hopper/queries_block.cuh"
 #include "hopper/query_steps.cuh"
+#include "ptx/overlap.cuh"
 
 // Clears K of a step, when both consumers have read it.
 __device__ __forceinline__ void clear_keys(SharedMemory& smem, int slot) {
@@ -41,6 +42,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Barriers& barriers = smem.barriers;
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
     begin_block(tables, [&] { smem.barriers.init(), smem.items.init(QUERY_ITEM_READERS); });
+    await_kernel_before();
 
     if (warpgroup == 0) {
         release_registers<PRODUCER_REGISTERS>();
@@ -112,12 +114,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             const bool cut = sight.seen == Sight::SOME || nonfinite_keys || stats.nonfinite;
             QueryStep::Rows rows;
             rows.load(tile, p, now.head, now.q_begin, now.k_begin);
+            const TileBits bits(p, now.head, sight.bits, 0, now.k_begin, q_begin);
+            QueryStep::Shown shown;
+            shown.load(tile, bits);
             wait_products<1>(S);
             release_keys(slot ^ 1);
             holds_keys = true;
             now.to_weights(S, rows);
             // The branch keeps the compiler from taking exponentials behind the wait for dP.
-            if (cut) now.hide(S, TileBits(p, now.head, sight.bits, 0, now.k_begin, q_begin));
+            if (cut) now.hide(S, bits, shown);
             settle(S);
             wait_products<0>(dP);
             __syncwarp();  // all lanes have read what came with K

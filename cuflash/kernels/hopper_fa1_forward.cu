@@ -35,6 +35,7 @@
 #include "uniform.cuh"
 #include "tiles/warpgroup.cuh"
 #include "hopper/fa1_block.cuh"
+#include "ptx/overlap.cuh"
 
 // O += weight * value for the infinities and NaN among the values that a row sees of a pair's
 // steps: the products saw zeros there. O is a slab of the state. Rare, hence slow and small.
@@ -74,6 +75,7 @@ __device__ __forceinline__ void add_nonfinite_values(const Params& p, const Head
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     hopper_fa1_forward(const __grid_constant__ Params p, const __grid_constant__ Tables tables) {
     extern __shared__ __align__(1024) unsigned char bytes[];
+    await_kernel_before();
     SharedMemory& smem = *reinterpret_cast<SharedMemory*>(bytes);
     const HeadBlock block(p, blockIdx.x);
     Barriers& barriers = smem.barriers;

@@ -38,6 +38,7 @@
 #include "tiles/warpgroup.cuh"
 #include "hopper/of_halves.cuh"
 #include "hopper/block.cuh"
+#include "ptx/overlap.cuh"
 
 // O += weight * value for the infinities and NaN among the values that a row sees: the products saw
 // some of them as zeros. O is a warp's rows of the result. Rare, hence slow and small.
@@ -96,6 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
     if (PAGED) check_shared_base(bytes);
     begin_block(tables, [&] { barriers.init(), smem.items.init(ITEM_READERS); });
+    await_kernel_before();
 
     if (warpgroup == 0) {
         if constexpr (MOVES_REGISTERS) release_registers<PRODUCER_REGISTERS>();
@@ -104,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         else if (is_copier())
             copy_tiles(p, tables, smem);
         else if (is_clearer())
-            clear_tiles(smem);
+            clear_tiles(p, smem);
         return;
     }
     if constexpr (MOVES_REGISTERS) claim_registers<CONSUMER_REGISTERS>();

@@ -22,6 +22,7 @@
 #include "hopper/keys_block.cuh"
 #include "planes/row_scales.cuh"
 #include "planes/turned_step.cuh"
+#include "ptx/overlap.cuh"
 #include "tiles/units.cuh"
 
 // The first consumer: P^T, which it passes on, and dV.
@@ -65,14 +66,15 @@ __device__ __forceinline__ void sum_values(const Params& p, SharedMemory& smem) 
                                  k_begin};
             TurnedStep::Rows rows;
             rows.load(tile, p, head, now.q_begin, k_begin);
+            const TileBits bits(p, head, facts.visit.bits, 0, k_begin, now.q_begin);
+            const TurnedStep::Shown shown = load_tile_bits(tile, bits);
             wait_products<0>(S);
             settle(small);
             rows.exchange(tile);
             combine(S, small, item.located.score_factor);
             TurnedStep::Tile& W = SCORE_HAS_SLOPE ? sloped : S;
             now.to_weights(S, W, rows);
-            if (facts.is_cut)
-                now.hide(S, W, TileBits(p, head, facts.visit.bits, 0, k_begin, now.q_begin));
+            if (facts.is_cut) now.hide(S, W, bits, shown);
             if (smem.row_stats[slot][NONFINITE] != 0) dV.held = false;
             barriers.P_empty[slot].wait(step.parity() ^ 1);
             store_units<WARPGROUP>(reinterpret_cast<Accumulator*>(smem.P[slot][0]), W, thread);
@@ -176,6 +178,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     SharedMemory& smem = *reinterpret_cast<SharedMemory*>(bytes);
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
     begin_block(tables, [&] { smem.barriers.init(), smem.items.init(WARPS); });
+    admit_kernel_behind();
+    await_kernel_before();
 
     if (warpgroup == 0) {
         release_registers<PRODUCER_REGISTERS>();

@@ -20,6 +20,7 @@
 #include "hopper/queries_block.cuh"
 #include "hopper/query_steps.cuh"
 #include "planes/row_scales.cuh"
+#include "ptx/overlap.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     hopper_planes_backward_queries(const __grid_constant__ Params p,
@@ -29,6 +30,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Barriers& barriers = smem.barriers;
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
     begin_block(tables, [&] { smem.barriers.init(), smem.items.init(QUERY_ITEM_READERS); });
+    admit_kernel_behind();
+    await_kernel_before();
 
     if (warpgroup == 0) {
         release_registers<PRODUCER_REGISTERS>();
@@ -91,12 +94,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             const QueryStep now{p, tile, head, stats, q_begin, key_tile * BLOCK_K};
             QueryStep::Rows rows;
             rows.load(tile, p, head, q_begin, now.k_begin);
+            const TileBits bits(p, head, sight.bits, 0, now.k_begin, q_begin);
+            QueryStep::Shown shown;
+            shown.load(tile, bits);
             wait_products<1>(S);
             settle(small_S);
             combine(S, small_S, item.located.score_factor);
             now.to_weights(S, rows);
             const bool cut = sight.seen == Sight::SOME;
-            if (cut) now.hide(S, TileBits(p, head, sight.bits, 0, now.k_begin, q_begin));
+            if (cut) now.hide(S, bits, shown);
             settle(S);  // exponentials come before the wait for dP
             wait_products<0>(dP);
             settle(small_dP);

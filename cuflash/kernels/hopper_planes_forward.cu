@@ -23,6 +23,7 @@
 #include "planes/of_planes.cuh"
 #include "hopper/begin_block.cuh"
 #include "hopper/block.cuh"
+#include "ptx/overlap.cuh"
 
 // A weight is at most 2^LAZY of its row's origin, and half precision ends at 2^16.
 constexpr int LAZY = 1;
@@ -35,6 +36,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Barriers& barriers = smem.barriers;
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
     begin_block(tables, [&] { smem.barriers.init(), smem.items.init(ITEM_READERS); });
+    admit_kernel_behind();
+    await_kernel_before();
 
     if (warpgroup == 0) {
         if constexpr (MOVES_REGISTERS) release_registers<PRODUCER_REGISTERS>();
@@ -43,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         else if (is_copier())
             copy_tiles(p, tables, smem);
         else if (is_clearer())
-            clear_tiles(smem);
+            clear_tiles(p, smem);
         return;
     }
     if constexpr (MOVES_REGISTERS) claim_registers<CONSUMER_REGISTERS>();

@@ -1,9 +1,11 @@
 // dK in the caller's type: the tiles that Hopper's kernels of backward have left, summed over the heads
 // that share these rows, in the order of the heads. Grid: one block per (row of heads, key tile).
 #include "hopper/sum_rows.cuh"
+#include "ptx/overlap.cuh"
 
 extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
     hopper_sum_dk(const __grid_constant__ Params p) {
+    await_kernel_before();
     sum_rows<BLOCK_K, HEAD_DIM, padded(HEAD_DIM)>(
         p.dk, p.dk_row_stride, p.dk_axis_stride, p.dk_sum, p.scale, p, p.key_tiles,
         key_tile_at<BLOCK_K>(p, blockIdx.x % p.key_tiles, p.key_tiles));

@@ -5,6 +5,7 @@
 // memory, so that whole rows of dQ are written at a time. Where blocks added in order, a part to which
 // nobody has added holds no numbers: its turn is still 0.
 #include "hopper/dq_parts.cuh"
+#include "ptx/overlap.cuh"
 #include "shared_rows.cuh"
 
 static_assert(SIDE_THREADS == 2 * WARPGROUP, "threads hold a tile as the consumers did");
@@ -37,6 +38,7 @@ __device__ __forceinline__ void turn(TurnedTile& tile, const float (&sums)[2][DQ
 extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
     hopper_sum_dq(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char bytes[];
+    await_kernel_before();
     TurnedTile& turned = *reinterpret_cast<TurnedTile*>(bytes);
     const int tile = blockIdx.x % p.query_tiles, consumer = threadIdx.x / WARPGROUP;
     const RegionTile place = query_tile_at<BLOCK_Q>(p, tile, p.query_tiles);

@@ -1,10 +1,14 @@
 // The lists of tiles that show something, from what mask_tiles found.
 //
 // Grid: one warp per row of tiles. Each has room for all tiles of its row, so that no row needs to
-// know of another; tiles stay in the order of their columns.
+// know of another; tiles stay in the order of their columns. Marks of clean values begin as 0 here.
+#include "hopper/clean_values.cuh"
+#include "ptx/overlap.cuh"
 #include "seams/tile_lists.cuh"
 
 extern "C" __global__ void __launch_bounds__(32) mask_lists(const __grid_constant__ Params p) {
+    admit_kernel_behind();
+    await_kernel_before();
     static_assert(is_laid_out<int4>(tile_bytes::mask_entries, 1) &&
                       is_laid_out<int2>(tile_bytes::mask_ranges, 1),
                   "the plan's tiles in the workspace are those of the kernel");
@@ -27,4 +31,9 @@ extern "C" __global__ void __launch_bounds__(32) mask_lists(const __grid_constan
         count += __popc(found);
     }
     if (lane == 0) p.mask_ranges[blockIdx.x] = make_int2(int(begin), int(begin) + count);
+    if constexpr (CLEAN_PARTS > 0) {
+        const i64 marks = i64(p.head_count) * p.key_tiles * CLEAN_PARTS;
+        for (i64 i = i64(blockIdx.x) * 32 + lane; i < marks; i += i64(gridDim.x) * 32)
+            p.clean_values[i] = 0;
+    }
 }

@@ -3,9 +3,12 @@
 //
 // Grid: one warp per tile of queries of every list. Each has room for all tiles of keys, so that none
 // needs to know of another; they stay in their order. A lane searches a tile of keys' list.
+#include "ptx/overlap.cuh"
 #include "query_lists.cuh"
 
 extern "C" __global__ void __launch_bounds__(32) mask_queries(const __grid_constant__ Params p) {
+    admit_kernel_behind();
+    await_kernel_before();
     static_assert(is_laid_out<int4>(tile_bytes::mask_query_entries, 1) &&
                       is_laid_out<int2>(tile_bytes::mask_query_ranges, 1),
                   "the plan's tiles in the workspace are those of the kernel");

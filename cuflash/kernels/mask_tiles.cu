@@ -6,6 +6,7 @@
 // the mask's transpose, the strides of its rows and columns are exchanged.
 //
 // Reads every element of the array once, where that is broadcast every element of what is there.
+#include "ptx/overlap.cuh"
 #include "seams/tile_lists.cuh"
 
 // Where the elements of a list begin.
@@ -32,6 +33,8 @@ __device__ __forceinline__ u32 bits_of(const uint4& bytes) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) mask_tiles(const __grid_constant__ Params p) {
+    admit_kernel_behind();
+    await_kernel_before();
     static_assert(is_laid_out<u32>(tile_bytes::mask_bits, MASK_ROWS * TileBits::WORDS) &&
                       is_laid_out<unsigned char>(tile_bytes::mask_states, 1),
                   "the plan's tiles in the workspace are those of the kernel");

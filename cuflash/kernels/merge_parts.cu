@@ -28,6 +28,7 @@ __device__ __forceinline__ PartRange parts_of_row(const Params& p, const Head& h
 
 extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
     merge_parts(const __grid_constant__ Params p) {
+    if (VARLEN) await_kernel_before();  // another kernel says where sequences begin
     const i64 rows = i64(p.head_count) * p.query_length;
     const u32 row = blockIdx.x * MERGE_WARPS + threadIdx.x / 32;
     const int lane = threadIdx.x % 32, own_row = row % p.query_length;
@@ -39,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
     Accumulator* const lse = p.lse == nullptr ? nullptr
                                               : p.lse + locate(p, head.index, p.lse_axis_stride) +
                                                     own_row * p.lse_row_stride;
-    await_kernel_before();
+    if (!VARLEN) await_kernel_before();
     if (row >= rows) return;
     const auto sums_of = [&](int part) {
         return part < parts.end ? *reinterpret_cast<const Vector<Accumulator, 2>*>(

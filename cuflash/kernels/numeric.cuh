@@ -28,6 +28,9 @@ constexpr bool SAME<A, A> = true;
 constexpr __host__ __device__ int round_up(int value, int multiple) {
     return (value + multiple - 1) / multiple * multiple;
 }
+constexpr __host__ __device__ int divide_up(int value, int divisor) {
+    return (value + divisor - 1) / divisor;
+}
 
 // Whether a tile of so many elements has the size that the plan says.
 template <typename T>
@@ -39,10 +42,6 @@ constexpr bool is_laid_out(int bytes, int elements) {
 // three instructions instead of thirty. `value` is not negative.
 __device__ __forceinline__ int divide(int value, u64 reciprocal) {
     return int(__umulhi(2 * u32(value), u32(reciprocal)) >> u32(reciprocal >> 32));
-}
-
-__device__ __forceinline__ int divide_up(int value, int divisor) {
-    return (value + divisor - 1) / divisor;
 }
 
 template <typename A>

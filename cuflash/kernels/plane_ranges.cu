@@ -4,6 +4,7 @@
 // heads share each head is looked at once.
 #include "planes/block_range.cuh"
 #include "planes/plane_chunk.cuh"
+#include "ptx/overlap.cuh"
 #include "tiles/copies.cuh"
 
 template <int COLUMNS>
@@ -22,6 +23,8 @@ __device__ __forceinline__ PlaneRange range_of(const PlaneChunk& chunk) {
 
 extern "C" __global__ void __launch_bounds__(PLANE_THREADS)
     plane_ranges(const __grid_constant__ Params p) {
+    admit_kernel_behind();
+    await_kernel_before();
     const PlaneChunk chunk = find_chunk(p);
     const PlaneRange range = range_of_block<PLANE_THREADS>(
         chunk.is_values ? range_of<HEAD_DIM_V>(chunk) : range_of<HEAD_DIM>(chunk));

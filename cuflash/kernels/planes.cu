@@ -4,6 +4,7 @@
 // Grid: as in plane_ranges.cu, which has run before.
 #include "planes/block_range.cuh"
 #include "planes/plane_chunk.cuh"
+#include "ptx/overlap.cuh"
 #include "tiles/copies.cuh"
 
 // Of low planes of queries and keys: in backward these are summed as well as scored.
@@ -55,6 +56,8 @@ __device__ __forceinline__ int write_planes(const PlaneChunk& chunk, int exponen
 
 extern "C" __global__ void __launch_bounds__(PLANE_THREADS)
     planes(const __grid_constant__ Params p) {
+    admit_kernel_behind();
+    await_kernel_before();
     const PlaneChunk chunk = find_chunk(p);
     PlaneRange range;
     for (int i = threadIdx.x; i < chunk.parts; i += PLANE_THREADS)

@@ -7,6 +7,7 @@
 //
 // Shared memory: the maximum of each warp.
 #include "numeric.cuh"
+#include "ptx/overlap.cuh"
 
 constexpr int START_WARPS = START_THREADS / 32;
 
@@ -52,5 +53,7 @@ __device__ __forceinline__ void find_all_starts(const P& p, int* warp_maxima) {
 extern "C" __global__ void __launch_bounds__(START_THREADS)
     sequence_starts(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char smem[];
+    admit_kernel_behind();
+    await_kernel_before();
     find_all_starts(p, reinterpret_cast<int*>(smem));
 }

@@ -7,6 +7,7 @@
 // without weight, or one that does not exist, has an lse of +infinity there and adds 0.
 #include "array_heads.cuh"
 #include "numeric.cuh"
+#include "ptx/overlap.cuh"
 #include "row_stats.cuh"
 #include "seams/hooks.cuh"
 #include "seams/sequence.cuh"
@@ -15,6 +16,7 @@
 extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
     sink_gradients(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char bytes[];
+    await_kernel_before();
     Accumulator* const of_warps = reinterpret_cast<Accumulator*>(bytes);
     const ArrayHeads heads(p, blockIdx.x);
     Accumulator sum = Accumulator(0);

@@ -3,6 +3,7 @@
 // tile).
 #include "gradients.cuh"
 #include "planes/gradient_factors.cuh"
+#include "ptx/overlap.cuh"
 #include "shared_rows.cuh"
 
 // Rows of D columns from q_begin on: by way of shared memory where whole rows can go that way.
@@ -24,6 +25,7 @@ __device__ __forceinline__ void store_query_rows(Element* rows, i64 row_stride, 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS) sum_dq(const __grid_constant__ Params p) {
+    await_kernel_before();
     const int tile_index = blockIdx.x % p.query_tiles;
     const RegionTile place = query_tile_at<BLOCK_Q>(p, tile_index, p.query_tiles);
     if (!place.exists()) return;

@@ -2,9 +2,11 @@
 // heads that share these rows, in the order of the heads. Grid: one block per (row of heads, key
 // tile).
 #include "gradients.cuh"
+#include "ptx/overlap.cuh"
 #include "shared_rows.cuh"
 
 extern "C" __global__ void __launch_bounds__(THREADS) sum_dv(const __grid_constant__ Params p) {
+    await_kernel_before();
     const int tile_index = blockIdx.x % p.key_tiles;
     const RegionTile place = key_tile_at<BLOCK_K>(p, tile_index, p.key_tiles);
     if (!place.exists()) return;

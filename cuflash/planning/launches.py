@@ -20,7 +20,7 @@ class Buffer(NamedTuple):
 
 class Launch(NamedTuple):
     """One kernel of a plan, as it is launched. One that `follows` waits by itself for the end of
-    the one before, so that it can be launched ahead of it.
+    the one before, so that it can be launched ahead of it: a plan says so.
     """
 
     name: str

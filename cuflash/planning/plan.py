@@ -25,6 +25,7 @@ ALGOS: tuple[Algo, ...] = ("fa1", "fa2", "fa3")
 DEFAULT_ALGOS: tuple[Algo, ...] = ("fa2", "fa3")
 WORKSPACE_ALIGNMENT = 256  # bytes
 MOST_OTHERS = 6  # which a plan prints
+FOLLOWING_ARCH = 90  # from here on kernels can wait for others (kernels/ptx/overlap.cuh)
 
 # The modules of the engines, the fastest first. Hopper's engine has several.
 _ENGINE_MODULES = (
@@ -88,8 +89,10 @@ class Plan:
 
     @property
     def kernels(self) -> tuple[Launch, ...]:
-        """What is launched, in this order."""
-        return self.tile.launches(self.problem, self.device)
+        """What is launched, in this order. Each one follows the one before, where devices can."""
+        launches = self.tile.launches(self.problem, self.device)
+        can = self.device.arch >= FOLLOWING_ARCH
+        return tuple(kernel._replace(follows=can and i > 0) for i, kernel in enumerate(launches))
 
     @property
     def query_tiles(self) -> int:

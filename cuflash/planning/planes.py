@@ -113,6 +113,10 @@ class PlanesTile(WgmmaTile):
         """Whether keys may lie in pages."""
         return False
 
+    def clean_parts(self, problem: Problem) -> int:
+        """None: planes hold neither infinities nor NaN."""
+        return 0
+
     @property
     def behind(self) -> simt.SimtTile:
         """The row of the kernel that works on what this one leaves out, with the same tiles."""

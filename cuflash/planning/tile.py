@@ -502,11 +502,7 @@ class KernelTile(Tile):
         merge: tuple[Launch, ...] = ()
         if self.span:
             rows = problem.head_count * problem.query_length
-            merge = (
-                Launch(
-                    "merge_parts", ceil_div(rows * 32, MERGE_THREADS), MERGE_THREADS, follows=True
-                ),
-            )
+            merge = (Launch("merge_parts", ceil_div(rows * 32, MERGE_THREADS), MERGE_THREADS),)
         main = self.around(problem, self.main_launch(problem, device))
         return (*starts, *lists, *main, *self._array_launches(problem, device), *merge)
 
@@ -565,6 +561,10 @@ class KernelTile(Tile):
         wanted = self._wanted(problem)
         return declarations(wanted, problem.score, self.read) if wanted else ""
 
+    def clean_parts(self, problem: Problem) -> int:
+        """Parts of a tile of values of which is remembered that there is nothing to clear."""
+        return 0
+
     def main_launch(self, problem: Problem, device: Device) -> Launch:
         """The kernel that does the work."""
         grid = self.blocks(problem)
@@ -599,6 +599,7 @@ class KernelTile(Tile):
             "DROPS": problem.dropout,
             "DROPOUT_BLOCK": QUERY_BLOCK,
             "DROPOUT_ROUNDS": ROUNDS,
+            "CLEAN_PARTS": self.clean_parts(problem),
             "MASKED": bool(problem.mask),
             "MASK_IS_COMPUTED": bool(problem.mask_form.text),
             "MASK_ROWS": self.scored[0],

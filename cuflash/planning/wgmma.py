@@ -110,14 +110,21 @@ class WgmmaTile(HopperTile):
         """Whether warps bring the elements of an array for each query and key to shared memory."""
         return problem.score.reads_pairs and not self.keys_outside
 
+    def clean_parts(self, problem: Problem) -> int:
+        """Two warps clear values. They remember what is clean where all tiles may be cut."""
+        return 2 if problem.mask == "elements" and not self.keys_outside else 0
+
     @property
     def _row_pitch(self) -> int:
         """Bytes from row to row of such elements, of two bytes, as kernels lay them out."""
         return 2 * self.block_k + CHUNK_BYTES
 
     def workspace(self, problem: Problem) -> tuple[Buffer, ...]:
-        """O, l and m of fa1, as registers hold them."""
+        """O, l and m of fa1, as registers hold them; which tiles of values are clean."""
         masks = super().workspace(problem)
+        if parts := self.clean_parts(problem):
+            tiles = problem.head_count * self.key_tiles(problem)
+            return (*masks, Buffer("clean_values", 4 * parts, tiles))
         if not self.keys_outside:
             return masks
         row = (self.widths(problem)[1] + 2) * ITEM_BYTES[problem.accumulator]

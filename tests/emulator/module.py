@@ -121,8 +121,9 @@ class Module:
         build.run(["g++", "-shared", str(compiled), "-o", str(target)])
 
     def launch(
-        self, kernel, grid, block, args, shared_bytes=0, seed=0, memory=None, truncates=False
-    ):
+        self, kernel, grid, block, args, shared_bytes=0, seed=0, memory=None, truncates=False,
+        follows=False,
+    ):  # fmt: skip
         """Run a kernel over a grid.
 
         Parameters
@@ -143,6 +144,9 @@ class Module:
             Where the addresses lie; tensor maps place their arrays there.
         truncates : bool
             Whether wgmma cuts off of sums what an H200's does, else they are rounded.
+        follows : bool
+            Whether it may begin ahead of the end of the kernel launched before, so that it has to
+            wait (``griddepcontrol.wait``) before it touches what that one does.
 
         Raises
         ------
@@ -159,8 +163,9 @@ class Module:
         self._runtime.emu_module_range(ctypes.c_void_p(self._begin), ctypes.c_void_p(self._end))
         self._runtime.emu_truncate(int(truncates))
         failed = self._runtime.emu_launch(
-            entry, pointers, grid, block, int(shared_bytes), int(seed), int(self.mode == "check")
-        )
+            entry, pointers, grid, block, int(shared_bytes), int(seed), int(self.mode == "check"),
+            int(follows),
+        )  # fmt: skip
         del buffers
         if self.mode == "fast":
             self._runtime.emu_assume_written()

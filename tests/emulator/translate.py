@@ -504,7 +504,7 @@ def _(asm, m, ops):
     return f"emu_thread_fence({int('cta' not in m[0])});"
 
 
-@_ptx(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32|prefetch\.tensormap|griddepcontrol\.\w+")
+@_ptx(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32|prefetch\.tensormap")
 def _(asm, m, ops):
     return ";"
 
@@ -716,8 +716,8 @@ def _(asm, m, ops):
 
 
 @_ptx(r"griddepcontrol\.(wait|launch_dependents)")
-def _(asm, m, ops):
-    return ""  # kernels run one after the other
+def _(asm, m, ops):  # kernels run one after the other, but the checker is told who has waited
+    return "emu_await_kernels();" if m[1] == "wait" else ""
 
 
 _ORDERS = {"acquire": 1, "release": 2, "acq_rel": 3}

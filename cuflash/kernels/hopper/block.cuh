@@ -2,6 +2,7 @@
 // producer's threads. Reads the prelude, and hopper/of_halves.cuh or planes/of_planes.cuh.
 #pragma once
 #include "hopper/barriers.cuh"
+#include "hopper/clean_values.cuh"
 #include "few_registers.cuh"
 #include "hopper/items.cuh"
 #include "hopper/paged_tiles.cuh"
@@ -38,6 +39,7 @@ struct SharedMemory {
     alignas(16) unsigned char rows[STAGES_ROWS ? WARPS * StagedRows<BLOCK_K>::WARP_BYTES : 16];
 };
 static_assert(BLOCK_Q == CONSUMERS * SLAB, "a consumer has SLAB queries");
+static_assert(CLEAN_PARTS == 0 || CLEAN_PARTS == CLEARERS, "each who clears has marks");
 static_assert(sizeof(SharedMemory::Q) == shared_at::K &&
                   sizeof(SharedMemory::K) == shared_at::V - shared_at::K &&
                   sizeof(SharedMemory::V) == shared_at::barriers - shared_at::V,
@@ -136,7 +138,8 @@ __device__ __forceinline__ void copy_tiles(const Params& p, const Tables& tables
 }
 
 // The clearing warps clear the values of cut tiles.
-__device__ __forceinline__ void clear_tiles(SharedMemory& smem) {
+template <typename P>
+__device__ __forceinline__ void clear_tiles(const P& p, SharedMemory& smem) {
     Barriers& barriers = smem.barriers;
     Ring<STAGES> ring;
     u32 parities = 0;  // of the phases that V_landed are in, a bit per slot
@@ -149,11 +152,15 @@ __device__ __forceinline__ void clear_tiles(SharedMemory& smem) {
             const int slot = ring.slot;
             ring.advance();
             if (!CLEARS || !SCORE_MAY_HIDE && !item.keys.is_cut(item.keys[i])) continue;
+            u32* const mark = clean_mark(p, item.head, item.keys[i].tile, threadIdx.x / 64);
+            const bool clean = mark != nullptr && __all_sync(FULL_WARP, is_clean(mark));
             barriers.V_landed[slot].wait(parities >> slot & 1);
             parities ^= 1 << slot;
-            clear_values<Tile::Values::BYTES>(
-                smem.V[slot], barriers.V_full[slot],
-                [&](int part, bool any) { item.nonfinite[part] |= any; });
+            const auto note = [&](int part, bool any) {
+                item.nonfinite[part] |= any;
+                if (mark != nullptr && !any) mark_clean(mark);
+            };
+            clear_values<Tile::Values::BYTES>(smem.V[slot], barriers.V_full[slot], note, clean);
         }
         __syncwarp();  // all lanes have read the item
         if (threadIdx.x % 32 == 0) reader.release(item);

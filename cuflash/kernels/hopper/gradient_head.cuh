@@ -4,6 +4,7 @@
 #pragma once
 #include "hopper/map_position.cuh"
 #include "planes/gradient_factors.cuh"
+#include "seams/position.cuh"
 #include "seams/sequence.cuh"
 
 // Of operands in planes.
@@ -14,20 +15,21 @@ struct alignas(16) GradientHead : HeadFactors {
     MapPosition q_position, k_position, v_position, dout_position;
     Element *dq, *dk, *dv;  // the head's rows
 
-    // Each of the PARTS is long in divisions, so several threads work them out.
+    // Each of the PARTS takes a while, so several threads work them out.
     static constexpr int PARTS = 10;
     template <typename P>
-    __device__ __forceinline__ void find(const P& p, int index, int part, int region) {
-        if (part == 0) head = locate_head(p, index, region);
-        if (part == 1) q_position = find_position(p, index, p.q_axis_stride);
-        if (part == 2) k_position = find_position(p, index, p.k_axis_stride);
-        if (part == 3) v_position = find_position(p, index, p.v_axis_stride);
-        if (part == 4) dout_position = find_position(p, index, p.dout_axis_stride);
-        if (part == 5) dq = p.dq + locate(p, index, p.dq_axis_stride);
-        if (part == 6) dk = p.dk + locate(p, index, p.dk_axis_stride);
-        if (part == 7) dv = p.dv + locate(p, index, p.dv_axis_stride);
-        if (part == 8) this->find_scores(p, index);
-        if (part == 9) this->find_values(p, index);
+    __device__ __forceinline__ void find(const P& p, const Position& position, const Head& of,
+                                         int part, int region) {
+        if (part == 0) head = of;
+        if (part == 1) q_position = find_position(p, position, p.q_axis_stride);
+        if (part == 2) k_position = find_position(p, position, p.k_axis_stride);
+        if (part == 3) v_position = find_position(p, position, p.v_axis_stride);
+        if (part == 4) dout_position = find_position(p, position, p.dout_axis_stride);
+        if (part == 5) dq = p.dq + position.offset(p, p.dq_axis_stride);
+        if (part == 6) dk = p.dk + position.offset(p, p.dk_axis_stride);
+        if (part == 7) dv = p.dv + position.offset(p, p.dv_axis_stride);
+        if (part == 8) this->find_scores(p, of.index);
+        if (part == 9) this->find_values(p, of.index);
         if constexpr (VARLEN) {
             if (part == 5) dq += p.query_starts[region] * p.dq_row_stride;
             if (part == 6) dk += p.key_starts[region] * p.dk_row_stride;
@@ -35,15 +37,13 @@ struct alignas(16) GradientHead : HeadFactors {
         }
     }
 
-    static __device__ __forceinline__ MapPosition find_position(const Params& p, int index,
+    static __device__ __forceinline__ MapPosition find_position(const Params& p,
+                                                                const Position& position,
                                                                 const long long* strides) {
-        MapPosition position = {};
-        for (int axis = p.axes - 1; axis >= 0; --axis) {
-            const int outer = divide(index, p.axis_reciprocal[axis]);
-            if (axis < MAP_AXES && strides[axis] != 0)
-                position.at[axis] = index - outer * p.axis_size[axis];
-            index = outer;
-        }
-        return position;
+        MapPosition found;
+#pragma unroll
+        for (int axis = 0; axis < MAP_AXES; ++axis)
+            found.at[axis] = strides[axis] != 0 ? position.at[axis] : 0;
+        return found;
     }
 };

@@ -40,7 +40,9 @@ struct Weights {
 struct PackedStep {
     static constexpr int ROWS = Scores::ROWS, PAIRS = Scores::COLUMNS / 2;
     using Rows = LoadedColumns<Scores, ROWS, Scores::COLUMNS>;  // of captured arrays
-    static constexpr u32 HIDDEN = 0x80008000;                   // a pair of -0
+    using Columns = Scores::FromFirstColumn;
+    using Shown = LoadedTile<Scores>;          // by a mask
+    static constexpr u32 HIDDEN = 0x80008000;  // a pair of -0
 
     const Params& p;
     const Scores& tile;
@@ -112,7 +114,8 @@ struct PackedStep {
 
     // Sets the weights of hidden pairs to -0, whatever their scores and lse are, and those of queries
     // without weight. The sign tells -0 from a weight that is too small for a number.
-    __device__ __forceinline__ void hide(Weights& weights, const TileBits& bits) const {
+    __device__ __forceinline__ void hide(Weights& weights, const TileBits& bits,
+                                         const Shown& shown) const {
         int first[ROWS], last[ROWS];
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
@@ -128,9 +131,10 @@ struct PackedStep {
 #pragma unroll
                 for (int e = 0; e < 2; ++e) {
                     const int column = tile.column(2 * m + e);
-                    const bool hidden = column < first[i] || column > last[i] ||
-                                        log2_sums.at[e] == infinity<Accumulator>() ||
-                                        !bits.has(tile.row(i), column);
+                    const bool hidden =
+                        column < first[i] || column > last[i] ||
+                        log2_sums.at[e] == infinity<Accumulator>() ||
+                        !shown.has(Columns{tile}, bits, tile.column(0), i, 2 * m + e);
                     mask |= hidden ? 0xffffu << 16 * e : 0;
                 }
                 const auto hide_pair = [&](Packed& packed) {

@@ -36,16 +36,18 @@ __device__ __forceinline__ void prefetch_panels(const TensorMap* map, int row,
 
 // Clears the infinities and NaN of a tile of values: a product would bring 0 * NaN into rows that
 // do not see the key. Each of the CLEARERS does its part of the tile, and has `note` remember by
-// that part's number whether it found any.
+// that part's number whether it found any. It need not look at one that `is_clean`.
 template <int BYTES, typename Note>
-__device__ __forceinline__ void clear_values(unsigned char* values, Barrier& full,
-                                             const Note& note) {
+__device__ __forceinline__ void clear_values(unsigned char* values, Barrier& full, const Note& note,
+                                             bool is_clean = false) {
     const int lane = threadIdx.x % 32, part = threadIdx.x / 64;
     constexpr int UNITS = BYTES / 16 / CLEARERS;
     Element* const tile = reinterpret_cast<Element*>(values);
-    const bool any = clear_nonfinite_units<UNITS>(tile + part * UNITS * CHUNK<Element>, lane);
-    if (lane == 0) note(part, any);
-    publish_to_async_units();
+    if (!is_clean) {
+        const bool any = clear_nonfinite_units<UNITS>(tile + part * UNITS * CHUNK<Element>, lane);
+        if (lane == 0) note(part, any);
+        publish_to_async_units();
+    }
     __syncwarp();  // all lanes have published what they cleared
     if (lane == 0) full.arrive();
 }

@@ -39,6 +39,7 @@ struct QueryStats {
 struct QueryStep {
     static constexpr int ROWS = QueryScores::ROWS, COLUMNS = QueryScores::COLUMNS;
     using Rows = LoadedRows<QueryScores, ROWS, COLUMNS>;  // of captured arrays
+    using Shown = TurnedBits<QueryScores>;                // by a mask
 
     const Params& p;
     const QueryScores& tile;
@@ -70,9 +71,10 @@ struct QueryStep {
     }
 
     // Sets the weights of hidden pairs to -0, whatever they were, and those of queries without weight.
-    // The rows of `bits` are keys.
+    // The rows of `bits` are keys; `shown` was loaded of them.
     __device__ __forceinline__ void hide(Accumulator (&weights)[ROWS][COLUMNS],
-                                         const TileBits& bits) const {
+                                         const TileBits& bits, Shown& shown) const {
+        shown.turn(tile);
         int first[ROWS], last[ROWS];
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
@@ -85,7 +87,7 @@ struct QueryStep {
 #pragma unroll
             for (int i = 0; i < ROWS; ++i) {
                 const int column = tile.column(j);
-                if (column < first[i] || column > last[i] || !bits.has(column, tile.row(i)))
+                if (column < first[i] || column > last[i] || !shown.has(tile, bits, i, j))
                     weights[i][j] = -Accumulator(0);
             }
     }

@@ -14,6 +14,8 @@ struct TurnedStep {
     static constexpr int ROWS = Scores::ROWS, COLUMNS = Scores::COLUMNS;
     using Tile = Accumulator[ROWS][COLUMNS];
     using Rows = LoadedColumns<Scores, ROWS, COLUMNS>;  // of captured arrays
+    using Columns = Scores::FromFirstColumn;
+    using Shown = LoadedTile<Scores>;  // by a mask
 
     const Params& p;
     const Scores& tile;
@@ -51,7 +53,8 @@ struct TurnedStep {
     }
 
     // Sets the weights of hidden pairs to -0, whatever they were, and those of queries without weight.
-    __device__ __forceinline__ void hide(Tile& P, Tile& W, const TileBits& bits) const {
+    __device__ __forceinline__ void hide(Tile& P, Tile& W, const TileBits& bits,
+                                         const Shown& shown) const {
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             const VisibleQueries visible(p, head, k_begin + tile.row(i));
@@ -59,7 +62,8 @@ struct TurnedStep {
 #pragma unroll
             for (int j = 0; j < COLUMNS; ++j) {
                 const int column = tile.column(j);
-                if (column < first || column > last || !bits.has(tile.row(i), column) ||
+                if (column < first || column > last ||
+                    !shown.has(Columns{tile}, bits, tile.column(0), i, j) ||
                     stats(0, j / 2).at[j % 2] == infinity<Accumulator>())
                     P[i][j] = W[i][j] = Accumulator(-0.0);
             }

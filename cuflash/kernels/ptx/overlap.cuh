@@ -1,17 +1,19 @@
 // Kernels of one call that overlap (griddepcontrol, sm_90 on). One instruction per function.
 //
-// The plan launches a kernel that `follows` another one ahead of that one's end: what comes before
-// all it reads of it, the launch above all, costs no time then.
+// The plan launches each kernel that follows another one ahead of that one's end: so its launch, and
+// what its blocks do before they wait, cost no time.
 #pragma once
 #include "numeric.cuh"
 
 // Waits until the kernel before is done and what it has written can be read. Every block of a kernel
-// that follows does so: else the next call's kernels might come too early.
+// that can follow another one does so before it touches what other kernels of the call do: not only for
+// itself, but also because the kernel behind waits for the end of this one alone.
 __device__ __forceinline__ void await_kernel_before() {
     if constexpr (ARCH >= 90) asm volatile("griddepcontrol.wait;" : : : "memory");
 }
 
-// Lets the kernel behind begin as soon as all blocks of this one have.
+// Lets the kernel behind begin as soon as all blocks of this one have, for kernels that mostly have one
+// behind them: the last one of a call took 1 us longer with it (H200, merge_parts).
 __device__ __forceinline__ void admit_kernel_behind() {
     if constexpr (ARCH >= 90) asm volatile("griddepcontrol.launch_dependents;" : : : "memory");
 }

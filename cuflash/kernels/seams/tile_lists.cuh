@@ -136,6 +136,10 @@ struct LoadedBits {
                                          const TileBits& bits, int column) const {
         bits.hide(values, hidden, tile, column);
     }
+    __device__ __forceinline__ bool has(const Tile& tile, const TileBits& bits, int column, int i,
+                                        int j) const {
+        return bits.has(tile.row(i), column + tile.column(j));
+    }
 };
 // else the words of a warp's values from a column on. They are shifted when they are used: a shift
 // behind the load would wait for it.
@@ -168,6 +172,68 @@ struct LoadedBits<Tile, ROWS, COLUMNS, true> {
                     if (c >= 0 && c < 32 && !(shown >> c & 1)) values[i][j] = hidden;
                 }
             }
+    }
+    // Whether the mask shows value (i, j).
+    __device__ __forceinline__ bool has(const Tile& tile, const StoredTile&, int, int i,
+                                        int j) const {
+        const int c = tile.column(j);
+        return words[i][c / 32] >> shift >> c % 32 & 1;
+    }
+};
+
+// The bits of a warpgroup's tile of scores.
+template <typename Tile>
+using LoadedTile = LoadedBits<typename Tile::FromFirstColumn, Tile::ROWS, Tile::COLUMNS>;
+template <typename Tile>
+__device__ __forceinline__ LoadedTile<Tile> load_tile_bits(const Tile& tile, const TileBits& bits) {
+    LoadedTile<Tile> loaded;
+    loaded.load({tile}, bits, tile.column(0));
+    return loaded;
+}
+
+// The same of a tile whose rows are 64 keys, to a warpgroup whose rows are its columns: 64 queries.
+template <typename Tile, bool LOADS = MASKED && !MASK_IS_COMPUTED>
+struct TurnedBits {
+    __device__ __forceinline__ void load(const Tile&, const TileBits&) {}
+    __device__ __forceinline__ void turn(const Tile&) {}
+    __device__ __forceinline__ bool has(const Tile& tile, const TileBits& bits, int i,
+                                        int j) const {
+        return bits.has(tile.column(j), tile.row(i));
+    }
+};
+template <typename Tile>
+struct TurnedBits<Tile, true> {
+    static_assert(Tile::ROWS == 2 && Tile::COLUMNS == 16, "16 queries of a warp, 64 keys");
+    u32 words[2];          // of the keys `lane` and 32 + `lane`: those that have the warp's queries
+    u32 shown[2][2] = {};  // of the lane's queries, for each half of the keys
+
+    __device__ __forceinline__ void load(const Tile& tile, const StoredTile& bits) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            words[half] = bits.is_full() ? ~0u : bits.word(32 * half + tile.lane, 16 * tile.warp);
+    }
+    // Gives each lane the bits of its queries. All lanes take part.
+    __device__ __forceinline__ void turn(const Tile& tile) {
+        const int shift = 16 * tile.warp % 32;
+        u32 bits = words[0] >> shift & 0xffff | words[1] >> shift << 16;
+        // 32 x 32 bits change rows and columns: lane r has row r.
+        constexpr u32 LOW[] = {0x55555555, 0x33333333, 0x0f0f0f0f, 0x00ff00ff, 0x0000ffff};
+#pragma unroll
+        for (int level = 4; level >= 0; --level) {
+            const int width = 1 << level;
+            const u32 theirs = __shfl_xor_sync(FULL_WARP, bits, width), low = LOW[level];
+            bits = tile.lane & width ? bits & ~low | theirs >> width & low
+                                     : bits & low | (theirs & low) << width;
+        }
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+#pragma unroll
+            for (int half = 0; half < 2; ++half)
+                shown[i][half] = __shfl_sync(FULL_WARP, bits, 16 * half + 8 * i + tile.lane / 4) >>
+                                 tile.lane % 4 * 2;
+    }
+    __device__ __forceinline__ bool has(const Tile&, const StoredTile&, int i, int j) const {
+        return shown[i][j / 8] >> (j / 2 % 4 * 8 + j % 2) & 1;
     }
 };
 

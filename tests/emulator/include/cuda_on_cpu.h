@@ -93,6 +93,7 @@ void emu_atomic(void* address, int operation, int type, const void* value, void*
 void emu_load_strong(const void* address, void* value, int bytes, int acquire, emu_where);
 void emu_store_strong(void* address, const void* value, int bytes, int release, emu_where);
 void emu_thread_fence(int scope);
+void emu_await_kernels();
 void emu_yield(emu_where);
 emu_u32 emu_shared_address(const void* pointer);
 void* emu_shared_pointer(emu_u32 address);

@@ -42,6 +42,7 @@ static std::shared_ptr<const BlockClocks> join_blocks(const std::shared_ptr<cons
 void Knowledge::join(const Knowledge& other) {
     join_clock(own, other.own);
     join_clock(fenced, other.fenced);
+    kernels_before |= other.kernels_before;
     others = join_blocks(others, other.others);
 }
 static bool knows_other_block(const Actor& actor, u32 block, u32 agent, u32 clock) {
@@ -50,6 +51,7 @@ static bool knows_other_block(const Actor& actor, u32 block, u32 agent, u32 cloc
     return found != actor.knows->others->end() && entry(*found->second, agent) >= clock;
 }
 static inline bool knows(const Actor& actor, u32 block, u32 agent, u32 clock) {
+    if (block < first_block) return actor.knows->kernels_before;
     if (block == actor.block) return entry(actor.knows->own, agent) >= clock;
     return knows_other_block(actor, block, agent, clock);
 }
@@ -112,6 +114,7 @@ Window* find_window(const char* a, size_t bytes) {
 static const char* window_name(const Window& w) { return w.kind == SHARED ? "shared" : "global"; }
 
 static std::string agent_name(u32 block, u32 agent, const Actor& me) {
+    if (block < first_block) return "a kernel before, which griddepcontrol.wait awaits";
     std::string name;
     size_t threads = (size_t)block_dim.x * block_dim.y * block_dim.z, warps = (threads + 31) / 32;
     if (agent < threads)
@@ -120,7 +123,7 @@ static std::string agent_name(u32 block, u32 agent, const Actor& me) {
         name = "wgmma of warp " + std::to_string(agent - threads);
     else
         name = "an asynchronous copy";
-    if (block != me.block) name += " of block " + std::to_string(block);
+    if (block != me.block) name += " of block " + std::to_string(block - first_block);
     return name;
 }
 [[noreturn]] static void report_race(const char* what, const Window& w, long offset,
@@ -138,8 +141,9 @@ static std::string agent_name(u32 block, u32 agent, const Actor& me) {
 // The access must be ordered after the cell's last write.
 static inline void check_writer(const Window& w, const Cell& c, u8 mask, bool strong, long offset,
                                 const char* what, const Actor& me, const void* caller) {
-    if (!c.writer_block || !(c.bytes & mask) || (strong && c.strong)) return;
+    if (!c.writer_block || !(c.bytes & mask)) return;
     u32 block = c.writer_block - 1;
+    if (strong && c.strong && block >= first_block) return;
     if (!knows(me, block, c.writer, c.writer_clock))
         report_race(what, w, offset, c.strong ? "atomic write" : "write", block, c.writer, me,
                     caller);
@@ -153,7 +157,8 @@ static void write_cell(const Window& w, Cell& c, u8 mask, bool strong, long offs
                        const char* what, const Actor& me, const void* caller) {
     for (int k = 0; k < c.readers; k++) {
         const Reader& r = c.reader[k];
-        if ((r.bytes & mask) && !(strong && r.strong) && !knows(me, r.block, r.agent, r.clock))
+        if (strong && r.strong && r.block >= first_block) continue;
+        if ((r.bytes & mask) && !knows(me, r.block, r.agent, r.clock))
             report_race(what, w, offset, "read", r.block, r.agent, me, caller);
     }
     c.writer_block = me.block + 1;
@@ -321,6 +326,7 @@ void forget_publications() {
 static void learn(const Published& p) {
     Knowledge& mine = current->knows;
     u32 here = current->block->number;
+    mine.kernels_before |= p.knowledge.kernels_before;
     if (p.block == here) {
         mine.join(p.knowledge);
         return;
@@ -369,6 +375,8 @@ static void release_to(const void* address, bool release, bool keep) {
     place = published;
     current->knows.own[current->id]++;
 }
+// What kernels before have written and read is over, and can be seen.
+extern "C" void emu_await_kernels() { current->knows.kernels_before = true; }
 extern "C" void emu_thread_fence(int) {
     if (!checking) return;
     for (auto& p : current->seen) learn(*p);

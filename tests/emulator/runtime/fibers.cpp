@@ -6,6 +6,7 @@
 // Other seeds pick threads, copies and the number of resident blocks at random. Blocks become
 // resident one after another, and also whenever all resident threads wait for memory to change: so
 // blocks that hand work to each other through flags run interleaved.
+#include <algorithm>
 #include <csetjmp>
 #include <csignal>
 #include <cstdarg>
@@ -22,7 +23,7 @@ Fiber* current;
 bool checking;
 int seed;
 constexpr int EAGER = -1;
-u32 shared_bytes;
+u32 shared_bytes, first_block;
 Index3 block_dim, grid_dim;
 Stats stats;
 const emu_where* issued;
@@ -339,7 +340,7 @@ static void admit(u32 number) {
     idle.pop_back();
     resident.push_back(&block);
     stats.blocks++;
-    block.number = number;
+    block.number = first_block + number;
     block.index = {number % grid_dim.x, number / grid_dim.x % grid_dim.y,
                    number / grid_dim.x / grid_dim.y};
     block.alive = threads;
@@ -381,21 +382,26 @@ static void admit(u32 number) {
 
 static void retire(Block& block) {
     finish_copies_of(block);
+    u32 number = block.number - first_block;
+    if (checking && first_block &&
+        std::none_of(block.fibers.begin(), block.fibers.end(),
+                     [](const Fiber& fiber) { return fiber.knows.kernels_before; }))
+        fail("block %u ends without griddepcontrol.wait: the next kernel might come too early",
+             number);
     for (int i = 0; i < 16; i++)
         if (block.barriers[i].arrived)
-            fail("block %u ends with %d arrivals on barrier %d (first at %s:%d)", block.number,
+            fail("block %u ends with %d arrivals on barrier %d (first at %s:%d)", number,
                  block.barriers[i].arrived, i, block.barriers[i].where.file,
                  block.barriers[i].where.line);
     for (auto& [address, barrier] : block.mbarriers)
         if (barrier.bytes)
-            fail("block %u ends with the mbarrier at shared+%u expecting %ld more bytes",
-                 block.number, address - SHARED_BASE, barrier.bytes);
+            fail("block %u ends with the mbarrier at shared+%u expecting %ld more bytes", number,
+                 address - SHARED_BASE, barrier.bytes);
     for (size_t w = 0; w + 3 < block.warps.size(); w += 4)
         for (size_t i = 1; i < 4; i++)
             if (block.warps[w + i].wgmma_count != block.warps[w].wgmma_count)
                 fail("block %u ends with %u wgmma by warp %zu but %u by warp %zu of its warpgroup",
-                     block.number, block.warps[w].wgmma_count, w, block.warps[w + i].wgmma_count,
-                     w + i);
+                     number, block.warps[w].wgmma_count, w, block.warps[w + i].wgmma_count, w + i);
 }
 
 [[noreturn]] static void deadlock(bool livelock) {
@@ -417,8 +423,8 @@ static void retire(Block& block) {
         char line[512], caller[32] = "";
         if (group.second->caller) snprintf(caller, sizeof caller, " @%p", group.second->caller);
         snprintf(line, sizeof line, " %d threads (first: block %u thread %d) in %s:%d%s;",
-                 group.first, group.second->block->number, group.second->id, place.first.c_str(),
-                 place.second, caller);
+                 group.first, group.second->block->number - first_block, group.second->id,
+                 place.first.c_str(), place.second, caller);
         text += line;
     }
     current = nullptr;
@@ -487,7 +493,8 @@ extern "C" const char* emu_message() { return message; }
 extern "C" const Stats* emu_stats() { return &stats; }
 
 extern "C" int emu_launch(void (*entry_point)(void**), void** arguments, const u32* grid,
-                          const u32* block, u32 shared, int schedule, int check) {
+                          const u32* block, u32 shared, int schedule, int check, int follows) {
+    first_block = follows ? first_block + grid_dim.x * grid_dim.y * grid_dim.z : 0;
     kernel = entry_point;
     kernel_arguments = arguments;
     grid_dim = {grid[0], grid[1], grid[2]};
@@ -506,7 +513,7 @@ extern "C" int emu_launch(void (*entry_point)(void**), void** arguments, const u
     for (auto& window : windows)
         if (checking) {
             if (!window.cells) window.allocate_cells();
-            window.forget_accesses();
+            if (!follows) window.forget_accesses();
         }
 
     // Failures inside a thread leave its stack at once, so signals need a stack of their own.

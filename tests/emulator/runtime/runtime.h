@@ -43,6 +43,7 @@ struct Knowledge {
     Clock own;                                  // about the agents of the own block
     Clock fenced;                               // the part of own that passed a proxy fence
     std::shared_ptr<const BlockClocks> others;  // about the agents of other blocks
+    bool kernels_before = false;                // that they have ended: griddepcontrol.wait
 
     void join(const Knowledge& other);
 };
@@ -194,7 +195,7 @@ struct MBarrier {
     std::vector<std::pair<int, int>> waiting;  // thread, parity
 };
 struct Block {
-    u32 number;
+    u32 number;  // among those of the kernels that follow each other
     Index3 index;
     char* arena;
     char* shared;
@@ -215,6 +216,7 @@ extern Fiber* current;  // null while the scheduler itself runs
 extern bool checking;
 extern int seed;
 extern u32 shared_bytes;
+extern u32 first_block;  // the number of the launch's first one: those before are of kernels before
 extern Index3 block_dim, grid_dim;
 static const size_t STACK = 256 << 10;  // of a thread
 // The shared window starts here, as on sm_90; so address 0 is never valid.
