@@ -51,3 +51,31 @@ def test_a_wrong_mark_is_caught(monkeypatch):
 
 def test_marks_that_nobody_has_cleared_are_caught(monkeypatch):
     must_be_caught(monkeypatch, r"p\.clean_values\[i\] = 0;", ";", check)
+
+
+def check_bias(schedule=0):
+    """The same with a bias of -infinity in the place of the mask."""
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, n, 64)).astype(ml_dtypes.bfloat16) for n in (2000, 300, 300))
+    v[0, 140, 3], v[1, 5, 60] = np.nan, -np.inf
+    bias = rng.standard_normal((2, 2000, 300)).astype(ml_dtypes.bfloat16)
+    bias[0, :1500, 140] = -np.inf
+    options = {"bias": bias}
+    result = attention(q, k, v, engine="wgmma", device=FEW, schedule=schedule, **options)
+    assert_forward_close(*result[:2], q, k, v, **options)
+    return result
+
+
+def test_scores_that_hide_keys_have_marks_of_their_own(monkeypatch):
+    fewer = check_bias()
+    assert [kernel.name for kernel in fewer.plan.kernels] == ["clear_marks", "hopper_forward"]
+    found = plant(monkeypatch, (r"return clean != 0;", "return false;"))
+    assert check_bias().stats["accesses"] - fewer.stats["accesses"] > 20 * 1024
+    assert any(found)
+
+
+def test_few_queries_have_none():
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.standard_normal((2, 300, 64)).astype(ml_dtypes.bfloat16) for _ in "qkv")
+    result = attention(q, k, v, bias=np.zeros((300, 300), q.dtype), engine="wgmma", device=FEW)
+    assert [kernel.name for kernel in result.plan.kernels] == ["hopper_forward"]

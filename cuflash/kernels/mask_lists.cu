@@ -31,9 +31,5 @@ extern "C" __global__ void __launch_bounds__(32) mask_lists(const __grid_constan
         count += __popc(found);
     }
     if (lane == 0) p.mask_ranges[blockIdx.x] = make_int2(int(begin), int(begin) + count);
-    if constexpr (CLEAN_PARTS > 0) {
-        const i64 marks = i64(p.head_count) * p.key_tiles * CLEAN_PARTS;
-        for (i64 i = i64(blockIdx.x) * 32 + lane; i < marks; i += i64(gridDim.x) * 32)
-            p.clean_values[i] = 0;
-    }
+    clear_own_marks(p, i64(blockIdx.x) * 32 + lane, i64(gridDim.x) * 32);
 }

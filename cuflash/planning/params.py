@@ -36,7 +36,7 @@ _OFFSETS = {"cu_seqlens_q": "const Offset*", "cu_seqlens_k": "const Offset*"}
 _STARTS = {"query_starts": "int*", "key_starts": "int*", "next_item": "unsigned int*"}
 _MASK_WORKSPACE = {
     "": {}, "blocks": {},
-    "elements": {**_LISTS, "mask_states": "unsigned char*", "clean_values": "unsigned int*"},
+    "elements": {**_LISTS, "mask_states": "unsigned char*"},
 }  # fmt: skip
 _WORKSPACE = {
     False: {"state": "Accumulator*", "part_out": "Accumulator*", "part_sums": "Accumulator*"},
@@ -48,6 +48,9 @@ _WORKSPACE = {
 # Planes of float32 operands, the ranges of their numbers, which heads planes hold, and which rows
 # are worked on again.
 _PLANES = {"plane_ranges": "void*", "held_heads": "void*", "again": "unsigned int*"}
+
+# Which tiles of values are clean.
+_MARKS = {"clean_values": "unsigned int*"}
 
 _ARRAY_SUMS = {"array_sums": "Accumulator*"}
 
@@ -107,6 +110,8 @@ def _pointer_types(problem: Problem) -> tuple[dict[str, str], dict[str, str], di
     workspace = {**_MASK_WORKSPACE[problem.mask], **_WORKSPACE[problem.backward]}
     if problem.backward and problem.mask:
         workspace |= _QUERY_LISTS
+    if problem.cuts_all and not problem.backward:
+        workspace |= _MARKS
     if problem.has_planes:
         workspace |= {f"{x}_planes": "void*" for x in READ[problem.backward]} | _PLANES
     if problem.is_packed:

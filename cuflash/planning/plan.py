@@ -170,6 +170,7 @@ class Plan:
         dv_sum), whose turn it is to add to which tile of dQ (turns), which tile is next (tickets),
         and which tiles of keys hold infinities or NaN (nonfinite_keys). The tiles of a mask of
         elements: lists (mask_ranges, mask_entries), what each tile shows (mask_bits, mask_states).
+        Which tiles of values have nothing to clear, where all may be cut (clean_values).
         Where two kernels of backward walk a mask, also lists for tiles of queries
         (mask_query_ranges, mask_query_entries). Where packed sequences begin (query_starts,
         key_starts), and which item is next (next_item). Sums for gradients of arrays that scores

@@ -204,6 +204,11 @@ class Problem:
         return self.own_heads[names.index(operand)] if self.own_heads else self.head_count
 
     @property
+    def cuts_all(self) -> bool:
+        """Whether keys may be hidden in any tile: by an array of bool, or by scores."""
+        return self.mask == "elements" or self.score.hides
+
+    @property
     def is_packed(self) -> bool:
         """Whether the rows of a head are those of several sequences."""
         return self.sequences is not None

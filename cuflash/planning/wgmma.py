@@ -10,11 +10,13 @@ from typing import Any
 from ..dropout import QUERY_BLOCK as DROPOUT_BLOCK
 from ..operands.dtypes import CHUNK_BYTES, ITEM_BYTES
 from .hopper import BARRIER_BYTES, WARPGROUP_ROWS, HopperTile
-from .launches import Buffer, MapBox
+from .launches import Buffer, Launch, MapBox
 from .problem import Device, Problem
 from .products import product
+from .tile import ceil_div
 
 ROW_WARP = 16  # rows of a tile of scores that a warp has
+MANY_LOOKS = 8  # tiles of queries: so many looks cost more than a kernel that clears marks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +113,20 @@ class WgmmaTile(HopperTile):
         return problem.score.reads_pairs and not self.keys_outside
 
     def clean_parts(self, problem: Problem) -> int:
-        """Two warps clear values. They remember what is clean where all tiles may be cut."""
-        return 2 if problem.mask == "elements" and not self.keys_outside else 0
+        """Two warps clear values. They remember what is clean where all tiles may be cut, and many
+        tiles of queries look, or a kernel for the mask's lists runs before anyway.
+        """
+        many = problem.mask == "elements" or self.query_tiles(problem) >= MANY_LOOKS
+        return 2 if problem.cuts_all and many and not self.keys_outside else 0
+
+    def around(self, problem: Problem, main: Launch) -> tuple[Launch, ...]:
+        """Marks of what is clean are cleared first."""
+        kernels = super().around(problem, main)
+        parts = self.clean_parts(problem)
+        if not parts or problem.mask == "elements":
+            return kernels
+        marks = parts * problem.head_count * self.key_tiles(problem)
+        return (Launch("clear_marks", ceil_div(marks, self.threads), self.threads), *kernels)
 
     @property
     def _row_pitch(self) -> int:
