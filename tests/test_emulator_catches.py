@@ -895,14 +895,16 @@ WRONG_MASKS = [
      "= true ? key_tile - 1 :", ORDER),
     ("the tile before is hidden by the band", r"previous < first \?", "previous < 0 ?",
      {**ORDER, **BAND}),
-    ("made: a ragged word counts as full", r"width <= 0 \|\| bits == .*?;",
-     "width < 32 || bits == ~0u;", {}),
+    ("made: a ragged word counts as full", r"return bits == \(width.*?;",
+     "return width < 32 || bits == ~0u;", {}),
     ("made: one thread judges a tile", r"all = __syncthreads_and\(all\);", "", {}),
     ("made: what shows something is full", r"state == FULL \? -1", "state != EMPTY ? -1", {}),
     ("made: the row before", r"&& \*above == EMPTY", "&& false", ORDER),
     ("made: entries one place on", r"\(1u << lane\) - 1", "(2u << lane) - 1", {}),
-    ("made: the first list's elements", r"p\.mask \+ locate_list\(.*?\);", "p.mask;", {}),
-    ("made: elements of the first column", r"first \* p\.mask_column_stride;", "0;", BACKWARD),
+    ("made: the first list's elements", r"p\.mask \+ locate_list\(.*?\) \+", "p.mask +", {}),
+    ("made: elements of the first column", r"column_begin \* p\.mask_column_stride", "0", BACKWARD),
+    ("made: of rows side by side the neighbour's", r"if \(row == lane\) own",
+     "if (row == (lane ^ 1)) own", {**BACKWARD, "aligned": True}),
 ]  # fmt: skip
 
 
@@ -934,7 +936,7 @@ WRONG_CALLERS = [
 
 
 @functools.cache
-def masked_inputs(engine, algo, backward, nonfinite):
+def masked_inputs(engine, algo, backward, nonfinite, aligned):
     """dout, q, k, v and an array of bool; several tiles, some of them empty or full."""
     rng, dtype = np.random.default_rng(0), "bfloat16" if engine == "mma" else "float32"
     tile = tile_of(algo, engine, dtype, 32, backward=backward)
@@ -948,6 +950,8 @@ def masked_inputs(engine, algo, backward, nonfinite):
     mask[:, -2, 5] = mask[:, 3, -1] = False
     if nonfinite:
         v[..., 5, 3] = np.inf  # of a key that some queries of a tile see
+    if aligned:  # rows of the array begin at multiples of 16 bytes
+        mask = np.pad(mask, ((0, 0), (0, 0), (0, -m % 16)))[..., :m]
     return dout, q, k, v, mask
 
 
@@ -955,8 +959,9 @@ def masked_is_right(options, seeds=(0, 1, 2)):
     """Compare with the reference under several schedules; raises where something is wrong."""
     options = {"engine": "mma", "algo": "fa2", "kind": "elements", **options}
     engine, algo, kind = (options.pop(name) for name in ("engine", "algo", "kind"))
-    backward, nonfinite = (options.pop(name, False) for name in ("backward", "nonfinite"))
-    dout, q, k, v, options["mask"] = masked_inputs(engine, algo, backward, nonfinite)
+    backward = options.pop("backward", False)
+    inputs = [options.pop(name, False) for name in ("nonfinite", "aligned")]
+    dout, q, k, v, options["mask"] = masked_inputs(engine, algo, backward, *inputs)
     if kind == "blocks":
         options["mask"] = BlockMask.from_dense(options["mask"], 32)
     if backward:

@@ -1,7 +1,8 @@
 // A bool array cut into tiles: what it shows of each, as bits, and whether that is all or nothing.
 //
-// Grid: one block per tile of every list. A thread packs up to 32 columns of a row into a word, where
-// these lie side by side in memory 16 bytes at a time. mask_lists runs after this kernel and makes lists of it.
+// Grid: one block per tile of every list. A thread packs up to 32 columns of a row into a word. Where
+// columns lie side by side in memory it reads 16 bytes at a time; where rows do, a warp reads 32 rows and
+// columns so. mask_lists runs after this kernel and makes lists of it.
 // Tiles are as large as the attention kernel scores them at a time; for backward, which walks over
 // the mask's transpose, the strides of its rows and columns are exchanged.
 //
@@ -32,6 +33,41 @@ __device__ __forceinline__ u32 bits_of(const uint4& bytes) {
     return bits;
 }
 
+// A word of a row, and how many of its columns exist.
+struct Word {
+    u32 bits;
+    int width;
+    __device__ __forceinline__ bool is_full() const {
+        return bits == (width >= 32 ? ~0u : (1u << width) - 1);
+    }
+};
+
+// `width` elements of a row, so far apart.
+__device__ __forceinline__ Word read_row(const unsigned char* source, i64 stride, int width) {
+    const bool whole = stride == 1 && width == 32 && u64(source) % sizeof(uint4) == 0;
+    if (whole) {
+        const uint4* const loads = reinterpret_cast<const uint4*>(source);
+        return {bits_of(loads[0]) | bits_of(loads[1]) << 16, width};
+    }
+    u32 bits = 0;
+    for (int c = 0; c < width; ++c, source += stride) bits |= u32(*source != 0) << c;
+    return {bits, width};
+}
+
+// The same of 32 rows, of each lane its own, where rows lie side by side: each lane reads a column of
+// them, from `source` on.
+__device__ __forceinline__ Word read_rows(const unsigned char* source, int lane, int width) {
+    const uint4* const loads = reinterpret_cast<const uint4*>(source);
+    u32 column = 0, own = 0;
+    if (lane < width) column = bits_of(loads[0]) | bits_of(loads[1]) << 16;
+#pragma unroll
+    for (int row = 0; row < 32; ++row) {
+        const u32 bits = __ballot_sync(~0u, column >> row & 1);
+        if (row == lane) own = bits;
+    }
+    return {own, width};
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS) mask_tiles(const __grid_constant__ Params p) {
     admit_kernel_behind();
     await_kernel_before();
@@ -40,27 +76,40 @@ extern "C" __global__ void __launch_bounds__(THREADS) mask_tiles(const __grid_co
                   "the plan's tiles in the workspace are those of the kernel");
     constexpr int WORDS = TileBits::WORDS, WIDTH = MASK_COLUMNS < 32 ? MASK_COLUMNS : 32;
     const int column_tile = blockIdx.x % p.mask_columns, row = blockIdx.x / p.mask_columns;
-    const int row_tile = row % p.mask_rows;
-    const unsigned char* const mask = p.mask + locate_list(p, row / p.mask_rows);
+    const int row_tile = row % p.mask_rows, lane = threadIdx.x % 32;
+    const i64 column_begin = i64(column_tile) * MASK_COLUMNS;
+    const i64 row_begin = i64(row_tile) * MASK_ROWS;
+    const unsigned char* const mask = p.mask + locate_list(p, row / p.mask_rows) +
+                                      row_begin * p.mask_row_stride +
+                                      column_begin * p.mask_column_stride;
     bool some = false, all = true;
-    for (int unit = threadIdx.x; unit < MASK_ROWS * WORDS; unit += THREADS) {
-        const int r = unit / WORDS, word = unit % WORDS;
-        const i64 first = i64(column_tile) * MASK_COLUMNS + word * 32;
-        const i64 q = i64(row_tile) * MASK_ROWS + r;
-        const int width = q < p.mask_height ? int(min(i64(WIDTH), p.mask_width - first)) : 0;
-        const unsigned char* source = mask + q * p.mask_row_stride + first * p.mask_column_stride;
-        const bool whole = p.mask_column_stride == 1 && width == 32 &&
-                           reinterpret_cast<u64>(source) % sizeof(uint4) == 0;
-        u32 bits = 0;
-        if (whole) {
-            const uint4* const loads = reinterpret_cast<const uint4*>(source);
-            bits = bits_of(loads[0]) | bits_of(loads[1]) << 16;
+    const auto store = [&](int r, int word, const Word& found) {
+        p.mask_bits[(i64(blockIdx.x) * MASK_ROWS + r) * WORDS + word] = found.bits;
+        some |= found.bits != 0;
+        all &= found.is_full();
+    };
+    const auto width_of = [&](int word) {
+        return int(max(i64(0), min(i64(WIDTH), p.mask_width - column_begin - word * 32)));
+    };
+    // Of backward's tiles rows lie side by side, not columns.
+    const bool turned = MASK_ROWS % 32 == 0 && p.mask_row_stride == 1 &&
+                        row_begin + MASK_ROWS <= p.mask_height &&
+                        p.mask_column_stride % sizeof(uint4) == 0 && u64(mask) % sizeof(uint4) == 0;
+    if (turned) {
+        for (int unit = threadIdx.x / 32; unit < MASK_ROWS / 32 * WORDS; unit += THREADS / 32) {
+            const int first = unit / WORDS * 32, word = unit % WORDS;
+            const i64 column = word * 32 + lane;
+            store(first + lane, word,
+                  read_rows(mask + first + column * p.mask_column_stride, lane, width_of(word)));
         }
-        for (int c = whole ? width : 0; c < width; ++c, source += p.mask_column_stride)
-            bits |= u32(*source != 0) << c;
-        p.mask_bits[(i64(blockIdx.x) * MASK_ROWS + r) * WORDS + word] = bits;
-        some |= bits != 0;
-        all &= width <= 0 || bits == (width == 32 ? ~0u : (1u << width) - 1);
+    } else {
+        for (int unit = threadIdx.x; unit < MASK_ROWS * WORDS; unit += THREADS) {
+            const int r = unit / WORDS, word = unit % WORDS;
+            const unsigned char* const source =
+                mask + r * p.mask_row_stride + word * 32 * p.mask_column_stride;
+            const int width = row_begin + r < p.mask_height ? width_of(word) : 0;
+            store(r, word, read_row(source, p.mask_column_stride, width));
+        }
     }
     some = __syncthreads_or(some);
     all = __syncthreads_and(all);
