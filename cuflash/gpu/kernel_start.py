@@ -81,11 +81,13 @@ def _overlapping(function: Any, launch: Launch) -> Starter:
         ctypes.pointer(attribute), 1,
     )  # fmt: skip
     handle, current_stream = pointer(function.ptr), cupy.cuda.get_current_stream
+    address_of: Any = ctypes.addressof
+    view: Any = ctypes.c_char.from_buffer  # x.ctypes.data takes 1 us
 
     def start(arguments: tuple[NDArray[Any], ...]) -> None:
         config = _Config.from_buffer_copy(template)  # several threads may be here
         config.stream = current_stream().ptr
-        addresses = (pointer * len(arguments))(*[x.ctypes.data for x in arguments])
+        addresses = (pointer * len(arguments))(*[address_of(view(x)) for x in arguments])
         if status := call(config, handle, addresses, None):
             raise RuntimeError(f"cuLaunchKernelEx failed with CUDA error {status}")
 
