@@ -173,8 +173,8 @@ PLANTED = [
     ("numbers of rows are another sequence's",
      r"first \+= first_tile_at<ROWS>\(head\.query_origin, region_of\(head\)\);", "",
      backward_is_right, "wgmma"),
-    ("rows beside a sequence pass as finite", r"origin \+ q < p\.query_length",
-     "q < query_extent(p, head)", backward_is_right, "wgmma"),
+    ("rows beside a sequence pass as finite", r"origin \+ query\(i\) < p\.query_length",
+     "query(i) < query_extent(p, head)", backward_is_right, "wgmma"),
 ]  # fmt: skip
 
 

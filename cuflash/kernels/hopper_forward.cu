@@ -97,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
     if (PAGED) check_shared_base(bytes);
     begin_block(tables, [&] { barriers.init(), smem.items.init(ITEM_READERS); });
-    await_kernel_before();
+    if (VARLEN || CLEAN_PARTS > 0) await_kernel_before();  // else it is the first one
 
     if (warpgroup == 0) {
         if constexpr (MOVES_REGISTERS) release_registers<PRODUCER_REGISTERS>();
