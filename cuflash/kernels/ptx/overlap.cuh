@@ -12,8 +12,8 @@ __device__ __forceinline__ void await_kernel_before() {
     if constexpr (ARCH >= 90) asm volatile("griddepcontrol.wait;" : : : "memory");
 }
 
-// Lets the kernel behind begin as soon as all blocks of this one have, for kernels that mostly have one
-// behind them: the last one of a call took 1 us longer with it (H200, merge_parts).
+// Lets the kernel behind begin as soon as all blocks of this one have: of use to kernels that mostly have
+// one behind them.
 __device__ __forceinline__ void admit_kernel_behind() {
     if constexpr (ARCH >= 90) asm volatile("griddepcontrol.launch_dependents;" : : : "memory");
 }
