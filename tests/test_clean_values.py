@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases import FEW, random_mask
-from emulated import attention
+from emulated import attention, attention_varlen
 from emulator import available
 from test_emulator_catches import must_be_caught, plant
 from tolerance import assert_forward_close
@@ -79,3 +79,31 @@ def test_few_queries_have_none():
     q, k, v = (rng.standard_normal((2, 300, 64)).astype(ml_dtypes.bfloat16) for _ in "qkv")
     result = attention(q, k, v, bias=np.zeros((300, 300), q.dtype), engine="wgmma", device=FEW)
     assert [kernel.name for kernel in result.plan.kernels] == ["hopper_forward"]
+
+
+@pytest.mark.parametrize("schedule", [0, 1])
+def test_sequences_whose_keys_lie_in_pages(schedule):
+    """Tiles of one are not taken for another's."""
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((3 * 64, 1, 64)).astype(ml_dtypes.bfloat16)
+    k, v = (rng.standard_normal((48, 1, 16, 64)).astype(q.dtype) for _ in "kv")
+    table, starts = rng.permutation(48).reshape(3, 16), np.arange(0, 193, 64)
+    v[table[1, 0], 0, 5, 7] = v[table[2, 9], 0, 3, 2] = np.nan
+    mask = rng.random((3, 1, 64, 256)) < 0.5
+    mask[1, 0, :60, 5] = mask[2, 0, :60, 147] = False
+    options = {"mask": mask, "kv_lengths": np.full(3, 256), "page_table": table}
+    out = attention_varlen(
+        q,
+        k,
+        v,
+        starts,
+        max_seqlen_q=64,
+        engine="wgmma",
+        device=FEW,
+        schedule=schedule,
+        **options,
+    ).out
+    for b in range(3):
+        rows = slice(starts[b], starts[b + 1])
+        own = (x[table[b], 0].reshape(1, 256, 64) for x in (k, v))
+        assert_forward_close(out[None, rows, 0], None, q[None, rows, 0], *own, mask=mask[b])

@@ -117,6 +117,8 @@ class WgmmaTile(HopperTile):
         tiles of queries look, or a kernel for the mask's lists runs before anyway.
         """
         many = problem.mask == "elements" or self.query_tiles(problem) >= MANY_LOOKS
+        if problem.is_packed and problem.page_size:
+            many = False  # a head's tiles have no numbers over all sequences
         return 2 if problem.cuts_all and many and not self.keys_outside else 0
 
     def around(self, problem: Problem, main: Launch) -> tuple[Launch, ...]:
