@@ -256,7 +256,8 @@ def _tables(plan, kernel, layout, arrays, memory) -> list:
     maps = tensor_maps(plan, layout, kernel)
     if not maps:
         return []
-    packed = [TensorMap(arrays[name], *x).pack(memory) for name, x in maps.items()]
+    without_sector = [(name, x[:-1]) for name, x in maps.items()]  # the emulator has no cache
+    packed = [TensorMap(arrays[name], *x).pack(memory) for name, x in without_sector]
     order = work_order(plan)
     address = 0 if order is None else memory.place(order)
     size = tables_bytes(plan, len(maps))

@@ -573,7 +573,7 @@ def test_hopper_serves_what_fills_it():
         assert plan.engine == "wgmma"
         assert plan.compile_options == ("-arch=sm_90a",)
     rejected = [row for row, _ in make_plan(large, H200).rejected if "bfloat16" in row.dtypes]
-    assert all(row.reads_once for row in rejected if row.max_dim == 64)
+    assert not [row for row in rejected if row.max_dim == 64]
     assert make_plan(large, H200, engine="mma").engine == "mma"
     for p in (dataclasses.replace(large, backward=True), backward()):  # however few the blocks are
         gradients = make_plan(p, H200)

@@ -31,10 +31,22 @@ def test_dense():
     plan, maps = maps_of(zeros(2, 3, 100, 64), *(zeros(2, 3, 90, 64) for _ in "kv"))
     axes, box = (6, 1, 1), (1, 1, 1)  # both axes of heads walk as one
     strides = (64 * 2, 64 * 100 * 2, 16, 16)
-    assert maps["q"] == TensorMap((64, 100, *axes), strides, (64, 64, *box), 128)
+    assert maps["q"] == TensorMap((64, 100, *axes), strides, (64, 64, *box), 128, 128)
     strides = (64 * 2, 64 * 90 * 2, 16, 16)
-    assert maps["k"] == TensorMap((64, 90, *axes), strides, (64, plan.block_k, *box), 128)
+    assert maps["k"] == TensorMap((64, 90, *axes), strides, (64, plan.block_k, *box), 128, 128)
     assert maps["v"] == maps["k"]
+
+
+def test_sectors_that_memory_brings():
+    """Gradients gain from longer ones, see docs/few-queries.md."""
+    x = zeros(2, 3, 512, 64)
+    spec = Spec(x.shape, x.strides, x.dtype)
+    gradients = dict.fromkeys(("dout", "dq", "dk", "dv"), spec)
+    for backward, sector in ((False, 128), (True, 256)):
+        layout = make_layout(*[spec] * 3, gradients=gradients if backward else None)
+        plan = cuflash.plan(x, x, x, engine="wgmma", device=H200, backward=backward)
+        maps = tensor_maps(plan, layout)
+        assert {x.sector for x in maps.values()} == {sector}
 
 
 def test_heads_behind_positions_in_groups():

@@ -79,9 +79,10 @@ def table_maker(
         dims, strides = (ctypes.c_uint64 * rank)(*x.dims), (ctypes.c_uint64 * rank)(*x.strides)
         box, steps = (ctypes.c_uint32 * rank)(*x.box), (ctypes.c_uint32 * rank)(*[1] * rank)
         swizzle = {32: 1, 64: 2, 128: 3}[x.swizzle]  # CUtensorMapSwizzle
-        # No interleaving, sectors of 256 bytes promoted in L2, zeros outside.
+        sector = {64: 1, 128: 2, 256: 3}[x.sector]  # CUtensorMapL2promotion
+        # No interleaving, zeros outside.
         fixed.append(
-            (slot * MAP_BYTES, type_code, rank, (dims, strides, box, steps, 0, swizzle, 3, 0))
+            (slot * MAP_BYTES, type_code, rank, (dims, strides, box, steps, 0, swizzle, sector, 0))
         )
 
     def make(addresses: Sequence[int]) -> NDArray[Any]:

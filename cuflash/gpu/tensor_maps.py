@@ -19,13 +19,15 @@ class TensorMap(NamedTuple):
     Dimensions from the innermost on: columns, rows, then leading axes; of packed heads the last of
     these comes before the rows. A pool has rows of a page, then heads and pages. An axis along
     which the operand broadcasts has length 1. Strides count bytes and leave out the columns'. A row
-    of the box spans `swizzle` bytes.
+    of the box spans `swizzle` bytes. What the L2 cache misses comes from memory in sectors of
+    `sector` bytes.
     """
 
     dims: tuple[int, ...]
     strides: tuple[int, ...]
     box: tuple[int, ...]
     swizzle: int
+    sector: int
 
 
 def tensor_maps(plan: Plan, layout: Layout, kernel: str | None = None) -> dict[str, TensorMap]:
@@ -67,6 +69,7 @@ def tensor_maps(plan: Plan, layout: Layout, kernel: str | None = None) -> dict[s
             strides=tuple(step or CHUNK_BYTES for step in steps) + (CHUNK_BYTES,) * missing,
             box=(panel, *box),
             swizzle=panel * item,
+            sector=256 if p.backward else 128,  # measured: docs/few-queries.md
         )
     return maps
 

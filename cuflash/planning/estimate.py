@@ -15,8 +15,7 @@ from .problem import Device, Problem
 from .tile import Tile, ceil_div, round_up
 
 MERGE = 3.0  # microseconds of merge_parts, beside what it moves
-DRAM_RATE = 4.2e6  # bytes per microsecond
-SCATTERED_DRAM_RATE = 3.9e6  # where many tiles are under way
+DRAM_RATE = 4.4e6  # bytes per microsecond
 CACHE_RATE = 7.0e6  # bytes per microsecond from the L2 cache to all multiprocessors
 PART_RATE = 2.0e6  # bytes per microsecond of what parts leave, written and read
 OVERLAP = 0.03  # of what takes second longest shows beside what takes longest
@@ -44,12 +43,11 @@ def estimate(tile: Tile, problem: Problem, device: Device) -> float:
         makespan = max(makespan, ceil_div(longer, slots) * time)
     makespan -= tile.block_time  # of a block's first item
     steps = groups * sum(n * count for n, count in items.items())
-    rate = DRAM_RATE if tile.reads_once else SCATTERED_DRAM_RATE
     loaded = steps * tile.block_k * _key_bytes(problem) / CACHE_RATE
-    stored = problem.head_count * problem.key_length * _key_bytes(problem) / problem.group / rate
+    stored = problem.head_count * problem.key_length * _key_bytes(problem) / problem.group / DRAM_RATE
     tiles = tile.query_tiles(problem) * tile.parts(problem)
     begun = min(ceil_div(slots, tiles), groups) * tile.parts(problem)  # parts that begin together
-    first = begun * tile.block_k * _key_bytes(problem) / rate
+    first = begun * tile.block_k * _key_bytes(problem) / DRAM_RATE
     *rest, work = sorted((makespan + first, loaded, stored))
     work += tile.start_time + tile.extra_time(problem) + OVERLAP * rest[-1]
     if tile.span:

@@ -78,9 +78,6 @@ class Tile:
         Of a forward row on an H200, as asv_bench/calibrate.py measures them: TFLOP/s where all
         multiprocessors work on long items, and the microseconds that an item takes beside, and a
         call.
-    reads_once : bool
-        Whether it is for keys that one tile of queries reads: few of them are under way at a time,
-        of which memory makes more than of many.
     packed : int
         Heads of a group whose rows lie side by side in a tile of queries, a power of two.
     span : int
@@ -100,7 +97,6 @@ class Tile:
     rate: float = 0.0
     item_time: float = 1.0
     start_time: float = 8.0
-    reads_once: bool = False
     packed: int = 1
     span: int = 0
 

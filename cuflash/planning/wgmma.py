@@ -38,9 +38,6 @@ class WgmmaTile(HopperTile):
             return reason
         if problem.mask_form.text and not (self.modified and self.loads):
             return "has no registers for a mask's function"
-        rows = problem.typical.query_length * (1 if problem.mask else problem.group)
-        if self.reads_once and rows > self.block_q:
-            return "is for keys that one tile of queries reads"
         return ""
 
     @property
@@ -197,8 +194,6 @@ ROWS = (
            rate=529, item_time=1.41, start_time=7.8),
     *_both(max_dim=64,  block_k=128, warps=4,  stages=6,
            rate=373, item_time=1.28, start_time=6.5),
-    *_both(max_dim=64,  block_k=64,  warps=4,  stages=4, reads_once=True,
-           rate=266, item_time=1.28, start_time=6.5),
     *_both(max_dim=128, block_k=80,  warps=12, stages=4, ping_pong=True, loads=False, drops=False,
            rate=867, item_time=1.97, start_time=8.2),
     *_both(max_dim=128, block_k=64,  warps=12, stages=4, ping_pong=True,
@@ -207,22 +202,18 @@ ROWS = (
            rate=833, item_time=1.88, start_time=8.0),
     *_both(max_dim=128, block_k=128, warps=4,  stages=3,
            rate=578, item_time=1.54, start_time=7.9),
-    *_both(max_dim=128, block_k=32,  warps=4,  stages=4, reads_once=True,
-           rate=300, item_time=1.54, start_time=7.9),
+    *_both(max_dim=128, block_k=64,  warps=4,  stages=4,
+           rate=494, item_time=1.30, start_time=7.8),
     *_both(max_dim=192, block_k=112, warps=8, loads=False,
            rate=874, item_time=2.23, start_time=9.1),
     *_both(max_dim=192, block_k=64,  warps=4,  stages=4,
            rate=640, item_time=1.73, start_time=8.2),
-    *_both(max_dim=192, block_k=32,  warps=4,  stages=4, reads_once=True,
-           rate=300, item_time=1.73, start_time=8.2),
     *_both(max_dim=256, block_k=80,  warps=8, loads=False,
            rate=879, item_time=2.47, start_time=9.1),
     *_both(max_dim=256, block_k=64,  warps=8,
            rate=765, item_time=2.59, start_time=9.1),
     *_both(max_dim=256, block_k=64,  warps=4,  stages=3,
            rate=726, item_time=2.21, start_time=8.0),
-    *_both(max_dim=256, block_k=32,  warps=4,  stages=4, reads_once=True,
-           rate=316, item_time=2.21, start_time=8.0),
     _fa1(max_dim=64,  block_k=768, step_k=128, warps=12, stages=1, ping_pong=True, modified=False,
          drops=False),
     _fa1(max_dim=64,  block_k=784, step_k=112, warps=12, stages=1, ping_pong=True, drops=False),
