@@ -179,6 +179,8 @@ def test_emulator_widths(sizes, row):
         {"softcap": 2.0},
         {"kv_lengths": np.array([0, 60]), "q_lengths": np.array([70, 30])},
         {"mask": "random"},
+        {"dropout_p": 0.3, "seed": 7},
+        {"dropout_p": 0.7, "seed": 7, "softcap": 2.0, "window": (40, 30)},
     ],
     ids=lambda options: next(iter(options)),
 )
@@ -247,6 +249,23 @@ def test_emulator_hard_cases_need(monkeypatch, change, old, new):
     assert any(found)
 
 
+@emulated_only
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("now.drop(S);", ""),  # dV is of what is kept
+        # And so is dP, in rows of keys and in rows of queries.
+        ("(dP_kept - delta)", "(dP[i][j] - delta)"),
+        ("multiply_add(dP_kept,", "multiply_add(dP[i][j],"),
+    ],
+)
+def test_emulator_dropout_needs(monkeypatch, old, new):
+    found = plant(monkeypatch, old, new)
+    with pytest.raises(AssertionError, match="out of bounds"):
+        emulated(*operands(70, 70, 32), dropout_p=0.3, seed=7, mode="fast")
+    assert any(found)
+
+
 # ------------------------------------------------------------------------------ plans and NVRTC
 def problem(dim, **more):
     sizes = (4, 16), 4096, 4096, dim, dim
@@ -270,7 +289,6 @@ def test_the_plan_says_what_it_costs():
     [
         ({"sequences": 4, "longest": (1024, 1024)}, "depend on its neighbours"),
         ({"summed": (4, 1, 1)}, "sums over no heads that share queries"),
-        ({"dropout": True}, "has no registers for dropout"),
     ],
 )
 def test_what_stays_on_fma_units(more, reason):
@@ -294,7 +312,7 @@ def test_few_queries_stay_on_fma_units(shape, engine):
 
 FORMS = {
     "mask": {"mask": "elements"}, "score": {"score": softcap(2.0).form},
-    "shared": {"summed": (1, 4, 4), "group": 4},
+    "shared": {"summed": (1, 4, 4), "group": 4}, "dropout": {"dropout": True},
 }  # fmt: skip
 
 
@@ -357,7 +375,8 @@ def test_gpu_widths(cupy, dim, algo):  # noqa: F811
 def test_gpu_options(cupy, dim):  # noqa: F811
     q, k, v, dout = operands(500, 900, dim)
     mask = np.random.default_rng(3).random((500, 900)) < 0.3
-    for options in ({"mask": mask}, {"window": (100, 50)}, {"softcap": 3.0}):
+    dropout = {"dropout_p": 0.3, "seed": 7}
+    for options in ({"mask": mask}, {"window": (100, 50)}, {"softcap": 3.0}, dropout):
         on_gpu(cupy, q, k, v, dout, **options)
     shared = {"enable_gqa": True, "causal": True}
     on_gpu(cupy, q, k[:1], v[:1], dout, **shared)

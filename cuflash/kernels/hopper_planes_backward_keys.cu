@@ -58,12 +58,13 @@ __device__ __forceinline__ void sum_values(const Params& p, SharedMemory& smem) 
             multiply_shared<KeyRows, QueryRows>(S, K, Q + slot * (QueryRows::BYTES >> 4));
             commit_products();
             const StepFacts& facts = smem.facts[slot];
-            const TurnedStep now{p,
-                                 tile,
-                                 head,
-                                 shared_address(smem.row_stats[slot]),
-                                 facts.visit.tile * BLOCK_Q,
-                                 k_begin};
+            TurnedStep now{p,
+                           tile,
+                           head,
+                           shared_address(smem.row_stats[slot]),
+                           facts.visit.tile * BLOCK_Q,
+                           k_begin};
+            now.draw_kept();
             TurnedStep::Rows rows;
             rows.load(tile, p, head, now.q_begin, k_begin);
             const TileBits bits(p, head, facts.visit.bits, 0, k_begin, now.q_begin);
@@ -80,6 +81,7 @@ __device__ __forceinline__ void sum_values(const Params& p, SharedMemory& smem) 
             store_units<WARPGROUP>(reinterpret_cast<Accumulator*>(smem.P[slot][0]), W, thread);
             __syncwarp();  // all lanes have stored P, and read what came with Q
             if (speaks) barriers.P_full[slot].arrive(), barriers.Q_empty[slot].arrive();
+            now.drop(S);
             barriers.dO_full[slot].wait(step.parity());
             dV.add<GradientRows, VALUE_PART, SUMS>(S, dO + slot * (GradientRows::BYTES >> 4),
                                                    item.located.of_dO & HeadFactors::SPARSE,
@@ -135,12 +137,13 @@ __device__ __forceinline__ void sum_keys(const Params& p, SharedMemory& smem) {
             commit_products();
             barriers.Q_full[slot].wait(step.parity());
             const StepFacts& facts = smem.facts[slot];
-            const TurnedStep now{p,
-                                 tile,
-                                 head,
-                                 shared_address(smem.row_stats[slot]),
-                                 facts.visit.tile * BLOCK_Q,
-                                 k_begin};
+            TurnedStep now{p,
+                           tile,
+                           head,
+                           shared_address(smem.row_stats[slot]),
+                           facts.visit.tile * BLOCK_Q,
+                           k_begin};
+            now.draw_kept();
             wait_products<0>(dP);
             settle(small);
             if (speaks) barriers.dO_empty[slot].arrive();

@@ -91,7 +91,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             multiply_shared_values<GradientRows, ValueRows>(dP, dO,
                                                             V + V_slot * (ValueRows::BYTES >> 4));
             commit_products();
-            const QueryStep now{p, tile, head, stats, q_begin, key_tile * BLOCK_K};
+            QueryStep now{p, tile, head, stats, q_begin, key_tile * BLOCK_K};
+            now.draw_kept();
             QueryStep::Rows rows;
             rows.load(tile, p, head, q_begin, now.k_begin);
             const TileBits bits(p, head, sight.bits, 0, now.k_begin, q_begin);

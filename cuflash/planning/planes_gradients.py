@@ -55,7 +55,6 @@ class PlanesKeysTile(WgmmaKeysTile):
     """A row whose operands are planes of halves; its sizes are those of the first kernel."""
 
     dtypes: tuple[str, ...] = ("float32",)
-    drops: bool = False
 
     @property
     def kernel(self) -> str:
@@ -152,7 +151,6 @@ class PlanesQueriesTile(WgmmaQueriesTile):
 
     first: PlanesKeysTile
     dtypes: tuple[str, ...] = ("float32",)
-    drops: bool = False
 
     @property
     def kernel(self) -> str:
@@ -190,6 +188,6 @@ def _both(**sizes: Any) -> tuple[PlanesKeysTile, PlanesKeysTile]:
 
 
 ROWS = (
-    *_both(max_dim=64, block_q=128, fill=2.0, modified=False),
+    *_both(max_dim=64, block_q=128, fill=2.0, modified=False, drops=False),
     *_both(max_dim=128, block_q=64, fill=2.0),
 )

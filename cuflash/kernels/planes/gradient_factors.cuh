@@ -70,8 +70,8 @@ struct GradientFactors {
         return head.flags & SPARSE | (head.small > 0 ? SMALL : 0);
     }
     // The largest value times the largest number of dO is then below 2^70, and dS below 2^80: sums of it
-    // times numbers of planes are finite.
-    static constexpr int LEAST_OF_PRODUCT = -40;
+    // times numbers of planes are finite. Weights that dropout leaves are up to 2^32 times as large.
+    static constexpr int LEAST_OF_PRODUCT = DROPS ? -8 : -40;
 };
 
 // Where operands are no planes there is nothing to know.

@@ -22,6 +22,11 @@ struct TurnedStep {
     const Head& head;
     u32 row_stats;  // of the queries, in shared memory
     int q_begin, k_begin;
+    KeptPairs<ROWS, COLUMNS> kept;
+
+    __device__ __forceinline__ void draw_kept() {
+        kept.draw_turned(tile, p, head, q_begin, k_begin);
+    }
 
     // Of the row statistics from number `first` on those of columns 2 * m and 2 * m + 1.
     __device__ __forceinline__ Vector<float, 2> stats(int first, int m) const {
@@ -70,8 +75,17 @@ struct TurnedStep {
         }
     }
 
+    // What dropout leaves of P^T.
+    __device__ __forceinline__ void drop(Tile& P) const {
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j)
+                if (!kept.has(i, j)) P[i][j] = Accumulator(0);
+    }
+
     // dS^T from its weights and dP^T, into dP. Where a weight is hidden it is 0, whatever dP and delta
-    // hold.
+    // hold. Dropout is in delta already, by way of O.
     template <bool CUT>
     __device__ __forceinline__ void to_score_gradients(Tile& dP, const Tile& W) const {
 #pragma unroll
@@ -80,7 +94,8 @@ struct TurnedStep {
 #pragma unroll
             for (int i = 0; i < ROWS; ++i) {
                 const bool shown = !CUT || !is_negative_zero(W[i][j]);
-                dP[i][j] = shown ? W[i][j] * (dP[i][j] - delta) : Accumulator(0);
+                const Accumulator dP_kept = kept.has(i, j) ? dP[i][j] : Accumulator(0);
+                dP[i][j] = shown ? W[i][j] * (dP_kept - delta) : Accumulator(0);
                 const int q = q_begin + tile.column(j), k = k_begin + tile.row(i);
                 if (STORES_DSCORE && q < head.query_length && k < head.key_length)
                     store_dscore(p, head, q, k, dP[i][j]);
