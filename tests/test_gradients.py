@@ -2,10 +2,12 @@
 
 import sys
 
+import emulated
 import ml_dtypes
 import numpy as np
 import pytest
 from cases import H200
+from emulator import available
 from small_calls import (
     BROADCAST,
     DOUT,
@@ -346,6 +348,25 @@ def test_nothing_hidden_reaches_a_gradient(algo):
     for a, b in zip(got, expected, strict=True):
         assert np.isfinite(a).all()
         np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.skipif(available() is not None, reason=str(available()))
+@pytest.mark.parametrize(
+    ("algo", "engine", "dtype"),
+    [("fa2", "simt", np.float32), ("fa2", "mma", np.float16), ("fa3", "wgmma", np.float16)],
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_emulator_rows_beyond_a_length_see_no_infinity(algo, engine, dtype, causal):
+    """Their dQ is 0, in a tile that has valid rows and sees a key whose value is infinite."""
+    q, k, v, dout = np.random.default_rng(0).standard_normal((4, 1, 1, 200, 64)).astype(dtype)
+    v[..., 9, 3] = np.inf
+    options = {"q_lengths": np.array([165]), "causal": causal}
+    with np.errstate(invalid="ignore"):
+        out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+    kernel = {"algo": algo, "engine": engine, "mode": "fast"}
+    dq = emulated.attention_backward(dout, q, k, v, out, lse, **kernel, **options).dq
+    assert np.isnan(dq[..., 64:165, :]).any()
+    assert not dq[..., 165:, :].any()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@
 // and zeros: those that dQ is added to (CLEARS_DQ), turns and tickets; for some engines where heads lie
 // as well. Grid: one block per (head, query tile). A row without weight, because it sees no key or none
 // with a score above -infinity, gets log2_sum = +infinity, which makes its P zero, and delta = 0,
-// whatever dO and O hold. Its tile is marked as WEIGHTLESS.
+// whatever dO and O hold. Its tile is marked as WEIGHTLESS: so dS is 0 there, whatever dP is. So is one
+// with rows beyond a valid length, whose dQ is written.
 //
 // Where engines want it (MARKS_NONFINITE), a tile is marked as NONFINITE mostly without a look at Q: an
 // infinity or NaN in a row of Q makes all its scores, and so its lse, one, unless scores are modified.
@@ -157,7 +158,7 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS, 3)
             for (int k = j * LANES; k < BATCH && k < (j + 1) * LANES; ++k)
                 if (k == i && !empty) product = products[k];
             weigh &= !empty;
-            weightless |= empty && is_valid(i);
+            weightless |= empty && query(i) < query_extent(p, head);
             nonfinite |= !empty && !(is_finite(own_log_sum[j]) && is_finite(product));
             const bool has_dlse = !empty && dlse != nullptr;
             const int row = first + i * AT_ONCE;

@@ -4,7 +4,8 @@
 #include "numeric.cuh"
 #include "ptx/memory.cuh"
 
-// Flags are 0 or 1. WEIGHTLESS: some query has no weight anywhere (its lse is -infinity).
+// Flags are 0 or 1. WEIGHTLESS: some query has no weight anywhere (its lse is -infinity), or lies beyond a
+// valid length.
 // NONFINITE, where engines want it: some query that lies in memory may hold infinities or NaN in its
 // row of Q or dO.
 constexpr int ROW_STATS = tile_bytes::row_stats / int(sizeof(Accumulator));
