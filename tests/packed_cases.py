@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from cases import BACKWARD_KERNELS, DIMS, DTYPES, KERNELS, numpy_dtype, random_mask
@@ -241,8 +241,18 @@ def _cases(kernel, backward):
             "page_table": None, "causal": True, "kv_lengths": np.array(LENGTHS[1])})  # fmt: skip
 
 
+def _in_planes(cases):
+    """Those of fa3 in float32, as far as planes serve them."""
+    own = [x for x in cases if x.algo == "fa3" and not {"split_keys", "page_table"} & {*x.options}]
+    served = [x for x in own if not (x.backward and max(x.dims) > 128)]
+    names = [x.name.replace("packed", "in planes") for x in served]
+    return [replace(x, name=name, dtype="float32") for x, name in zip(served, names, strict=True)]
+
+
 CASES = [case for kernel in KERNELS for case in _cases(kernel, backward=False)]
+CASES += _in_planes(CASES)
 BACKWARD_CASES = [case for kernel in BACKWARD_KERNELS for case in _cases(kernel, backward=True)]
+BACKWARD_CASES += _in_planes(BACKWARD_CASES)
 
 _WHOLE = [("fa2", "mma"), ("fa2", "simt"), ("fa3", "wgmma")]
 

@@ -162,7 +162,7 @@ def every_row() -> list[Kernel]:
     planes = [x for x in kernels("sm_90a", ["float32"]) if x.row.kernel == PLANES]
     fa3 = [x for x in planes if x.row.algo == "fa3"]
     main = [x for x in fa3 if not x.name]
-    made += fa3 + masked(main)[:-2] + capped(main[1:2]) + dropping(main[1:2])
+    made += fa3 + masked(main)[:-2] + capped(main[1:2]) + dropping(main[1:2]) + packed(main[1::3])
     made += [x._replace(row=dataclasses.replace(x.row, span=1024)) for x in main[::2]]
     return made + turns + split(simt)[::3] + of_mma("float64") + of_mma("float32")
 

@@ -69,8 +69,11 @@ struct RowPart {
     __device__ __forceinline__ bool may_be_nonfinite() const { return !is_finite(times(*this)); }
 };
 
+// Planes have no infinities or NaN, nor do rows behind a sequence: who makes them has looked at each row.
+constexpr bool LOOKS_AT_ROWS = MARKS_NONFINITE && !SAME<Element, float>;
+
 // Rows that a thread loads at a time: so many that memory is kept busy.
-constexpr bool LOOKS_AT_Q = MARKS_NONFINITE && SCORE_IS_MODIFIED;
+constexpr bool LOOKS_AT_Q = LOOKS_AT_ROWS && SCORE_IS_MODIFIED;
 constexpr int ROWS = divide_up(BLOCK_Q, AT_ONCE);  // of a thread
 constexpr int CHUNKS_OF_ROW =
     2 * RowPart<HEAD_DIM_V>::COUNT + (LOOKS_AT_Q ? RowPart<HEAD_DIM>::COUNT : 0);
@@ -170,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS, 3)
             deltas[row] = delta_of_kept(
                 p, product - (has_dlse ? dlse[query(i) * p.dlse_row_stride] : Accumulator(0)));
         }
-        if (MARKS_NONFINITE && !__all_sync(FULL_WARP, weigh))
+        if (LOOKS_AT_ROWS && !__all_sync(FULL_WARP, weigh))
 #pragma unroll 1
             for (int i = 0; i < BATCH; ++i) {
                 if (!is_in_memory(i) || log_sum(i) != -infinity<Accumulator>()) continue;

@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     if (!place.exists()) return;
     const Head head = locate_head(p, Position(p, work.head), work.head, place.region);
     if constexpr (AFTER_PLANES)
-        if (!is_marked(p, head.index)) return;
+        if (!is_marked(p, head.index, place.region)) return;
     const int key_tile = row_at(p, head, place.tile, place.tile);
     Gradients gradients = {};
     // Blocks that may add in any order start at different tiles of dQ and seldom meet.

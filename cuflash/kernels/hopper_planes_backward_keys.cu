@@ -92,7 +92,7 @@ __device__ __forceinline__ void sum_values(const Params& p, SharedMemory& smem) 
         if (speaks) barriers.K_empty.arrive();
         if (item.located.of_dO & HeadFactors::SMALL && dV.is_small<HEAD_DIM_V>(tile))
             dV.held = false;
-        if (!dV.held) mark(p, head);
+        if (!dV.held) mark(p, head.index, region_of(head));
         const Accumulator factor = item.located.dV_factor;
         scale_rows(dV.sums, {factor, factor});
         store_value_gradients(dV.sums, p, item, k_begin);
@@ -165,7 +165,7 @@ __device__ __forceinline__ void sum_keys(const Params& p, SharedMemory& smem) {
         __syncwarp();  // all lanes have done with the keys
         if (speaks) barriers.K_empty.arrive();
         if (item.located.of_q & HeadFactors::SMALL && dK.is_small<HEAD_DIM>(tile)) dK.held = false;
-        if (!dK.held) mark(p, head);
+        if (!dK.held) mark(p, head.index, region_of(head));
         const Accumulator factor = item.located.dK_factor;
         scale_rows(dK.sums, {factor, factor});
         store_score_gradients(dK.sums, p, item, k_begin);

@@ -121,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
         if (count > 0 && speaks) barriers.Q_empty.arrive();
         if (item.located.of_k & HeadFactors::SMALL && dQ.is_small<HEAD_DIM>(tile)) dQ.held = false;
-        if (!dQ.held) mark(p, head);
+        if (!dQ.held) mark(p, head.index, region_of(head));
         const Accumulator factor = item.located.dQ_factor;
         scale_rows(dQ.sums, {factor, factor});
         store_gradient_rows<HEAD_DIM>(item.located.dq, p.dq_row_stride, query_extent(p, head),

@@ -1,7 +1,7 @@
 // The range of the numbers in some rows of a head, for planes.cu.
 //
 // Grid: a block for every PLANE_ROWS rows of a head of q, then k, then v, then dO. Of operands that several
-// heads share each head is looked at once.
+// heads share each head is looked at once. Of packed sequences each one of a head has a range of its own.
 #include "planes/block_range.cuh"
 #include "planes/plane_chunk.cuh"
 #include "ptx/overlap.cuh"
@@ -12,7 +12,8 @@ __device__ __forceinline__ PlaneRange range_of(const PlaneChunk& chunk) {
     constexpr int UNITS = COLUMNS / UNIT;
     PlaneRange range;
 #pragma unroll 4
-    for (int i = chunk.begin * UNITS + threadIdx.x; i < chunk.end * UNITS; i += PLANE_THREADS) {
+    for (int i = chunk.begin * UNITS + threadIdx.x; i < chunk.known_end * UNITS;
+         i += PLANE_THREADS) {
         const auto unit = *reinterpret_cast<const Vector<float>*>(
             chunk.rows + i / UNITS * chunk.row_stride + i % UNITS * UNIT);
 #pragma unroll

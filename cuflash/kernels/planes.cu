@@ -36,7 +36,7 @@ __device__ __forceinline__ int write_planes(const PlaneChunk& chunk, int exponen
     for (int i = chunk.begin * UNITS + threadIdx.x; i < chunk.end * UNITS; i += PLANE_THREADS) {
         const int row = i / UNITS, column = i % UNITS * UNIT;
         Vector<float> unit{};
-        if (column < COLUMNS)
+        if (column < COLUMNS && (!VARLEN || row < chunk.known_end))
             unit = *reinterpret_cast<const Vector<float>*>(chunk.rows + row * chunk.row_stride +
                                                            column);
         if (OF_GRADIENTS) small += count_small(unit, factor);
@@ -58,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(PLANE_THREADS)
     planes(const __grid_constant__ Params p) {
     admit_kernel_behind();
     await_kernel_before();
-    const PlaneChunk chunk = find_chunk(p);
+    PlaneChunk chunk = find_chunk(p);
     PlaneRange range;
     for (int i = threadIdx.x; i < chunk.parts; i += PLANE_THREADS)
         range.add(static_cast<const PlaneRange*>(p.plane_ranges)[chunk.part + i]);
@@ -70,7 +70,11 @@ extern "C" __global__ void __launch_bounds__(PLANE_THREADS)
     for (int i = blockIdx.x * PLANE_THREADS + threadIdx.x; i < p.head_count * p.again_tiles;
          i += gridDim.x * PLANE_THREADS)
         p.again[i] = 0;
-    if (held.flags & HeldHead::UNHELD) return;
+    if (held.flags & HeldHead::UNHELD) {
+        if (!VARLEN) return;
+        // Tiles of a neighbour have these rows beside its own.
+        chunk.known_end = chunk.begin;
+    }
     const int small =
         chunk.is_values ? write_planes<HEAD_DIM_V, PLANE_WIDTH_V, VALUE_SHIFT>(chunk, held.exponent)
                         : write_planes<HEAD_DIM, PLANE_WIDTH, SCORE_SHIFT>(chunk, held.exponent);

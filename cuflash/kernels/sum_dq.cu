@@ -31,7 +31,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) sum_dq(const __grid_consta
     if (!place.exists()) return;
     const SharedRows heads(p, p.dq_axis_stride, blockIdx.x / p.query_tiles);
     if constexpr (AFTER_PLANES)  // no heads share queries
-        if (!is_marked(p, heads[0])) return;
+        if (!is_marked(p, heads[0], place.region)) return;
     const QuerySums tile;
     Accumulator sum[QuerySums::ROWS][QuerySums::COLUMNS] = {};
     for (int i = 0; i < heads.count; ++i) {

@@ -15,7 +15,7 @@ from . import simt
 from .launches import Buffer, Launch, MapBox
 from .problem import READ, Device, Problem
 from .products import Planes, product
-from .tile import KernelTile, ceil_div
+from .tile import KernelTile, tiles_of
 from .warps import AGAIN_ROWS
 from .wgmma import WgmmaTile
 
@@ -32,9 +32,11 @@ LARGE: Planes = ((HIGH, HIGH),)
 
 def again_tiles(problem: Problem) -> int:
     """Tiles of a head's queries that are marked one by one where they are worked on again. In
-    backward a head is marked as a whole.
+    backward a head is marked as a whole, of packed sequences each one's.
     """
-    return 1 if problem.backward else ceil_div(problem.query_length, AGAIN_ROWS)
+    return (
+        problem.regions if problem.backward else tiles_of(problem, problem.query_length, AGAIN_ROWS)
+    )
 
 
 def plane_rows(problem: Problem, widths: tuple[int, int]) -> dict[str, tuple[int, int, int]]:
@@ -48,7 +50,7 @@ def plane_rows(problem: Problem, widths: tuple[int, int]) -> dict[str, tuple[int
 def plane_chunks(problem: Problem) -> int:
     """Blocks of the kernels that make planes."""
     rows = plane_rows(problem, (0, 0)).values()
-    return sum(heads * ceil_div(length, PLANE_ROWS) for heads, length, _ in rows)
+    return sum(heads * tiles_of(problem, length, PLANE_ROWS) for heads, length, _ in rows)
 
 
 def plane_buffers(problem: Problem, widths: tuple[int, int]) -> tuple[Buffer, ...]:
@@ -60,7 +62,7 @@ def plane_buffers(problem: Problem, widths: tuple[int, int]) -> tuple[Buffer, ..
             for name, (heads, length, columns) in rows.items()
         ),
         Buffer("plane_ranges", RANGE_BYTES, plane_chunks(problem)),
-        Buffer("held_heads", HELD_BYTES, sum(heads for heads, *_ in rows.values())),
+        Buffer("held_heads", HELD_BYTES, problem.regions * sum(x for x, *_ in rows.values())),
         Buffer("again", 4, problem.head_count * again_tiles(problem)),
     )
 
@@ -113,6 +115,11 @@ class PlanesTile(WgmmaTile):
         """Whether keys may lie in pages."""
         return False
 
+    @property
+    def finds_regions(self) -> bool:
+        """Whether it serves packed sequences, for which 48 keys of wide rows leave no registers."""
+        return self.max_dim <= 128 or self.block_k < 48
+
     def clean_parts(self, problem: Problem) -> int:
         """None: planes hold neither infinities nor NaN."""
         return 0
@@ -137,8 +144,8 @@ class PlanesTile(WgmmaTile):
         """Why this row cannot or should not serve, or an empty string."""
         if self.packed > 1:
             return "packs no heads of float32"
-        if problem.is_packed or problem.split_keys:
-            return "a head's rows share a scale: bits of a sequence would depend on its neighbours"
+        if problem.split_keys:
+            return "a head's rows share a scale: bits would depend on keys beyond a length"
         if problem.mask and self.scored != self.behind.scored:
             return "its tiles are not those of the kernel behind, which share a mask's lists"
         return super().reject(problem, device)

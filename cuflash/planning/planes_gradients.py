@@ -18,6 +18,7 @@ from .problem import Device, Problem
 from .products import product
 from .tile import KernelTile
 from .warps import PLANES_TICKETS
+from .wgmma_gradients import REGION_BYTES
 from .wgmma_two_kernels import WgmmaKeysTile, WgmmaQueriesTile
 
 BARRIER_BYTES = 960  # of shared memory, with what else is not tiles
@@ -83,8 +84,6 @@ class PlanesKeysTile(WgmmaKeysTile):
 
     def reject(self, problem: Problem, device: Device) -> str:
         """Why this row cannot or should not serve, or an empty string."""
-        if problem.is_packed:
-            return "a head's rows share a scale: bits of a sequence would depend on its neighbours"
         if problem.summed[0] > 1:
             return "sums over no heads that share queries"
         if problem.mask and self.block_q != WARPGROUP_ROWS:
@@ -109,7 +108,8 @@ class PlanesKeysTile(WgmmaKeysTile):
         behind = {part.name: part for part in self.behind.workspace(problem)}
         parts |= {name: behind[name] for name in ("dq_sum", "turns")}
         parts["tickets"] = Buffer("tickets", 4, PLANES_TICKETS)
-        parts["located"] = parts["located"]._replace(tile_bytes=HEAD_BYTES)
+        located = HEAD_BYTES + REGION_BYTES * problem.is_packed
+        parts["located"] = parts["located"]._replace(tile_bytes=located)
         del parts["nonfinite_keys"]
         return (*parts.values(), *plane_buffers(problem, self.widths(problem)))
 
@@ -117,11 +117,13 @@ class PlanesKeysTile(WgmmaKeysTile):
         """As of halves; they are in planes."""
         return tuple(box._replace(planes=2) for box in super().map_boxes(problem))
 
+    def around(self, problem: Problem, main: Launch) -> tuple[Launch, ...]:
+        """Planes are made first."""
+        return (*plane_launches(problem), *super().around(problem, main))
+
     def launches(self, problem: Problem, device: Device) -> tuple[Launch, ...]:
-        """Planes are made first. What they do not hold comes behind both kernels, and then the sums
-        over heads.
-        """
-        kernels: list[Launch] = list(plane_launches(problem))
+        """What planes do not hold comes behind both kernels, and then the sums over heads."""
+        kernels: list[Launch] = []
         for kernel in super().launches(problem, device):
             kernels.append(kernel)
             if kernel.name == self.queries.kernel:

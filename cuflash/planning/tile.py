@@ -49,7 +49,7 @@ def round_up(value: int, multiple: int) -> int:
     return ceil_div(value, multiple) * multiple
 
 
-def _tiles(problem: Problem, rows: int, size: int) -> int:
+def tiles_of(problem: Problem, rows: int, size: int) -> int:
     """Tiles of a head's rows. Of packed sequences each has its own: r regions are cut into at most
     as many as r is more than the whole tiles of all rows (seams/regions.cuh).
     """
@@ -166,7 +166,7 @@ class Tile:
     def query_tiles(self, problem: Problem) -> int:
         """Tiles of queries in one head, or in a group of packed heads."""
         rows = problem.query_length * self.packed
-        return _tiles(problem, rows, self.block_q) * self.group_tiles(problem)
+        return tiles_of(problem, rows, self.block_q) * self.group_tiles(problem)
 
     def parts(self, problem: Problem) -> int:
         """Parts that the keys of a tile of queries are split into."""
@@ -175,7 +175,7 @@ class Tile:
 
     def key_tiles(self, problem: Problem) -> int:
         """Tiles of keys in one head."""
-        return _tiles(problem, problem.key_length, self.block_k)
+        return tiles_of(problem, problem.key_length, self.block_k)
 
     @property
     def blocks_per_multiprocessor(self) -> int:

@@ -28,8 +28,8 @@ struct alignas(16) GradientHead : HeadFactors {
         if (part == 5) dq = p.dq + position.offset(p, p.dq_axis_stride);
         if (part == 6) dk = p.dk + position.offset(p, p.dk_axis_stride);
         if (part == 7) dv = p.dv + position.offset(p, p.dv_axis_stride);
-        if (part == 8) this->find_scores(p, of.index);
-        if (part == 9) this->find_values(p, of.index);
+        if (part == 8) this->find_scores(p, of.index, region);
+        if (part == 9) this->find_values(p, of.index, region);
         if constexpr (VARLEN) {
             if (part == 5) dq += p.query_starts[region] * p.dq_row_stride;
             if (part == 6) dk += p.key_starts[region] * p.dk_row_stride;

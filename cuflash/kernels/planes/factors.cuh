@@ -1,7 +1,8 @@
 // What the planes of a head's operands mean to the kernels that read them, and which rows the kernel
 // on planes leaves to the one behind it.
 #pragma once
-#include "planes/plane_range.cuh"
+#include "few_registers.cuh"
+#include "planes/held_heads.cuh"
 #include "seams/sequence.cuh"
 
 // By which a head's scores and sums of values are multiplied, and whether planes hold it.
@@ -10,14 +11,21 @@ struct PlaneFactors {
     int held, sparse;
 };
 
-// Of the head with this index among all. P is Params, a template's because not all have planes.
+// Of the head with this index among all, in a region. P is Params, a template's because not all have
+// planes.
 template <typename P>
-__device__ __forceinline__ void find_factors(const P& p, int index, PlaneFactors& factors) {
-    const auto* const heads = static_cast<const HeldHead*>(p.held_heads);
-    const HeldHead q = heads[locate(p, index, p.q_planes_stride)];
-    const HeldHead k = heads[p.q_planes_heads + locate(p, index, p.k_planes_stride)];
+__device__ __forceinline__ void find_factors(const P& p, int index, int region,
+                                             PlaneFactors& factors) {
+    if (VARLEN) forget();  // the head: who plans has few registers
+    const auto* const known = static_cast<const HeldHead*>(p.held_heads);
+    const auto at = [&](int before, int heads, const long long* strides) -> i64 {
+        if constexpr (VARLEN) return held_at(p, region, before, heads, find_row(p, index, strides));
+        return before + locate(p, index, strides);
+    };
+    const HeldHead q = known[at(0, p.q_planes_heads, p.q_planes_stride)];
+    const HeldHead k = known[at(p.q_planes_heads, p.k_planes_heads, p.k_planes_stride)];
     const HeldHead v =
-        heads[p.q_planes_heads + p.k_planes_heads + locate(p, index, p.v_planes_stride)];
+        known[at(p.q_planes_heads + p.k_planes_heads, p.v_planes_heads, p.v_planes_stride)];
     const int exponent = q.exponent + k.exponent;
     factors.held = !((q.flags | k.flags | v.flags) & HeldHead::UNHELD) && abs(exponent) <= 120;
     factors.sparse = v.flags & HeldHead::SPARSE;
@@ -26,15 +34,21 @@ __device__ __forceinline__ void find_factors(const P& p, int index, PlaneFactors
     factors.held &= score_sum(factors.score_factor, p.scale) <= LARGEST_SCORE_SUM;
 }
 
-// The marks of rows [row_begin, row_end) of a head, AGAIN_ROWS rows each: whether they are left to the
-// kernel behind.
+// Where the marks of a head's region begin, of AGAIN_ROWS rows each.
+template <typename P, typename H>
+__device__ __forceinline__ int first_mark(const P& p, const H& head) {
+    int first = head.index * p.again_tiles;
+    if constexpr (VARLEN) first += first_tile_at<AGAIN_ROWS>(head.query_origin, region_of(head));
+    return first;
+}
+// Those of rows [row_begin, row_end) of it: whether they are left to the kernel behind.
 template <typename P, typename H, typename Look>
 __device__ __forceinline__ void each_mark(const P& p, const H& head, int row_begin, int row_end,
                                           const Look& look) {
-    const int first = query_origin(head) + row_begin;
-    const int last = min(query_origin(head) + row_end, p.query_length) - 1;
-    for (int tile = first / AGAIN_ROWS; tile <= last / AGAIN_ROWS; ++tile)
-        look(p.again[head.index * p.again_tiles + tile]);
+    const int origin = query_origin(head);
+    const int last = min(origin + row_end, origin + query_extent(p, head)) - origin - 1;
+    for (int tile = row_begin / AGAIN_ROWS; tile <= last / AGAIN_ROWS; ++tile)
+        look(p.again[first_mark(p, head) + tile]);
 }
 template <typename P, typename H>
 __device__ __forceinline__ void leave_out(const P& p, const H& head, int row_begin, int row_end) {
@@ -57,7 +71,7 @@ __device__ __forceinline__ int tiles_behind(const P& p) {
 template <typename P, typename H>
 __device__ __forceinline__ bool find_head(const P& p, const H& head, int row_begin, int row_end,
                                           PlaneFactors& factors) {
-    find_factors(p, head.index, factors);
+    find_factors(p, head.index, region_of(head), factors);
     if (!factors.held) leave_out(p, head, row_begin, row_end);
     return factors.held;
 }

@@ -1,8 +1,18 @@
 // What the planes of a head's operands mean to the kernels of backward, and which heads these leave to
 // the kernels behind.
 #pragma once
-#include "planes/plane_range.cuh"
+#include "planes/held_heads.cuh"
 #include "seams/sequence.cuh"
+
+// Whether a head is left to the kernels behind, and what leaves one: of packed sequences in one region.
+template <typename P>
+__device__ __forceinline__ bool is_marked(const P& p, int index, int region) {
+    return p.again[region_head(p, region, index)] != 0;
+}
+template <typename P>
+__device__ __forceinline__ void mark(const P& p, int index, int region) {
+    p.again[region_head(p, region, index)] = 1;
+}
 
 // By which a head's products are multiplied, and whether planes hold it.
 struct GradientFactors {
@@ -17,29 +27,27 @@ struct GradientFactors {
         return score_factor != 0.0f && dP_factor != 0.0f;
     }
 
-    // Of the head with this index among all, what is known of q and k, and of v and dO; where planes do
-    // not hold it, it is marked. P is Params, a template's because not all have planes.
+    // Of the head with this index among all, in a region, what is known of q and k, and of v and dO; where
+    // planes do not hold it, it is marked. P is Params, a template's because not all have planes.
     template <typename P>
-    __device__ __forceinline__ void find_scores(const P& p, int index) {
-        const auto* heads = static_cast<const HeldHead*>(p.held_heads);
-        const HeldHead q = heads[find_row(p, index, p.q_planes_stride)];
-        heads += p.q_planes_heads;
-        const HeldHead k = heads[find_row(p, index, p.k_planes_stride)];
+    __device__ __forceinline__ void find_scores(const P& p, int index, int region) {
+        const int q_heads = p.q_planes_heads, k_heads = p.k_planes_heads;
+        const HeldHead q = find(p, index, region, 0, q_heads, p.q_planes_stride);
+        const HeldHead k = find(p, index, region, q_heads, k_heads, p.k_planes_stride);
         const int exponent = q.exponent + k.exponent;
         bool held = is_held(q) && is_held(k) && abs(exponent) <= 120;
         held = held && score_sum(power_of_two(-exponent), p.scale) <= LARGEST_SCORE_SUM;
         score_factor = held ? power_of_two(-exponent) : 0.0f;
         dQ_factor = power_of_two(-k.exponent), dK_factor = power_of_two(-q.exponent);
         of_q = flags(q), of_k = flags(k);
-        if (!held) p.again[index] = 1;
+        if (!held) leave_out(p, index, region);
     }
     template <typename P>
-    __device__ __forceinline__ void find_values(const P& p, int index) {
-        const auto* heads = static_cast<const HeldHead*>(p.held_heads);
-        heads += p.q_planes_heads + p.k_planes_heads;
-        const HeldHead v = heads[find_row(p, index, p.v_planes_stride)];
-        heads += p.v_planes_heads;
-        const HeldHead dO = heads[find_row(p, index, p.dout_planes_stride)];
+    __device__ __forceinline__ void find_values(const P& p, int index, int region) {
+        const int before = p.q_planes_heads + p.k_planes_heads, v_heads = p.v_planes_heads;
+        const HeldHead v = find(p, index, region, before, v_heads, p.v_planes_stride);
+        const HeldHead dO =
+            find(p, index, region, before + v_heads, p.dout_planes_heads, p.dout_planes_stride);
         const int exponent = v.exponent + dO.exponent;
         bool held = is_held(v) && is_held(dO) && exponent <= 120 && exponent >= LEAST_OF_PRODUCT;
         // dP is held of a row that has a small number, and large ones, with one that has no zeros.
@@ -47,21 +55,20 @@ struct GradientFactors {
         dP_factor = held ? power_of_two(-exponent) : 0.0f;
         dV_factor = power_of_two(-dO.exponent);
         of_dO = flags(dO);
-        if (!held) p.again[index] = 1;
+        if (!held) leave_out(p, index, region);
     }
 
   private:
-    // As locate(), in few registers.
+    // Two threads may do so at the same time.
     template <typename P>
-    static __device__ __forceinline__ int find_row(const P& p, int index,
-                                                   const long long* strides) {
-        int row = 0;
-#pragma unroll 1
-        for (int axis = p.axes - 1; axis >= 0; --axis) {
-            row += index % p.axis_size[axis] * int(strides[axis]);
-            index /= p.axis_size[axis];
-        }
-        return row;
+    static __device__ __forceinline__ void leave_out(const P& p, int index, int region) {
+        atomicOr(&p.again[region_head(p, region, index)], 1u);
+    }
+    template <typename P>
+    static __device__ __forceinline__ HeldHead find(const P& p, int index, int region, int before,
+                                                    int heads, const long long* strides) {
+        const i64 at = held_at(p, region, before, heads, find_row(p, index, strides));
+        return static_cast<const HeldHead*>(p.held_heads)[at];
     }
     static __device__ __forceinline__ bool is_held(const HeldHead& head) {
         return !(head.flags & HeldHead::UNHELD) && head.small <= MOST_SMALL;
@@ -78,17 +85,7 @@ struct GradientFactors {
 struct NoFactors {
     static constexpr __device__ bool is_held() { return true; }
     template <typename P>
-    __device__ __forceinline__ void find_scores(const P&, int) {}
+    __device__ __forceinline__ void find_scores(const P&, int, int) {}
     template <typename P>
-    __device__ __forceinline__ void find_values(const P&, int) {}
+    __device__ __forceinline__ void find_values(const P&, int, int) {}
 };
-
-// Whether a head is left to the kernels behind, and what leaves one.
-template <typename P>
-__device__ __forceinline__ bool is_marked(const P& p, int index) {
-    return p.again[index] != 0;
-}
-template <typename P>
-__device__ __forceinline__ void mark(const P& p, const Head& head) {
-    p.again[head.index] = 1;
-}
