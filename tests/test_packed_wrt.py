@@ -157,6 +157,7 @@ def check_together(run, dtype, dim, kernel):
 @EMULATED
 @pytest.mark.parametrize(("algo", "engine", "dtype", "dim"), [
     ("fa2", "simt", "float64", 8),  ("fa3", "wgmma", "float16", 64),
+    ("fa3", "wgmma", "float32", 64),
 ])  # fmt: skip
 def test_kernels(algo, engine, dtype, dim):
     check_together(in_emulator, dtype, dim, {"algo": algo, "engine": engine})

@@ -8,7 +8,7 @@ import test_planes
 from cases import H200
 from compile_kernels import compile_source, require_nvrtc
 from test_planes import cupy, emulated_only, normal, power  # noqa: F401  (a fixture)
-from tolerance import assert_backward_close
+from tolerance import assert_arrays_close, assert_backward_close
 
 import cuflash
 from cuflash import reference
@@ -284,16 +284,10 @@ def test_the_plan_says_what_it_costs():
     assert plan.workspace_bytes < 5.04 * x.nbytes
 
 
-@pytest.mark.parametrize(
-    ("more", "reason"),
-    [
-        ({"summed": (4, 1, 1)}, "sums over no heads that share queries"),
-    ],
-)
-def test_what_stays_on_fma_units(more, reason):
-    plan = make_plan(problem(64, **more), H200)
+def test_what_stays_on_fma_units():
+    plan = make_plan(problem(64, summed=(4, 1, 1)), H200)
     assert plan.engine == "simt"
-    assert reason in str(plan)
+    assert "sums over no heads that share queries" in str(plan)
 
 
 @pytest.mark.parametrize(
@@ -380,6 +374,27 @@ def test_gpu_options(cupy, dim):  # noqa: F811
         on_gpu(cupy, q, k, v, dout, **options)
     shared = {"enable_gqa": True, "causal": True}
     on_gpu(cupy, q, k[:1], v[:1], dout, **shared)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [64, 128])
+def test_gpu_gradients_of_arrays(cupy, dim):  # noqa: F811
+    q, k, v, dout = (x[None] for x in operands(500, 900, dim))
+    rng = np.random.default_rng(3)
+    arrays = {
+        "bias": rng.standard_normal((500, 900)).astype(np.float32),
+        "sinks": rng.standard_normal(HEADS).astype(np.float32),
+    }
+    for options in (arrays, {"sinks": arrays["sinks"]}):
+        out, lse = results(q, k, v, causal=True, **options)
+        device = [cupy.asarray(x) for x in (dout, q, k, v, out, lse)]
+        given = {name: cupy.asarray(x) for name, x in options.items()}
+        got = cuflash.attention_backward(
+            *device, causal=True, engine="wgmma", wrt=tuple(options), **given
+        )
+        got = [x.get() for x in got]
+        assert_backward_close(got[:3], dout, q, k, v, causal=True, **options)
+        assert_arrays_close(got[3:], tuple(options), dout, q, k, v, causal=True, **options)
 
 
 @pytest.mark.gpu

@@ -328,7 +328,10 @@ def test_what_hopper_walks_by_itself():
 
 # --------------------------------------------------------------------------------------- kernels
 WIDE = {"float16": 192, "bfloat16": 64, "float32": 32}
-ON_GPUS = [("fa1", "simt", "float32"), ("fa2", "mma", "bfloat16"), ("fa3", "wgmma", "float16")]
+ON_GPUS = [
+    ("fa1", "simt", "float32"), ("fa2", "mma", "bfloat16"), ("fa3", "wgmma", "float16"),
+    ("fa3", "wgmma", "float32"),
+]  # fmt: skip
 
 
 def test_names_of_kernels_are_ascii():
@@ -474,6 +477,7 @@ def plans():
     for dtype, arch, engine, dims in (
         ("bfloat16", 90, "wgmma", (64, 128, 192, 256)), ("float16", 80, "mma", (32, 128, 256)),
         ("float32", 75, "simt", (64, 128)), ("float64", 90, "simt", (128, 512)),
+        ("float32", 90, "wgmma", (64, 128)),
     ):  # fmt: skip
         for dim in dims:
             q = np.zeros((2, 4, 600, dim), numpy_dtype(dtype))

@@ -12,6 +12,7 @@ from .launches import MapBox
 from .mma import MmaTile
 from .problem import Device, Problem
 from .tile import KernelTile, round_up
+from .warps import WarpTile
 
 if TYPE_CHECKING:
     from ..typing import Engine
@@ -113,7 +114,7 @@ class HopperGradientTile(HopperTile):
         """Of a tile of dQ in the type of sums."""
         return 0
 
-    def differentiating(self, name: str) -> MmaTile:
+    def differentiating(self, name: str) -> WarpTile:
         """The sizes of the kernels for the gradient of an array: of mma, for the same tiles."""
         return MmaTile(
             algo=self.algo, max_dim=self.max_dim, backward=True, block_q=self.block_q, slabs=2,

@@ -17,7 +17,7 @@ from .planes import LARGE, SMALL, plane_buffers, plane_constants, plane_launches
 from .problem import Device, Problem
 from .products import product
 from .tile import KernelTile
-from .warps import PLANES_TICKETS
+from .warps import PLANES_TICKETS, WarpTile
 from .wgmma_gradients import REGION_BYTES
 from .wgmma_two_kernels import WgmmaKeysTile, WgmmaQueriesTile
 
@@ -82,14 +82,16 @@ class PlanesKeysTile(WgmmaKeysTile):
             self.behind if kernel in (self.behind.kernel, "sum_dq") else super().of_kernel(kernel)
         )
 
+    def differentiating(self, name: str) -> WarpTile:
+        """The sizes of the kernels for the gradient of an array: of simt, for the same tiles."""
+        return self.behind.differentiating(name)
+
     def reject(self, problem: Problem, device: Device) -> str:
         """Why this row cannot or should not serve, or an empty string."""
         if problem.summed[0] > 1:
             return "sums over no heads that share queries"
         if problem.mask and self.block_q != WARPGROUP_ROWS:
             return f"walks no lists of a mask of {self.block_q} queries"
-        if problem.wrt:
-            return "computes no gradients of arrays"
         blocks, queries = self.blocks(problem.typical), problem.typical.query_length
         if queries < LEAST_QUERIES and blocks < self.fill * device.multiprocessors:
             return f"its {blocks} blocks have {queries} queries, which take FMA units less time"
