@@ -44,7 +44,8 @@ def estimate(tile: Tile, problem: Problem, device: Device) -> float:
     makespan -= tile.block_time  # of a block's first item
     steps = groups * sum(n * count for n, count in items.items())
     loaded = steps * tile.block_k * _key_bytes(problem) / CACHE_RATE
-    stored = problem.head_count * problem.key_length * _key_bytes(problem) / problem.group / DRAM_RATE
+    key_heads = problem.head_count / problem.group
+    stored = key_heads * problem.key_length * _key_bytes(problem) / DRAM_RATE
     tiles = tile.query_tiles(problem) * tile.parts(problem)
     begun = min(ceil_div(slots, tiles), groups) * tile.parts(problem)  # parts that begin together
     first = begun * tile.block_k * _key_bytes(problem) / DRAM_RATE
