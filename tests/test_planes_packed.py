@@ -45,7 +45,8 @@ STARTS = (np.arange(0, COUNT * LENGTH + 1, LENGTH) + GAPS[0],) * 2
 def assert_bits_of_the_batch(result, expected):
     """In each sequence; tokens of none are 0."""
     inside = slice(GAPS[0], GAPS[0] + COUNT * LENGTH)
-    assert result[inside].tobytes() == packed(expected)[inside].tobytes()
+    same = result[inside].tobytes() == packed(expected)[inside].tobytes()
+    assert same  # pytest would explain for minutes how bytes differ
     assert not result[: GAPS[0]].any()
     assert not result[inside.stop :].any()
 
