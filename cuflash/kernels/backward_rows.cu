@@ -130,8 +130,8 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS, 3)
         const auto log_sum = [&](int i) {
             return is_valid(i) ? lse[query(i) * p.lse_row_stride] : -infinity<Accumulator>();
         };
-        Accumulator own_log_sum[OWN],
-            products[BATCH];  // of the rows that the lane finishes; of all
+        Accumulator own_log_sum[OWN];  // of the rows that the lane finishes
+        Accumulator products[BATCH];   // of all
 #pragma unroll
         for (int j = 0; j < OWN; ++j) own_log_sum[j] = log_sum(j * LANES + lane);
         {

@@ -25,6 +25,15 @@
 #include "ptx/overlap.cuh"
 #include "tiles/units.cuh"
 
+// The step whose queries are in a slot, and what dropout keeps of its pairs.
+__device__ __forceinline__ TurnedStep step_in(const SharedMemory& smem, int slot, const Params& p,
+                                              const Scores& tile, const Head& head, int k_begin) {
+    const int q_begin = smem.facts[slot].visit.tile * BLOCK_Q;
+    TurnedStep step{p, tile, head, shared_address(smem.row_stats[slot]), q_begin, k_begin};
+    step.draw_kept();
+    return step;
+}
+
 // The first consumer: P^T, which it passes on, and dV.
 __device__ __forceinline__ void sum_values(const Params& p, SharedMemory& smem) {
     Barriers& barriers = smem.barriers;
@@ -58,13 +67,7 @@ __device__ __forceinline__ void sum_values(const Params& p, SharedMemory& smem) 
             multiply_shared<KeyRows, QueryRows>(S, K, Q + slot * (QueryRows::BYTES >> 4));
             commit_products();
             const StepFacts& facts = smem.facts[slot];
-            TurnedStep now{p,
-                           tile,
-                           head,
-                           shared_address(smem.row_stats[slot]),
-                           facts.visit.tile * BLOCK_Q,
-                           k_begin};
-            now.draw_kept();
+            const TurnedStep now = step_in(smem, slot, p, tile, head, k_begin);
             TurnedStep::Rows rows;
             rows.load(tile, p, head, now.q_begin, k_begin);
             const TileBits bits(p, head, facts.visit.bits, 0, k_begin, now.q_begin);
@@ -137,13 +140,7 @@ __device__ __forceinline__ void sum_keys(const Params& p, SharedMemory& smem) {
             commit_products();
             barriers.Q_full[slot].wait(step.parity());
             const StepFacts& facts = smem.facts[slot];
-            TurnedStep now{p,
-                           tile,
-                           head,
-                           shared_address(smem.row_stats[slot]),
-                           facts.visit.tile * BLOCK_Q,
-                           k_begin};
-            now.draw_kept();
+            const TurnedStep now = step_in(smem, slot, p, tile, head, k_begin);
             wait_products<0>(dP);
             settle(small);
             if (speaks) barriers.dO_empty[slot].arrive();

@@ -34,10 +34,7 @@ _PAGES = {"page_table": "const PageNumber*"}
 # Where packed sequences begin: as given, and as sequence_starts has checked it.
 _OFFSETS = {"cu_seqlens_q": "const Offset*", "cu_seqlens_k": "const Offset*"}
 _STARTS = {"query_starts": "int*", "key_starts": "int*", "next_item": "unsigned int*"}
-_MASK_WORKSPACE = {
-    "": {}, "blocks": {},
-    "elements": {**_LISTS, "mask_states": "unsigned char*"},
-}  # fmt: skip
+_MASK_WORKSPACE = {"": {}, "blocks": {}, "elements": {**_LISTS, "mask_states": "unsigned char*"}}
 _WORKSPACE = {
     False: {"state": "Accumulator*", "part_out": "Accumulator*", "part_sums": "Accumulator*"},
     True: {"row_stats": "Accumulator*", "dq_sum": "Accumulator*", "dk_sum": "Accumulator*",

@@ -45,8 +45,7 @@ __device__ __forceinline__ int first_mark(const P& p, const H& head) {
 template <typename P, typename H, typename Look>
 __device__ __forceinline__ void each_mark(const P& p, const H& head, int row_begin, int row_end,
                                           const Look& look) {
-    const int origin = query_origin(head);
-    const int last = min(origin + row_end, origin + query_extent(p, head)) - origin - 1;
+    const int last = min(row_end, query_extent(p, head)) - 1;
     for (int tile = row_begin / AGAIN_ROWS; tile <= last / AGAIN_ROWS; ++tile)
         look(p.again[first_mark(p, head) + tile]);
 }
