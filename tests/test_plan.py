@@ -22,6 +22,7 @@ from cuflash.planning.plan import TILES, Plan, make_plan
 from cuflash.planning.planes import PlanesTile
 from cuflash.planning.planes_gradients import PlanesKeysTile
 from cuflash.planning.problem import CPU, SHARED_BYTES, Device, Problem
+from cuflash.scores.score import softcap
 
 H200 = Device(90, "NVIDIA H200", multiprocessors=132)
 GPU_ROWS = [row for row in TILES if row.threads and not row.backward]
@@ -238,6 +239,17 @@ def test_modified_scores_have_smaller_tiles_on_hopper():
         modified = make_plan(backward(d=d, score=form("score / 2")), H200, "fa3")
         assert modified.block_q == fewer
         assert "has no registers for modified scores" in dict(modified.rejected).values()
+
+
+def test_a_softcap_has_smaller_tiles_in_wide_heads():
+    """Where other changes of scores do not; nor has it in other heads."""
+    for d, changed, capped in ((128, 80, 80), (256, 80, 64)):
+        plans = [
+            make_plan(problem(n=4096, m=4096, d=d, score=x), H200, "fa3")
+            for x in (form("score / 2"), softcap(30.0).form)
+        ]
+        assert [x.block_k for x in plans] == [changed, capped]
+        assert "is slow with a softcap" in dict(plans[1].rejected).values()
 
 
 @pytest.mark.parametrize("summed", list(itertools.product((1, 2), (1, 3), (1, 6))))

@@ -46,6 +46,23 @@ def reciprocal(divisor: int) -> int:
     return -(-(1 << 31 + shift) // divisor) | shift << 32
 
 
+# tanh(y) is y times a polynomial in y^2, off by less than 1.7 2^-24 of itself for |y| <= NEAR.
+NEAR = 0.4
+_NEAR_TANH = 0.9999999019010429, -0.3333136245997937, 0.13270976773934, -0.047553604158490206
+# Where its factors, and what they are multiplied by, are normal float32.
+_NEAR_SCALES = 2.0**-17, 2.0**15
+
+
+def near_tanh(scale: float) -> tuple[float, list[float]]:
+    """By which kernels compute tanh(scale x) near 0: the largest |x| that is near, negative if none
+    is, and factors of x, x^3, x^5 and x^7.
+    """
+    low, high = _NEAR_SCALES
+    if not low <= scale <= high:
+        return -1.0, [0.0] * len(_NEAR_TANH)
+    return NEAR / scale, [x * scale ** (2 * n + 1) for n, x in enumerate(_NEAR_TANH)]
+
+
 def pack(
     plan: Plan,
     layout: Layout,
@@ -124,7 +141,9 @@ def pack(
         if wanted.keeps_sequences:
             params[f"{wanted.field}_entry_stride"] = layout.entry_strides[target.operand]
     if score.form.unit:
-        params["score_scale"] = scale / score.numbers[score.form.unit]
+        params["score_scale"] = in_units = scale / score.numbers[score.form.unit]
+        if problem.has_near_scores:
+            params["near_limit"], params["near_factors"] = near_tanh(in_units)
     return params
 
 

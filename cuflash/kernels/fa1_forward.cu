@@ -194,14 +194,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 const int k_begin = visit.tile * STEP_K, offset = k_begin - k_tile;
                 Accumulator S_regs[Tile::ROWS][Tile::COLUMNS], rescale[Tile::ROWS];
                 tile.score(S_regs, K_smem + offset * Tile::PITCH);
-                modify_scores(S_regs, tile, p, head, slab.q_begin, k_begin);
-                if (slab.steps.is_cut(visit))
+                const bool cut = slab.steps.is_cut(visit);
+                modify_scores(S_regs, tile, p, head, slab.q_begin, k_begin, !cut);
+                if (cut)
                     mask_scores(S_regs, tile, p, head, slab.q_begin, k_begin,
                                 TileBits(p, head, visit.bits, 0, slab.q_begin, k_begin), 0);
                 if (softmax.update(S_regs, multiplier, rescale)) scale_rows(O_regs, rescale);
                 // S_regs hold P from here on
                 drop_probabilities(S_regs, tile, p, head, slab.q_begin, k_begin);
-                expect_zeros(tile, slab.steps.is_cut(visit));
+                expect_zeros(tile, cut);
                 tile.accumulate(O_regs, S_regs, V_smem + offset * Tile::VALUE_PITCH);
             }
             if (nonfinite) {

@@ -133,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             Accumulator S_regs[Tile::ROWS][Tile::COLUMNS], rescale[Tile::ROWS];
             const auto score = [&] {
                 tile.score(S_regs, K_smem + stage * K_TILE + step * Tile::PITCH);
-                modify_scores(S_regs, tile, p, head, row_begin, k_begin + step);
+                modify_scores(S_regs, tile, p, head, row_begin, k_begin + step, !cut);
                 if (cut) mask_scores(S_regs, tile, p, head, row_begin, k_begin + step, bits, step);
                 missing.hide(S_regs, tile, step);
             };

@@ -82,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         Accumulator S_regs[Tile::ROWS][Tile::COLUMNS];
         const auto score = [&] {
             tile.score(S_regs, K_smem + first_key * Tile::PITCH);
-            modify_scores(S_regs, tile, p, head, row_begin, k_begin + first_key);
+            modify_scores(S_regs, tile, p, head, row_begin, k_begin + first_key, !cut);
             if (cut)
                 mask_scores(S_regs, tile, p, head, row_begin, k_begin + first_key, bits, first_key);
             missing.hide(S_regs, tile, first_key);

@@ -183,8 +183,10 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
         rows.load(tile, p, now.head, now.q_begin, now.k_begin);
         wait_products<1>(S);
         rows.exchange(tile);
-        if (SCORE_IS_MODIFIED) settle(dK), settle(dV);  // else two registers too few at D = 128
-        now.to_probabilities(S, slope, P_pairs, log2_sums, rows);
+        // Else two registers too few at D = 128, where scores that are near have them.
+        if (SCORE_IS_MODIFIED && !HAS_NEAR_SCORES) settle(dK), settle(dV);
+        now.to_probabilities(S, slope, P_pairs, log2_sums, rows,
+                             !facts.is_cut && now.has_all_queries());
         if (facts.is_cut) {
             now.hide(S, bits_of(now));
             if (SCORE_IS_MODIFIED) now.hide_pairs(P_pairs, S);

@@ -129,8 +129,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             queries.advance();
         }
         const int k_begin = visit.tile * STEP_K;
-        modify_scores(S_regs, tile, p, head, q_begin, k_begin);
-        if (keys.is_cut(visit))
+        const bool cut = keys.is_cut(visit);
+        modify_scores(S_regs, tile, p, head, q_begin, k_begin, !cut);
+        if (cut)
             mask_scores(
                 S_regs, Tile::FromFirstColumn{tile}, p, head, q_begin, k_begin + tile.column(0),
                 TileBits(p, head, visit.bits, consumer * SLAB, q_begin, k_begin), tile.column(0));

@@ -101,7 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             wait_products<1>(S);
             settle(small_S);
             combine(S, small_S, item.located.score_factor);
-            now.to_weights(S, rows);
+            now.to_weights(S, rows, false);
             const bool cut = sight.seen == Sight::SOME;
             if (cut) now.hide(S, bits, shown);
             settle(S);  // exponentials come before the wait for dP

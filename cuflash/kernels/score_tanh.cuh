@@ -3,7 +3,7 @@
 // Halves have a cheap one: ten instructions and one approximation. With
 // s = sinh(y), tanh(y) = s / sqrt(1 + s^2) and its derivative is 1 / (1 + s^2). Errors of s hardly
 // matter where s is large: they move tanh by a share of 1 / (1 + s^2). So a short polynomial does for
-// sinh, everywhere. docs/numerics.md derives the error.
+// sinh, everywhere. Near 0 tanh itself has a short polynomial. docs/numerics.md derives the errors.
 #pragma once
 #include "numeric.cuh"
 
@@ -50,4 +50,15 @@ __device__ __forceinline__ PointOfCurve<A> score_tanh(A y) {
         const A value = ::tanh(y);
         return {value, A(1) - value * value};
     }
+}
+
+// tanh(c x), where x is at most `near_limit` of the same Params: c is in the factors
+// (gpu/arguments.py).
+__device__ __forceinline__ PointOfCurve<float> near_tanh(float x, const float (&factors)[4]) {
+    const float square = x * x;
+    float sum = factors[3];
+#pragma unroll
+    for (int i = 2; i >= 0; --i) sum = multiply_add(sum, square, factors[i]);
+    const float value = x * sum;
+    return {value, multiply_add(-value, value, 1.0f)};
 }

@@ -161,6 +161,9 @@ def _fields(problem: Problem) -> Iterator[tuple[tuple[str, ...], str, str]]:
         yield from _ELEMENT_SCALARS
     if problem.score.unit:
         yield ("score_scale",), "Accumulator", "Accumulator"  # by which q.k is in the score's unit
+    if problem.has_near_scores:
+        yield ("near_limit",), "f4", "float"
+        yield ("near_factors",), "f4 4", "float"
 
 
 def fields(problem: Problem) -> Iterator[Field]:

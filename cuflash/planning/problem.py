@@ -9,7 +9,7 @@ from typing import Any
 from ..masks.band import Band
 from ..masks.predicate import NOT_COMPUTED, MaskForm
 from ..operands.checks import checked_integer
-from ..operands.dtypes import ACCUMULATORS, result_dtype
+from ..operands.dtypes import ACCUMULATORS, ITEM_BYTES, result_dtype
 from ..operands.layout import LENGTHS, Layout
 from ..operands.spec import Spec
 from ..scores.score import UNCHANGED, ScoreForm
@@ -207,6 +207,11 @@ class Problem:
     def cuts_all(self) -> bool:
         """Whether keys may be hidden in any tile: by an array of bool, or by scores."""
         return self.mask == "elements" or self.score.hides
+
+    @property
+    def has_near_scores(self) -> bool:
+        """Whether kernels have fewer instructions for scores near 0: a softcap of halves."""
+        return self.score.is_tanh and ITEM_BYTES[self.dtype] == 2
 
     @property
     def is_packed(self) -> bool:

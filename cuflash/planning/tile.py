@@ -588,6 +588,7 @@ class KernelTile(Tile):
             "SHIFT_IS_GIVEN": problem.shift_is_given,
             "MAX_SHIFT": MAX_SHIFT,
             "SCORE_IS_MODIFIED": bool(problem.score.stages),
+            "HAS_NEAR_SCORES": problem.has_near_scores,
             "SCORE_HAS_SLOPE": problem.score.has_slope,
             "SCORE_MAY_HIDE": problem.score.hides,
             "SHARES_ENTRIES": problem.score.shares_entries and not problem.is_packed,

@@ -27,10 +27,13 @@ class WgmmaTile(HopperTile):
     ----------
     ping_pong : bool
         Whether warpgroups take turns at issuing products.
+    capped : bool
+        Whether it is fast with a softcap of halves.
     """
 
     stages: int = 2
     ping_pong: bool = False
+    capped: bool = True
 
     def reject(self, problem: Problem, device: Device) -> str:
         """Why this row cannot or should not serve, or an empty string."""
@@ -38,6 +41,8 @@ class WgmmaTile(HopperTile):
             return reason
         if problem.mask_form.text and not (self.modified and self.loads):
             return "has no registers for a mask's function"
+        if problem.has_near_scores and not self.capped:
+            return "is slow with a softcap"
         return ""
 
     @property
@@ -208,7 +213,7 @@ ROWS = (
            rate=874, item_time=2.23, start_time=9.1),
     *_both(max_dim=192, block_k=64,  warps=4,  stages=4,
            rate=640, item_time=1.73, start_time=8.2),
-    *_both(max_dim=256, block_k=80,  warps=8, loads=False,
+    *_both(max_dim=256, block_k=80,  warps=8, loads=False, capped=False,
            rate=879, item_time=2.47, start_time=9.1),
     *_both(max_dim=256, block_k=64,  warps=8,
            rate=765, item_time=2.59, start_time=9.1),

@@ -91,6 +91,11 @@ class ScoreForm(NamedTuple):
         return any(x.reads_place and not _is_finite(x) for x in self.nodes)
 
     @property
+    def is_tanh(self) -> bool:
+        """Whether the changed score is tanh of the score, in some unit: a softcap alone."""
+        return bool(self.unit) and self.stages == ("tanh(score)",)
+
+    @property
     def has_slope(self) -> bool:
         """Whether the derivative by the score is other than 1."""
         return not all(map(_is_addend, self.nodes))

@@ -30,6 +30,10 @@ struct GradientStep {
         kept.draw_turned(tile, p, head, q_begin, k_begin);
     }
 
+    __device__ __forceinline__ bool has_all_queries() const {
+        return q_begin + BLOCK_Q <= head.query_length;
+    }
+
     // Numbers of the queries for the lane's columns, as shared memory holds them.
     struct Stats {
         u32 address;
@@ -47,36 +51,38 @@ struct GradientStep {
     __device__ __forceinline__ void to_probabilities(Accumulator (&S)[ROWS][Scores::COLUMNS],
                                                      Accumulator (&slope)[ROWS][Scores::COLUMNS],
                                                      Packed& packed, const Stats& log2_sums,
-                                                     const Rows& rows) const {
-        const OfHead of_head = read_of_head(head, p);
-        const Accumulator multiplier = score_multiplier(p);
+                                                     const Rows& rows, bool whole) const {
+        with_scores(S, p, whole, [&](const auto& score_of) {
+            const OfHead of_head = read_of_head(head, p);
+            const Accumulator multiplier = score_multiplier(p);
 #pragma unroll
-        for (int m = 0; m < PAIRS; ++m) {
-            const Pair log2_sum = log2_sums[m];
-            Accumulator left[2 * ROWS];
+            for (int m = 0; m < PAIRS; ++m) {
+                const Pair log2_sum = log2_sums[m];
+                Accumulator left[2 * ROWS];
 #pragma unroll
-            for (int e = 0; e < 2 * ROWS; ++e) {
-                const int i = e / 2, j = 2 * m + e % 2;
-                Dual<Accumulator> score(S[i][j], Accumulator(1));
-                if constexpr (SCORE_IS_MODIFIED)
-                    score = score_of(S[i][j], of_head, head, column_place(tile, q_begin, j),
-                                     k_begin + tile.row(i), p, rows.at(i, j));
-                S[i][j] = exp2_of(multiply_add(score.value, multiplier, -log2_sum.at[e % 2]));
-                if constexpr (SCORE_IS_MODIFIED) {
-                    left[e] = kept.has(i, j) ? S[i][j] : Accumulator(0);
-                    if constexpr (STORES_DSCORE)
-                        slope[i][j] = score.slope;
-                    else  // never -0, which is for hidden pairs
-                        S[i][j] = multiply_add(S[i][j], score.slope, Accumulator(0));
-                    if (SCORE_MAY_HIDE && score.value == -infinity<Accumulator>())
-                        S[i][j] = left[e] = Accumulator(-0.0);
+                for (int e = 0; e < 2 * ROWS; ++e) {
+                    const int i = e / 2, j = 2 * m + e % 2;
+                    Dual<Accumulator> score(S[i][j], Accumulator(1));
+                    if constexpr (SCORE_IS_MODIFIED)
+                        score = score_of(S[i][j], of_head, head, column_place(tile, q_begin, j),
+                                         k_begin + tile.row(i), p, rows.at(i, j));
+                    S[i][j] = exp2_of(multiply_add(score.value, multiplier, -log2_sum.at[e % 2]));
+                    if constexpr (SCORE_IS_MODIFIED) {
+                        left[e] = kept.has(i, j) ? S[i][j] : Accumulator(0);
+                        if constexpr (STORES_DSCORE)
+                            slope[i][j] = score.slope;
+                        else  // never -0, which is for hidden pairs
+                            S[i][j] = multiply_add(S[i][j], score.slope, Accumulator(0));
+                        if (SCORE_MAY_HIDE && score.value == -infinity<Accumulator>())
+                            S[i][j] = left[e] = Accumulator(-0.0);
+                    }
                 }
-            }
-            if constexpr (SCORE_IS_MODIFIED)
+                if constexpr (SCORE_IS_MODIFIED)
 #pragma unroll
-                for (int i = 0; i < ROWS; ++i)
-                    pair_of(packed, i, m) = pack(left[2 * i], left[2 * i + 1], Element());
-        }
+                    for (int i = 0; i < ROWS; ++i)
+                        pair_of(packed, i, m) = pack(left[2 * i], left[2 * i + 1], Element());
+            }
+        });
     }
     static __device__ __forceinline__ u32& pair_of(Packed& packed, int i, int m) {
         return packed[m / 2][m % 2 * 2 + i];

@@ -55,6 +55,10 @@ struct PackedStep {
         kept.draw_turned(tile, p, head, q_begin, k_begin);
     }
 
+    __device__ __forceinline__ bool has_all_queries() const {
+        return q_begin + BLOCK_Q <= head.query_length;
+    }
+
     static __device__ __forceinline__ u32& pair_of(Packed& packed, int i, int m) {
         return packed[m / 2][m % 2 * 2 + i];
     }
@@ -78,38 +82,40 @@ struct PackedStep {
 
     // P^T from S^T, packed.
     __device__ __forceinline__ void to_probabilities(Weights& weights,
-                                                     const Accumulator (&S)[2][Scores::COLUMNS],
+                                                     Accumulator (&S)[2][Scores::COLUMNS],
                                                      const LoadedStats& all_log2_sums,
-                                                     const Rows& rows) const {
+                                                     const Rows& rows, bool whole) const {
         const OfHead of_head = read_of_head(head, p);
         const Accumulator multiplier = score_multiplier(p);
+        with_scores(S, p, whole, [&](const auto& score_of) {
 #pragma unroll
-        for (int m = 0; m < PAIRS; ++m) {
-            const auto log2_sums = all_log2_sums[m];
+            for (int m = 0; m < PAIRS; ++m) {
+                const auto log2_sums = all_log2_sums[m];
 #pragma unroll
-            for (int i = 0; i < ROWS; ++i) {
-                Accumulator P[2], left[2], sloped[2];
+                for (int i = 0; i < ROWS; ++i) {
+                    Accumulator P[2], left[2], sloped[2];
 #pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const int j = 2 * m + e, q = q_begin + tile.column(j);
-                    const int k = k_begin + tile.row(i);
-                    Dual<Accumulator> score(S[i][j], Accumulator(1));
-                    if constexpr (SCORE_IS_MODIFIED)
-                        score = score_of(S[i][j], of_head, head, column_place(tile, q_begin, j), k,
-                                         p, rows.at(i, j));
-                    P[e] = exp2_of(
-                        multiply_add(score.value, multiplier, WEIGHT_EXPONENT - log2_sums.at[e]));
-                    sloped[e] = P[e] * score.slope;
-                    if (SCORE_MAY_HIDE && score.value == -infinity<Accumulator>())
-                        P[e] = sloped[e] = Accumulator(-0.0);
-                    left[e] = kept.has(i, j) ? P[e] : Accumulator(0);
+                    for (int e = 0; e < 2; ++e) {
+                        const int j = 2 * m + e, q = q_begin + tile.column(j);
+                        const int k = k_begin + tile.row(i);
+                        Dual<Accumulator> score(S[i][j], Accumulator(1));
+                        if constexpr (SCORE_IS_MODIFIED)
+                            score = score_of(S[i][j], of_head, head, column_place(tile, q_begin, j),
+                                             k, p, rows.at(i, j));
+                        P[e] = exp2_of(multiply_add(score.value, multiplier,
+                                                    WEIGHT_EXPONENT - log2_sums.at[e]));
+                        sloped[e] = P[e] * score.slope;
+                        if (SCORE_MAY_HIDE && score.value == -infinity<Accumulator>())
+                            P[e] = sloped[e] = Accumulator(-0.0);
+                        left[e] = kept.has(i, j) ? P[e] : Accumulator(0);
+                    }
+                    if (DROPS) pair_of(weights.all(), i, m) = pack(P[0], P[1], Element());
+                    if (SCORE_HAS_SLOPE)
+                        pair_of(weights.sloped(), i, m) = pack(sloped[0], sloped[1], Element());
+                    pair_of(weights.kept(), i, m) = pack(left[0], left[1], Element());
                 }
-                if (DROPS) pair_of(weights.all(), i, m) = pack(P[0], P[1], Element());
-                if (SCORE_HAS_SLOPE)
-                    pair_of(weights.sloped(), i, m) = pack(sloped[0], sloped[1], Element());
-                pair_of(weights.kept(), i, m) = pack(left[0], left[1], Element());
             }
-        }
+        });
     }
 
     // Sets the weights of hidden pairs to -0, whatever their scores and lse are, and those of queries

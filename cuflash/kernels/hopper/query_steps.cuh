@@ -50,24 +50,30 @@ struct QueryStep {
 
     __device__ __forceinline__ void draw_kept() { kept.draw(tile, p, head, q_begin, k_begin); }
 
+    __device__ __forceinline__ bool has_all_queries() const {
+        return q_begin + SLAB <= head.query_length;
+    }
+
     // The weights of dS: P times the derivative of the modified score by the score. In place of S.
-    __device__ __forceinline__ void to_weights(Accumulator (&S)[ROWS][COLUMNS],
-                                               const Rows& rows) const {
+    __device__ __forceinline__ void to_weights(Accumulator (&S)[ROWS][COLUMNS], const Rows& rows,
+                                               bool whole) const {
         const OfHead of_head = read_of_head(head, p);
         const Accumulator multiplier = score_multiplier(p);
+        with_scores(S, p, whole, [&](const auto& score_of) {
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i)
+            for (int i = 0; i < ROWS; ++i)
 #pragma unroll
-            for (int j = 0; j < COLUMNS; ++j) {
-                Dual<Accumulator> score(S[i][j], Accumulator(1));
-                if constexpr (SCORE_IS_MODIFIED)
-                    score = score_of(S[i][j], of_head, head, q_begin + tile.row(i),
-                                     column_place(tile, k_begin, j), p, rows.at(i, j));
-                S[i][j] = exp2_of(multiply_add(score.value, multiplier, -stats.log2_sums[i])) *
-                          score.slope;
-                if (SCORE_MAY_HIDE && score.value == -infinity<Accumulator>())
-                    S[i][j] = Accumulator(-0.0);
-            }
+                for (int j = 0; j < COLUMNS; ++j) {
+                    Dual<Accumulator> score(S[i][j], Accumulator(1));
+                    if constexpr (SCORE_IS_MODIFIED)
+                        score = score_of(S[i][j], of_head, head, q_begin + tile.row(i),
+                                         column_place(tile, k_begin, j), p, rows.at(i, j));
+                    S[i][j] = exp2_of(multiply_add(score.value, multiplier, -stats.log2_sums[i])) *
+                              score.slope;
+                    if (SCORE_MAY_HIDE && score.value == -infinity<Accumulator>())
+                        S[i][j] = Accumulator(-0.0);
+                }
+        });
     }
 
     // Sets the weights of hidden pairs to -0, whatever they were, and those of queries without weight.

@@ -26,37 +26,79 @@ __device__ __forceinline__ Dual<Accumulator> score_of(Accumulator product, const
     return modify(score, of_head, element, head, q, k, p);
 }
 
+// What makes a score of a product: as above, and by near_tanh.
+struct EachScore {
+    template <typename... Where>
+    __device__ __forceinline__ Dual<Accumulator> operator()(const Where&... where) const {
+        return score_of(where...);
+    }
+};
+struct NearScore {
+    const float (&factors)[4];
+    template <typename... Where>
+    __device__ __forceinline__ Dual<Accumulator> operator()(Accumulator product,
+                                                            const Where&...) const {
+        const auto y = near_tanh(product, factors);
+        return {y.value, y.slope};
+    }
+};
+
+// Whether all of a warp's numbers are at most `limit`, NaN aside.
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ bool are_near(const Accumulator (&S)[ROWS][COLUMNS], Accumulator limit) {
+    Accumulator largest = 0;
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j) largest = fmaxf(largest, fabsf(S[i][j]));
+    return __all_sync(FULL_WARP, largest <= limit);
+}
+
+// Calls `change` with what makes scores of the products in S. A softcap takes few instructions where
+// all of a warp's scores are near 0. Bits depend on that, so it is for tiles that are `whole`: what is
+// hidden, such as keys beyond a length, must not matter.
+template <int ROWS, int COLUMNS, typename P, typename Change>
+__device__ __forceinline__ void with_scores(const Accumulator (&S)[ROWS][COLUMNS], const P& p,
+                                            bool whole, const Change& change) {
+    if constexpr (HAS_NEAR_SCORES)
+        if (whole && are_near(S, p.near_limit)) return change(NearScore{p.near_factors});
+    change(EachScore());
+}
+
 // S[i][j] is of row row_begin + tile.row(i) of the queries and of key k_begin + tile.column(j), which
 // need not exist. `rows` are what it reads of a captured array.
 template <typename Tile, typename Rows, int ROWS, int COLUMNS>
 __device__ __forceinline__ void modify_scores(Accumulator (&S)[ROWS][COLUMNS], const Tile& tile,
                                               const Params& p, const Head& head, int row_begin,
-                                              int k_begin, const Rows& rows) {
+                                              int k_begin, const Rows& rows, bool whole = false) {
     if constexpr (SCORE_IS_MODIFIED) {
+        with_scores(S, p, whole, [&](const auto& score_of) {
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i) {
-            const int row = row_begin + tile.row(i);
-            const Head own = row_head(head, row);
-            const OfHead of_head = read_of_head(own, p);
+            for (int i = 0; i < ROWS; ++i) {
+                const int row = row_begin + tile.row(i);
+                const Head own = row_head(head, row);
+                const OfHead of_head = read_of_head(own, p);
 #pragma unroll
-            for (int first = 0; first < COLUMNS; first += ROW_GROUP) {
-                const auto elements = rows.of_row(i, first);
+                for (int first = 0; first < COLUMNS; first += ROW_GROUP) {
+                    const auto elements = rows.of_row(i, first);
 #pragma unroll
-                for (int j = first; j < first + ROW_GROUP && j < COLUMNS; ++j)
-                    S[i][j] = score_of(S[i][j], of_head, own, query_of(row),
-                                       column_place(tile, k_begin, j), p, elements.at(j - first))
-                                  .value;
+                    for (int j = first; j < first + ROW_GROUP && j < COLUMNS; ++j)
+                        S[i][j] =
+                            score_of(S[i][j], of_head, own, query_of(row),
+                                     column_place(tile, k_begin, j), p, elements.at(j - first))
+                                .value;
+                }
             }
-        }
+        });
     }
 }
 template <typename Tile, int ROWS, int COLUMNS>
 __device__ __forceinline__ void modify_scores(Accumulator (&S)[ROWS][COLUMNS], const Tile& tile,
                                               const Params& p, const Head& head, int row_begin,
-                                              int k_begin) {
+                                              int k_begin, bool whole = false) {
     LoadedRows<Tile, ROWS, COLUMNS> rows;
     rows.load(tile, p, head, row_begin, k_begin);
-    modify_scores(S, tile, p, head, row_begin, k_begin, rows);
+    modify_scores(S, tile, p, head, row_begin, k_begin, rows, whole);
 }
 
 // Replaces the scores of keys that the band hides, whatever they were: NaN in a hidden key goes no
