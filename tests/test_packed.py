@@ -420,6 +420,12 @@ def test_plans():
     assert plan.tile == dense.tile
     assert plan.flops == dense.flops
     assert plan.traffic == dense.traffic
+    floats = [np.zeros(x.shape, np.float32) for x in (q, batch)]
+    packed = cuflash.plan(*[floats[0]] * 3, cu_seqlens_q=starts, causal=True, device=H200)
+    dense = cuflash.plan(*[floats[1]] * 3, causal=True, device=H200)
+    assert packed.tile == dense.tile  # its planes are those of all sequences
+    for name in "qkv":
+        assert packed.problem.typical.heads_of(name) == dense.problem.heads_of(name)
     backward = cuflash.plan(q, q, q, cu_seqlens_q=starts, device=H200, backward=True)
     # The workspace follows from the number of tokens, not from the longest sequence.
     dense = cuflash.plan(batch, batch, batch, device=H200, backward=True)

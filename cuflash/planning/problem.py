@@ -245,6 +245,7 @@ class Problem:
         return replace(
             self,
             leading=(count, *self.leading),
+            own_heads=tuple(count * heads for heads in self.own_heads),
             query_length=queries,
             key_length=keys,
             sequences=None,
