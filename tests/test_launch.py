@@ -28,7 +28,7 @@ H200 = cuflash.Device(90, "NVIDIA H200", multiprocessors=132)
 # The engine mma, since tensor maps are the driver's to make.
 OPTIONS = Options(engine="mma", enable_gqa=True)
 # Modules that import CuPy, or each other.
-FRESH = ("memory", "tables", "launch", "one_kernel", "append", "merge")
+FRESH = ("memory", "tables", "kernel_start", "launch", "one_kernel", "append", "merge")
 BASE = 1 << 20  # where the first array of the stand-in lies
 
 
@@ -93,7 +93,7 @@ def launch(monkeypatch):
     cupy.ndarray = Array
     cupy.asarray = Array
     cupy.cuda = types.SimpleNamespace(
-        runtime=types.SimpleNamespace(getDevice=lambda: 0),
+        runtime=types.SimpleNamespace(getDevice=lambda: 0, driverGetVersion=lambda: 0),
         get_current_stream=Stream,
         Device=lambda device_id: contextlib.nullcontext(),
     )

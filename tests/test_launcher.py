@@ -8,7 +8,8 @@ from cuflash.distributed.host_group import address_of_environment
 SAYS = """
 import os, sys
 names = "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR"
-print(*(os.environ[x] for x in names), *sys.argv[1:], flush=True)
+line = " ".join([*(os.environ[x] for x in names), *sys.argv[1:]])
+os.write(1, f"{line}\\n".encode())  # at once, so that no other rank's comes in between
 """
 
 

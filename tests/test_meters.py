@@ -1,6 +1,8 @@
 """Times and memory: turns, how many calls, data, and the unfused expression."""
 
+import itertools
 import types
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -11,11 +13,18 @@ from cuflash.compare.machine import DTYPES
 
 
 def test_contenders_take_turns():
-    order = []
-    calls = [lambda name=name: order.append(name) for name in "ab"]
-    columns = meters.HostMeter().rounds(calls, 3)
-    assert "".join(order) == "abbaab"  # and at being the first
-    assert [len(column) for column in columns] == [3, 3]
+    """Each as often behind each other, and as the first."""
+    order, names, rounds = [], "abcd", 400
+    calls = [lambda name=name: order.append(name) for name in names]
+    columns = meters.HostMeter().rounds(calls, rounds)
+    assert [len(column) for column in columns] == [rounds] * 4
+    for begin in range(0, len(order), 4):
+        assert sorted(order[begin : begin + 4]) == list(names)
+    pairs = Counter(pair for pair in itertools.pairwise(order) if len(set(pair)) == 2)
+    firsts = Counter(order[::4])
+    assert len(pairs) == 12
+    for counts in (pairs, firsts):
+        assert max(counts.values()) < 1.5 * min(counts.values())
     assert all(0 <= time < 1e5 for column in columns for time in column)
 
 
