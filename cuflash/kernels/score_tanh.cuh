@@ -52,7 +52,7 @@ __device__ __forceinline__ PointOfCurve<A> score_tanh(A y) {
     }
 }
 
-// tanh(c x), where x is at most `near_limit` of the same Params: c is in the factors
+// tanh(c x), where |x| is at most `near_limit` of the same Params: c is in the factors
 // (gpu/arguments.py).
 __device__ __forceinline__ PointOfCurve<float> near_tanh(float x, const float (&factors)[4]) {
     const float square = x * x;
