@@ -257,8 +257,8 @@ DECIDING = [
     ("keys of fa1", r"k_begin, !cut\)", "k_begin, true)", ("fa1", "wgmma", "length")),
     ("keys of mma", r"k_begin \+ step, !cut\)", "k_begin + step, true)",
      ("fa2", "mma", "causal")),
-    ("queries", r"now.has_all_queries\(\)", "true", (32,)),
-    ("queries of wide heads", r"now.has_all_queries\(\)", "true", (136,)),
+    ("queries", r"has_queries\(now\.head, .*?\)", "true", (32,)),
+    ("queries of wide heads", r"has_queries\(now\.head, .*?\)", "true", (136,)),
 ]  # fmt: skip
 
 

@@ -186,7 +186,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
         // Else two registers too few at D = 128, where scores that are near have them.
         if (SCORE_IS_MODIFIED && !HAS_NEAR_SCORES) settle(dK), settle(dV);
         now.to_probabilities(S, slope, P_pairs, log2_sums, rows,
-                             !facts.is_cut && now.has_all_queries());
+                             !facts.is_cut && has_queries(now.head, now.q_begin, BLOCK_Q));
         if (facts.is_cut) {
             now.hide(S, bits_of(now));
             if (SCORE_IS_MODIFIED) now.hide_pairs(P_pairs, S);

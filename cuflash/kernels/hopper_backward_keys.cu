@@ -108,7 +108,7 @@ __device__ __forceinline__ void sum_values(const Params& p, SharedMemory& smem) 
             if (i > 0 && speaks) barriers.dO_empty[slot ^ 1].arrive();
 
             now.to_probabilities(weights, S, log2_sums, rows,
-                                 !facts.is_cut && now.has_all_queries());
+                                 !facts.is_cut && has_queries(now.head, now.q_begin, BLOCK_Q));
             if (item.opens && i == 0) await_check();
             const bool nonfinite = smem.row_stats[slot][NONFINITE] != 0;
             if (facts.is_cut || nonfinite || nonfinite_keys) now.hide(weights, bits, shown);

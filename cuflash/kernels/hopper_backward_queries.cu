@@ -120,7 +120,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             wait_products<1>(S);
             release_keys(slot ^ 1);
             holds_keys = true;
-            now.to_weights(S, rows, !cut && now.has_all_queries());
+            now.to_weights(S, rows, !cut && has_queries(now.head, q_begin, SLAB));
             // The branch keeps the compiler from taking exponentials behind the wait for dP.
             if (cut) now.hide(S, bits, shown);
             settle(S);

@@ -30,10 +30,6 @@ struct GradientStep {
         kept.draw_turned(tile, p, head, q_begin, k_begin);
     }
 
-    __device__ __forceinline__ bool has_all_queries() const {
-        return q_begin + BLOCK_Q <= head.query_length;
-    }
-
     // Numbers of the queries for the lane's columns, as shared memory holds them.
     struct Stats {
         u32 address;

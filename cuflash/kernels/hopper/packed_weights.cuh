@@ -55,10 +55,6 @@ struct PackedStep {
         kept.draw_turned(tile, p, head, q_begin, k_begin);
     }
 
-    __device__ __forceinline__ bool has_all_queries() const {
-        return q_begin + BLOCK_Q <= head.query_length;
-    }
-
     static __device__ __forceinline__ u32& pair_of(Packed& packed, int i, int m) {
         return packed[m / 2][m % 2 * 2 + i];
     }

@@ -50,10 +50,6 @@ struct QueryStep {
 
     __device__ __forceinline__ void draw_kept() { kept.draw(tile, p, head, q_begin, k_begin); }
 
-    __device__ __forceinline__ bool has_all_queries() const {
-        return q_begin + SLAB <= head.query_length;
-    }
-
     // The weights of dS: P times the derivative of the modified score by the score. In place of S.
     __device__ __forceinline__ void to_weights(Accumulator (&S)[ROWS][COLUMNS], const Rows& rows,
                                                bool whole) const {

@@ -12,6 +12,11 @@
 // The first key of the part that is worked on.
 __device__ __forceinline__ int first_key(const Head& head) { return SPLIT ? head.key_begin : 0; }
 
+// Whether a head has `count` queries from q_begin on.
+__device__ __forceinline__ bool has_queries(const Head& head, int q_begin, int count) {
+    return q_begin + count <= head.query_length;
+}
+
 // Keys that some row of [q_begin, q_end) may see: [begin, end), empty as [0, 0).
 struct KeyRange {
     int begin, end;

@@ -26,23 +26,6 @@ __device__ __forceinline__ Dual<Accumulator> score_of(Accumulator product, const
     return modify(score, of_head, element, head, q, k, p);
 }
 
-// What makes a score of a product: as above, and by near_tanh.
-struct EachScore {
-    template <typename... Where>
-    __device__ __forceinline__ Dual<Accumulator> operator()(const Where&... where) const {
-        return score_of(where...);
-    }
-};
-struct NearScore {
-    const float (&factors)[4];
-    template <typename... Where>
-    __device__ __forceinline__ Dual<Accumulator> operator()(Accumulator product,
-                                                            const Where&...) const {
-        const auto y = near_tanh(product, factors);
-        return {y.value, y.slope};
-    }
-};
-
 // Whether all of a warp's numbers are at most `limit`, NaN aside.
 template <int ROWS, int COLUMNS>
 __device__ __forceinline__ bool are_near(const Accumulator (&S)[ROWS][COLUMNS], Accumulator limit) {
@@ -54,15 +37,19 @@ __device__ __forceinline__ bool are_near(const Accumulator (&S)[ROWS][COLUMNS], 
     return __all_sync(FULL_WARP, largest <= limit);
 }
 
-// Calls `change` with what makes scores of the products in S. A softcap takes few instructions where
-// all of a warp's scores are near 0. Bits depend on that, so it is for tiles that are `whole`: what is
-// hidden, such as keys beyond a length, must not matter.
+// Calls `change` with what makes a score of a product in S, as score_of does. A softcap takes few
+// instructions where all of a warp's scores are near 0. Bits depend on that, so it is for tiles that are
+// `whole`: what is hidden, such as keys beyond a length, must not matter.
 template <int ROWS, int COLUMNS, typename P, typename Change>
 __device__ __forceinline__ void with_scores(const Accumulator (&S)[ROWS][COLUMNS], const P& p,
                                             bool whole, const Change& change) {
     if constexpr (HAS_NEAR_SCORES)
-        if (whole && are_near(S, p.near_limit)) return change(NearScore{p.near_factors});
-    change(EachScore());
+        if (whole && are_near(S, p.near_limit))
+            return change([&](Accumulator product, const auto&...) {
+                const auto y = near_tanh(product, p.near_factors);
+                return Dual<Accumulator>(y.value, y.slope);
+            });
+    change([](const auto&... where) { return score_of(where...); });
 }
 
 // S[i][j] is of row row_begin + tile.row(i) of the queries and of key k_begin + tile.column(j), which
