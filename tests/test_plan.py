@@ -415,6 +415,19 @@ def test_ordered_blocks_of_a_mask_are_of_all_heads():
     assert nothing.section == 1
 
 
+def test_long_heads_are_worked_on_few_at_a_time():
+    device = Device(90, "NVIDIA H200", multiprocessors=132, cache_bytes=60 << 20)
+
+    def section(length, causal):
+        p = backward("bfloat16", (1, 32), length, length, 128, 128)
+        p = dataclasses.replace(p, band=Band.from_options(causal, None))
+        return make_plan(p, device, "fa3", "wgmma").section
+
+    lengths = [n << 10 for n in (4, 16, 32, 64, 128, 256, 1024)]
+    assert [section(n, causal=False) for n in lengths] == [8, 8, 7, 3, 1, 1, 1]
+    assert [section(n, causal=True) for n in lengths] == [16, 16, 11, 7, 3, 1, 1]
+
+
 def test_the_longest_rows_come_first_unless_a_band_or_lengths_say_which():
     def is_longest_first(**more):
         return make_plan(problem(**more), H200).is_longest_first

@@ -236,7 +236,7 @@ class Plan:
         if p.mask and self.is_ordered:
             return max(1, p.head_count)
         groups = p.head_count // group
-        cached = max(1, self.device.cache_bytes // 2 // max(1, self.tile.cached_bytes(p) * group))
+        cached = self.device.cache_bytes / 2 / max(1, self.tile.cached_bytes(p) * group)
         wanted = self.tile.section(p, cached)
         return group * max(1, -(-groups // max(1, round(groups / wanted))))
 

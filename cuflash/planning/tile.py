@@ -241,9 +241,9 @@ class Tile:
         columns = problem.head_dim + problem.value_dim
         return problem.key_length * columns * ITEM_BYTES[problem.dtype]
 
-    def section(self, problem: Problem, cached: int) -> int:
-        """How many groups of heads are worked on at a time, where so many share the L2 cache."""
-        return cached
+    def section(self, problem: Problem, cached: float) -> int:
+        """How many groups of heads are worked on at a time; so many share a half of the L2 cache."""
+        return max(1, int(cached))
 
     def reject(self, problem: Problem, device: Device) -> str:
         """Why this row cannot or should not serve, or an empty string."""

@@ -22,6 +22,12 @@ if TYPE_CHECKING:
 # (H200, 2026-11-22) the fastest or within 2 % of it at 512 to 16k positions, head dims 64 and 128;
 # under a causal mask on twice as many.
 ORDERED_COLUMNS = 1024
+# But on no more heads than these times what a half of the L2 cache holds: the blocks of a head drift
+# apart, and where heads are long and many, all that a block reads and adds comes from memory. At head
+# dim 128, without a mask, with 1024 columns, four heads and one at a time: 32k positions 577, 592, 607
+# TFLOP/s, 64k 584, 598, 597 (H200, 2026-11-24), 64k on an H100 340, 588, 614. Under a causal mask on
+# twice as many: at 64k 16 heads are 1.02 times as fast as four.
+ORDERED_CACHES = 10
 HEAD_BYTES = 128  # of where a head lies
 REGION_BYTES = 16  # of what it knows of its region, where sequences are packed
 TURNS = 2  # of a tile of dQ: each warpgroup adds a part
@@ -84,16 +90,17 @@ class WgmmaGradientTile(HopperGradientTile):
         """Heads that share keys and whose dK and dV one block sums."""
         return problem.group if self.grouped else 1
 
-    def section(self, problem: Problem, cached: int) -> int:
-        """How many groups of heads are worked on at a time, where so many share the L2 cache.
+    def section(self, problem: Problem, cached: float) -> int:
+        """How many groups of heads are worked on at a time; so many share a half of the L2 cache.
 
         Blocks that add in order wait less if they are of many heads, since few of one head then
         run at a time.
         """
         if not self.adds_in_order(problem):
-            return cached
-        groups = max(cached, ORDERED_COLUMNS // max(1, problem.head_dim))
-        return groups if problem.band.is_open else 2 * groups
+            return super().section(problem, cached)
+        groups = max(cached, ORDERED_COLUMNS / max(1, problem.head_dim))
+        groups = min(groups, ORDERED_CACHES * cached)
+        return max(1, int(groups if problem.band.is_open else 2 * groups))
 
     def row_stats_bytes(self, problem: Problem) -> int:
         """What is kept of a tile of queries: two numbers each, and flags."""
