@@ -29,6 +29,7 @@ from cuflash.masks.band import Band
 
 HEADS, DIM = 16, 128
 SECONDS = 0.4  # of one measurement, about
+WARM = 3  # calls before
 WORK_RATE = 4e14  # operations per second, to choose how many calls are measured
 
 
@@ -73,7 +74,8 @@ class Copied:
 def milliseconds(comm, call, operations, host=None) -> float:
     """Of one call, on the rank that takes longer; the host's own go to the list `host`."""
     count = max(1, min(30, int(SECONDS * WORK_RATE / operations)))
-    call()
+    for _ in range(WARM):  # memory comes from the pool from then on
+        call()
     cupy.cuda.get_current_stream().synchronize()
     comm.tell("ready")
     begin, end = cupy.cuda.Event(), cupy.cuda.Event()

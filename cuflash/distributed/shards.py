@@ -234,3 +234,13 @@ def empty_like(x: Any, shape: tuple[int, ...], dtype: Any = None) -> Any:
 def contiguous(x: Any) -> Any:
     """The array itself, or a copy in C order."""
     return module_of(x).ascontiguousarray(x)
+
+
+def add_to(total: Any, part: Any) -> None:
+    """`total += part`."""
+    if isinstance(total, np.ndarray):
+        np.add(total, part, out=total)
+    else:
+        from ..gpu import sums
+
+        sums.add_to(total, part)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .._merge import merge
-from .shards import empty_like, module_of
+from .shards import add_to, empty_like
 
 if TYPE_CHECKING:
     from .schedule import Block
@@ -141,7 +141,7 @@ class GradientSum:
                 return
             self.total = self._zeros()
         mine = self.total[..., rows.start : rows.stop, :]
-        module_of(mine).add(mine, part, out=mine)
+        add_to(mine, part)
 
     def _zeros(self) -> Any:
         total = empty_like(self.like, self.shape, self.sums)

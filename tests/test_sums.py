@@ -1,0 +1,34 @@
+"""Sums in place, which add the gradients of other ranks' keys and queries."""
+
+import numpy as np
+import pytest
+from cases import numpy_dtype
+
+pytestmark = pytest.mark.gpu
+
+WIDTHS = (64, 36, 5, 1)  # of which the last two have no words of four halves
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("first", [0, 1], ids=["aligned", "one number further"])
+def test_rows_are_added_and_rounded_once(dtype, width, first):
+    import cupy
+
+    from cuflash.gpu.sums import add_to
+
+    name = numpy_dtype(dtype)
+    host = np.random.default_rng(0).standard_normal((2, 3, 40, width)).astype(name)
+    host[0, 0, 7, 0], host[0, 1, 8, 0], host[1, 1, 8, 0] = np.inf, np.inf, -np.inf
+    memory = cupy.zeros(first + host[0].size, name)  # so that rows may begin between two words
+    total = memory[first:].reshape(host[0].shape)
+    total[...] = cupy.asarray(host[0])
+    rows = slice(5, 21)
+    add_to(total[:, rows], cupy.asarray(host[1])[:, rows])
+    wide = host.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        wanted = np.where(
+            np.isin(np.arange(40), np.arange(rows.start, rows.stop))[:, None],
+            wide[0] + wide[1], wide[0],
+        )  # fmt: skip
+    np.testing.assert_array_equal(total.get().astype(np.float64), wanted.astype(name))
