@@ -16,7 +16,7 @@ def add_to(total: cupy.ndarray, part: cupy.ndarray) -> None:
     """`total += part` on the current stream.
 
     Numbers of half a float go four at a time, where rows allow it: `cupy.add` takes them one by
-    one, in 2.6 times as long.
+    one, in twice the time (33 MB each on an H100: 47 us for 97).
     """
     words = _words(total), _words(part)
     if total.dtype == part.dtype and all(x is not None for x in words):
