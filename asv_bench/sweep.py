@@ -2,6 +2,7 @@
 
     python sweep.py main~5..main -- --bench Forward      # a range, oldest first
     python sweep.py main HEAD --interleave 2 -- --bench Forward.track_seconds
+    python sweep.py HEAD --one-process               # all figures, without a process for each
 
 asv takes no range of commits in an existing environment, and on a GPU there is mostly one that
 works. cuflash is pure Python, so a commit's package is laid out in a folder and put first on the
@@ -54,9 +55,9 @@ def lay_out(commit: str, folder: Path) -> Path:
     return target
 
 
-def run(commit: str, folder: Path, options: list[str]) -> int:
+def run(asv: list[str], commit: str, folder: Path, options: list[str]) -> int:
     """The exit status of asv for one commit; 2 says that a benchmark failed."""
-    command = [sys.executable, "-m", "asv", "run", "-E", f"existing:{sys.executable}"]
+    command = [sys.executable, *asv, "run", "-E", f"existing:{sys.executable}"]
     command += ["--set-commit-hash", commit, *options]
     print(f"\n{commit[:10]} {git('show', '-s', '--format=%s', commit).strip()}", flush=True)
     paths = [str(folder), *filter(None, [os.environ.get("ASV_PYTHONPATH")])]
@@ -82,6 +83,7 @@ def main() -> int:
     parser.add_argument("commits", nargs="+", help="revisions or ranges")
     parser.add_argument("--interleave", type=int, default=0, metavar="R")
     parser.add_argument("--factor", type=float, default=1.05, help="that counts as slower")
+    parser.add_argument("--one-process", action="store_true", help="for each commit")
     at = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     options, after = parser.parse_args(sys.argv[1:at]), sys.argv[at + 1 :]
     commits = find_commits(options.commits)
@@ -89,11 +91,11 @@ def main() -> int:
     if options.interleave:
         turns = (commits + commits[::-1]) * options.interleave
         after = ["--append-samples", *after]
-    failed = False
+    failed, asv = False, ["one_process.py"] if options.one_process else ["-m", "asv"]
     with tempfile.TemporaryDirectory() as scratch:
         folders = {commit: lay_out(commit, Path(scratch)) for commit in commits}
         for commit in turns:
-            failed |= run(commit, folders[commit], after) != 0
+            failed |= run(asv, commit, folders[commit], after) != 0
     machine = after[after.index("--machine") :][:2] if "--machine" in after else []
     slower = False
     if options.interleave:
