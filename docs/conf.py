@@ -11,8 +11,9 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 sys.path[:0] = [str(ROOT), str(HERE / "extensions")]
-# The gallery and the API are made where Sphinx imports the package: both of this checkout.
+# The gallery, the API and what `python -m cuflash` prints are of this checkout and this Python.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"  # other programs may run beside
+os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
 os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
 
 import cuflash  # noqa: E402

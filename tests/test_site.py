@@ -70,11 +70,10 @@ def build(folder):
     for path in (*ROOT.glob("*.md"), ROOT / "asv_bench" / "README.md"):
         shutil.copy(path, folder / path.relative_to(ROOT))
     ours = {name: x for name, x in os.environ.items() if not name.startswith(("COV", "PYTEST"))}
-    paths = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     done = subprocess.run(
         [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "docs", "site"],
-        cwd=folder, env=ours | {"PYTHONPATH": str(ROOT), "PATH": paths}, capture_output=True,
-        text=True, timeout=280,
+        cwd=folder, env=ours | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
+        timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return folder / "site"
