@@ -3,11 +3,11 @@
     python one_process.py run -E existing --bench Forward     # as asv, otherwise
     python sweep.py HEAD --one-process -- --bench Forward
 
-asv starts a process for every figure. On a GPU that takes 1 to 2 s, with torch 7 s, and the figure
-itself a third of a second: the rest are imports, the device's context and torch's libraries. Here
-one process runs a commit's benchmarks one behind another; after one that fails or takes too long
-the next has a new process. The device is warmer than with pauses in between, so that figures taken
-this way belong beside such only.
+asv starts a process for every figure. On a GPU a figure then takes 1 to 2 s, with torch 7 s, most
+of it imports, the device's context and torch's libraries. Here one process runs a commit's
+benchmarks one behind another; after one that fails or takes too long the next has a new process.
+The device is warmer than with pauses in between, so that figures taken this way belong beside such
+only.
 """
 
 from __future__ import annotations
@@ -95,5 +95,5 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["serve"]:
         serve(sys.argv[2])
     else:
-        runner.get_spawner = lambda env, benchmark_dir, launch_method: OneProcess(env, benchmark_dir)
+        runner.get_spawner = lambda env, folder, launch_method: OneProcess(env, folder)
         asv_main()

@@ -113,10 +113,20 @@ def with_views(page: str, benchmarks) -> str:
 
 def with_legend_below(script: str) -> str:
     """The script of asv's graphs with the legend in the lower left corner, not the upper."""
-    upper, lower = 'position: "nw"', 'position: "sw"'
-    if script.count(upper) != 1:
-        raise SystemExit(f"asv's graphdisplay.js has {script.count(upper)} times {upper}, not once")
-    return script.replace(upper, lower)
+    return replaced(script, 'position: "nw"', 'position: "sw"')
+
+
+def without_dead_links(script: str) -> str:
+    """The script in which a point opens its commit's page, if asv.conf.json says where that is."""
+    opens = "if (previous_hash !== commit_hash"
+    return replaced(script, opens, f'{opens} && $.asv.main_json.show_commit_url !== "#"')
+
+
+def replaced(script: str, old: str, new: str) -> str:
+    """A script of asv's with one place changed."""
+    if script.count(old) != 1:
+        raise SystemExit(f"asv's graphdisplay.js has {script.count(old)} times {old}, not once")
+    return script.replace(old, new)
 
 
 def main() -> None:
@@ -135,7 +145,7 @@ def main() -> None:
     benchmarks = json.loads((HTML / "index.json").read_text())["benchmarks"]
     index.write_text(with_views(localise(index.read_text()), benchmarks))
     graphs = HTML / "graphdisplay.js"
-    graphs.write_text(with_legend_below(graphs.read_text()))
+    graphs.write_text(without_dead_links(with_legend_below(graphs.read_text())))
     print(f"{index}: to be served, for example by --serve 8080")
     if options.serve is not None:
         handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=HTML)

@@ -864,7 +864,7 @@ def toy(tmp_path, monkeypatch):
     root = tmp_path / "toy"
     (root / "asv_bench" / "benchmarks").mkdir(parents=True)
     (root / "cuflash").mkdir()
-    for name in ("asv.conf.json", "sweep.py"):
+    for name in ("asv.conf.json", "one_process.py", "sweep.py"):
         shutil.copy(BENCH / name, root / "asv_bench")
     (root / "asv_bench" / "benchmarks" / "__init__.py").write_text("")
     (root / "asv_bench" / "benchmarks" / "toy.py").write_text(TOY)
@@ -929,6 +929,70 @@ def test_a_failed_benchmark_sets_the_exit_status(toy):
     assert status == 2
 
 
+ONE_PROCESS = """
+import os
+import time
+
+
+class Toy:
+    version = "1"
+    params = (["a", "b", "skips", "c", "fails", "d", "ends", "e"],)
+
+    def setup(self, what):
+        if what == "skips":
+            raise NotImplementedError("here")
+
+    def track_process(self, what):
+        if what == "fails":
+            raise ValueError("that is why")
+        if what == "ends":
+            os._exit(3)
+        print("printed", what)
+        return os.getpid()
+
+
+class Slow:
+    timeout = 0.1
+
+    def track_process(self):
+        time.sleep(60)
+
+
+class Then(Toy):
+    params = (["f"],)
+"""
+GPU = """
+def find_torch():
+    return None
+
+
+find_cupy = find_torch
+"""
+
+
+def test_benchmarks_share_a_process_until_one_fails(toy):
+    folder = toy / "asv_bench" / "benchmarks"
+    (folder / "toy.py").write_text(ONE_PROCESS)
+    (folder / "gpu.py").write_text(GPU)
+    status, text = sweep(toy, "main", "--one-process", "--", "--show-stderr")
+    assert status == 2, text
+    for words in ("ValueError: that is why", "process of the benchmarks ended", "timed out"):
+        assert words in text, text
+    (path,) = (toy / "asv_bench" / "results").glob("*/*-*")
+    kept = json.loads(path.read_text())
+    column = kept["result_columns"].index("result")
+    values = {name: row[column] for name, row in kept["results"].items()}
+    a, b, skips, c, fails, d, ends, e = values["toy.Toy.track_process"]
+    assert a == b == c
+    assert skips != skips
+    assert fails is ends is None
+    assert not values.get("toy.Slow.track_process")
+    assert len({a, d, e}) == 3
+    assert values["toy.Then.track_process"] == [a]  # it ran ahead
+    status, text = sweep(toy, "main", "--one-process", "--", "--bench", "Toy.*'[abc]'")
+    assert status == 0, text
+
+
 def test_outside_tags_become_vendored_ones(monkeypatch):
     monkeypatch.syspath_prepend(BENCH)
     publish = importlib.import_module("publish")
@@ -975,12 +1039,16 @@ def test_graphs_open_on_the_fastest_and_times_on_a_logarithmic_axis(monkeypatch)
         assert "'fa1'" not in view.get("p-algo", ())
 
 
-def test_the_legend_moves_or_it_is_said_why_not(monkeypatch):
+def test_the_legend_moves_and_points_without_pages_open_none_or_it_is_said_why_not(monkeypatch):
     monkeypatch.syspath_prepend(BENCH)
     publish = importlib.import_module("publish")
     assert publish.with_legend_below('a {position: "nw"} b') == 'a {position: "sw"} b'
     with pytest.raises(SystemExit, match="has 0 times"):
         publish.with_legend_below("another version")
+    script = publish.without_dead_links("if (previous_hash !== commit_hash) {")
+    assert script == (
+        'if (previous_hash !== commit_hash && $.asv.main_json.show_commit_url !== "#") {'
+    )
 
 
 OPENED = """
