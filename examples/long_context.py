@@ -3,9 +3,10 @@
     python examples/long_context.py                                        ranks are threads
     python -m cuflash launch -n 2 examples/long_context.py --tokens 65536 --budget 0.05
 
-The first line needs no GPU; in the second each rank is a process with a GPU. Every rank draws its
-own part of the operands, and computes its part of the results. Then some rows are compared with the
-reference, in float64, which needs no result of other rows:
+In the second line each rank is a process: with a GPU of its own where CuPy finds one, and else on
+NumPy arrays, with sockets in between. Every rank draws its own part of the operands, and computes
+its part of the results. Then some rows are compared with the reference, in float64, which needs no
+result of other rows:
 
     any rows of out, lse and dq       depend on these rows of q and dout, and on all of k and v
     the last rows of dk and dv        are of keys that only the last queries see
@@ -100,6 +101,17 @@ def on_host(x):
     return x.get() if hasattr(x, "get") else x
 
 
+def launched():
+    """The communicator, type and arrays of a process that a launcher has started."""
+    try:
+        import cupy
+    except ModuleNotFoundError:
+        cupy = None
+    if cupy is None or not cupy.cuda.is_available():
+        return distributed.SocketComm.from_environment(), np.float32, np.asarray
+    return distributed.NcclComm.from_environment(), ml_dtypes.bfloat16, cupy.asarray
+
+
 def main(arguments=None):
     """Compute, compare and report."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -111,10 +123,8 @@ def main(arguments=None):
     asked = parser.parse_args(arguments)
     form = asked.tokens, asked.heads, asked.dim
     if "RANK" in os.environ:
-        import cupy
-
-        comm = distributed.NcclComm.from_environment()
-        worst = rank(comm, *form, ml_dtypes.bfloat16, asked.budget, cupy.asarray)
+        comm, dtype, on_device = launched()
+        worst = rank(comm, *form, dtype, asked.budget, on_device)
         ranks, speaks = comm.size, comm.rank == 0
     else:
         found = distributed.LocalComm.run(

@@ -1,7 +1,13 @@
 """The example of a sequence that one rank has no room for: here its ranks are threads."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import long_context
 import pytest
+
+from cuflash.compare.machine import find_cupy
 
 
 def test_the_example_is_right(capsys):
@@ -9,6 +15,19 @@ def test_the_example_is_right(capsys):
     said = capsys.readouterr().out
     assert "1024 tokens on 2 ranks: rows of out, lse and gradients are within" in said
     assert "on 2 ranks, zigzag: 1024 x 1024 tokens, 2 heads on 2, attention, causal" in said
+
+
+def test_ranks_are_processes_where_a_launcher_starts_them():
+    if find_cupy()[0] is not None:
+        pytest.skip("with a GPU tests/test_nccl.py has processes")
+    example = Path(long_context.__file__)
+    command = [sys.executable, "-m", "cuflash", "launch", "-n", "2", str(example)]
+    asked = ["--tokens", "1024", "--dim", "16", "--budget", "0.001"]
+    done = subprocess.run(
+        command + asked, capture_output=True, text=True, timeout=250, cwd=example.parents[1]
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("1024 tokens on 2 ranks: rows of out, lse and gradients are") == 1
 
 
 def test_a_budget_that_makes_no_sense():
