@@ -11,10 +11,11 @@ import cuflash
 ROOT = Path(__file__).resolve().parents[1]
 README = (ROOT / "README.md").read_text("utf-8")
 PAGES = ["README.md", "CHANGELOG.md", "CONTRIBUTING.md", "RELEASING.md", "SECURITY.md"]
-# A row of docs/performance.md: tokens, head dim, and the ratios to three peers.
+# A row of docs/performance.md: tokens, head dim, and the ratios to one to three peers.
 ROW = re.compile(
     r"^\| (?P<backward>backward )?bf16 \(\d+, \d+, (?P<tokens>\d+), (?P<dim>\d+)\)(?: causal)? "
-    r"\| fa3 wgmma,[^|]*\| (?P<peers>cuDNN; FlashAttention-[23]; -4) \| (?P<ratios>[\d.; ]+) \|$",
+    r"\| fa3 wgmma,[^|]*\| (?P<peers>(cuDNN; FlashAttention-3; -4|cuDNN; FlashAttention-2"
+    r"|FlashAttention-4)) \| (?P<ratios>[\d.; ]+) \|$",
     re.MULTILINE,
 )
 

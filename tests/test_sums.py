@@ -31,4 +31,6 @@ def test_rows_are_added_and_rounded_once(dtype, width, first):
             np.isin(np.arange(40), np.arange(rows.start, rows.stop))[:, None],
             wide[0] + wide[1], wide[0],
         )  # fmt: skip
-    np.testing.assert_array_equal(total.get().astype(np.float64), wanted.astype(name).astype(np.float64))
+    np.testing.assert_array_equal(
+        total.get().astype(np.float64), wanted.astype(name).astype(np.float64)
+    )
