@@ -8,17 +8,19 @@ static_assert(is_laid_out<u32>(tile_bytes::turns, TURNS), "turns are numbers");
 
 // Whose turn it is to add to a tile of dQ: the key tile after the one that added last, 0 at first.
 // Blocks wait for blocks with a lower number only, which started earlier.
+//
+// Relaxed, for who adds and stores behind it and reads nothing: that depends on a branch, ahead of which
+// no GPU does it. An acquire would empty the L1 cache, for which a warp waits until the answer is there.
 __device__ __forceinline__ u32 read_turn(const u32* turn) {
     u32 now;
-    // ld.acquire: what the previous block added is added before this block adds
-    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
     return now;
 }
-__device__ __forceinline__ bool is_turn(const u32* turn, u32 wanted) {
-    return read_turn(turn) == wanted;
-}
 __device__ __forceinline__ void wait_turn(const u32* turn, u32 wanted) {
-    while (!is_turn(turn, wanted));
+    u32 now;
+    do  // ld.acquire: what the previous block added is added before this block adds
+        asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(now) : "l"(turn) : "memory");
+    while (now != wanted);
 }
 __device__ __forceinline__ void pass_turn(u32* turn, u32 next) {
     asm volatile("st.release.gpu.global.u32 [%0], %1;" : : "l"(turn), "r"(next) : "memory");

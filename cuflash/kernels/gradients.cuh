@@ -257,7 +257,7 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
             while (__any_sync(FULL_WARP, now != wanted)) now = read_turn(turn);
         Accumulator* const dQ = p.dq_sum + (first_tile + visit.tile) * QUERY_SUMS;
         if (ORDERED && wanted == 0)
-            store_units<THREADS>(dQ, dQ_regs);  // nobody has added yet
+            begin_units<THREADS>(dQ, dQ_regs);  // nobody has added yet
         else
             add_units<THREADS>(dQ, dQ_regs);
         wait_copies<0>();

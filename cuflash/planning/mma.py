@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from ..typing import Engine
 
 LEAST_ARCH = 80
+# Blocks that add in order work on heads of so many columns at a time, for each block of a
+# multiprocessor, or on more; under a causal mask on twice as many.
+ORDERED_COLUMNS = 2048
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,14 +67,25 @@ class MmaTile(WarpTile):
         return rows // 2 * ceil_div(groups, across)
 
     def cached_bytes(self, problem: Problem) -> int:
-        """What blocks read of a head again and again: keys and values; in backward queries and dout
-        as well, unless a mask or an order lets the blocks of a head run apart.
+        """What blocks read of a head again and again: keys and values; in backward all operands, and
+        the sums of dQ that they add to.
         """
         cached = super().cached_bytes(problem)
-        if not self.backward or problem.deterministic or not problem.band.is_open:
+        if not self.backward:
             return cached
         columns = problem.head_dim + problem.value_dim
-        return cached + problem.query_length * columns * ITEM_BYTES[problem.dtype]
+        operands = problem.query_length * columns * ITEM_BYTES[problem.dtype]
+        sums = self.threads * self.dq_per_thread(problem) * ITEM_BYTES[problem.accumulator]
+        return cached + operands + self.query_tiles(problem) * sums
+
+    def section(self, problem: Problem, cached: int) -> int:
+        """How many heads are worked on at a time, where so many share the L2 cache: more where blocks
+        add in order, which wait less if few of one head run at a time.
+        """
+        if not self.adds_in_order(problem):
+            return cached
+        heads = max(cached, ORDERED_COLUMNS * self.min_blocks // max(1, problem.head_dim))
+        return heads if problem.band.is_open else 2 * heads
 
     def dq_rows_bytes(self, problem: Problem) -> int:
         """Shared memory by way of which sum_dq writes rows; 0: it does not."""
@@ -164,7 +178,7 @@ _FORWARD = (
 # A row for each size of shared memory, where one does not serve all: 227 KB (sm_90, 100), 163
 # (sm_80) and 99 (sm_86, 89, 120).
 _BACKWARD = (
-    _fa2(backward=True, max_dim=32, block_q=128, step_q=64, warps=4, slabs=2, stages=2,
+    _fa2(backward=True, max_dim=32, block_q=128, step_q=32, warps=4, slabs=2, stages=2,
          min_blocks=2),
     _fa1(backward=True, max_dim=32, block_q=128, step_q=32, warps=4, slabs=2, stages=2,
          min_blocks=2),

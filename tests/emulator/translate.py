@@ -708,11 +708,18 @@ def _(asm, m, ops):
     return f"emu_load_strong({pointer}, &{target}, sizeof {target}, {acquire}, EMU_HERE);"
 
 
-@_ptx(rf"st\.(release|relaxed|volatile){_SCOPE}\.global\.{_TYPE}")
+@_ptx(rf"st\.(release|relaxed|volatile){_SCOPE}\.global(\.v[24])?\.{_TYPE}")
 def _(asm, m, ops):
-    pointer, value = asm.address(ops[0], "global"), asm.value(ops[1], _letter(m[2]))
-    release, kind = int(m[1] == "release"), _memory_type(m[2])
-    return f"{kind} v = {value}; emu_store_strong({pointer}, &v, sizeof v, {release}, EMU_HERE);"
+    pointer, values = asm.address(ops[0], "global"), asm.values(ops[1], _letter(m[3]))
+    release, kind, count = int(m[1] == "release"), _memory_type(m[3]), int(m[2][2]) if m[2] else 1
+    _expect(len(values) == count)
+    aligned = f"emu_vector_aligned({pointer}, {count} * sizeof *v, EMU_HERE);" if count > 1 else ""
+    stores = " ".join(
+        f"emu_store_strong((char*){pointer} + {i} * sizeof *v, v + {i}, sizeof *v, {release},"
+        " EMU_HERE);"
+        for i in range(count)
+    )
+    return f"{kind} v[] = {{{', '.join(values)}}}; {aligned} {stores}"
 
 
 @_ptx(r"griddepcontrol\.(wait|launch_dependents)")

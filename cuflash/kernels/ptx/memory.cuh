@@ -31,6 +31,32 @@ __device__ __forceinline__ void store_where(bool wanted, void* target, const Vec
         : "memory");
 }
 
+// red.global.add: of atomicAdd the compiler may make atom, which sends the old values back. Four floats at
+// once from sm_90 on.
+__device__ __forceinline__ void add_strong(float* target, const Vector<float, 4>& x) {
+    asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};"
+                 :
+                 : "l"(target), "f"(x.at[0]), "f"(x.at[1]), "f"(x.at[2]), "f"(x.at[3])
+                 : "memory");
+}
+__device__ __forceinline__ void add_strong(double* target, const Vector<double, 1>& x) {
+    asm volatile("red.relaxed.gpu.global.add.f64 [%0], %1;"
+                 :
+                 : "l"(target), "d"(x.at[0])
+                 : "memory");
+}
+
+// st.relaxed.gpu: what other blocks add to.
+__device__ __forceinline__ void store_strong(float* target, const Vector<float, 4>& x) {
+    asm volatile("st.relaxed.gpu.global.v4.f32 [%0], {%1, %2, %3, %4};"
+                 :
+                 : "l"(target), "f"(x.at[0]), "f"(x.at[1]), "f"(x.at[2]), "f"(x.at[3])
+                 : "memory");
+}
+__device__ __forceinline__ void store_strong(double* target, const Vector<double, 1>& x) {
+    asm volatile("st.relaxed.gpu.global.f64 [%0], %1;" : : "l"(target), "d"(x.at[0]) : "memory");
+}
+
 // ld.shared: 8 bytes.
 __device__ __forceinline__ Vector<u32, 2> load_pair(u32 address) {
     Vector<u32, 2> x;

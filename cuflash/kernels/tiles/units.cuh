@@ -11,31 +11,35 @@
 template <typename A, int COLUMNS>
 constexpr int UNIT = SAME<A, double> || COLUMNS % CHUNK<A> != 0 ? 1 : CHUNK<A>;
 
-// Adds to four floats at once where the architecture can (red.global.add.v4.f32).
+// Adds to four floats at once where the architecture can.
 template <typename A, int SIZE>
 __device__ __forceinline__ void add_unit(A* target, const Vector<A, SIZE>& unit) {
-    if constexpr (SAME<A, float> && ARCH >= 90) {
-        using Float4 = typename Select<SAME<A, float>, float4, A>::type;
-        atomicAdd(reinterpret_cast<Float4*>(target),
-                  Float4{unit.at[0], unit.at[1], unit.at[2], unit.at[3]});
+    if constexpr (SAME<A, double> || ARCH >= 90) {
+        add_strong(target, unit);
     } else {
 #pragma unroll
         for (int e = 0; e < SIZE; ++e) atomicAdd(target + e, unit.at[e]);
     }
 }
 
-// sums += regs, a tile of THREADS * ROWS * COLUMNS numbers in global memory.
-template <int THREADS, typename A, int ROWS, int COLUMNS>
-__device__ __forceinline__ void add_units(A* sums, const A (&regs)[ROWS][COLUMNS]) {
+// visit(where it stands in the tile, unit): the units of a thread.
+template <int THREADS, typename A, int ROWS, int COLUMNS, typename Visit>
+__device__ __forceinline__ void each_unit(const A (&regs)[ROWS][COLUMNS], const Visit& visit) {
     constexpr int SIZE = UNIT<A, COLUMNS>;
-    static_assert(COLUMNS % CHUNK<A> == 0, "whole chunks");
 #pragma unroll
     for (int e = 0; e < ROWS * COLUMNS; e += SIZE) {
         Vector<A, SIZE> unit;
 #pragma unroll
         for (int c = 0; c < SIZE; ++c) unit.at[c] = regs[e / COLUMNS][e % COLUMNS + c];
-        add_unit(sums + (e / SIZE * THREADS + threadIdx.x) * SIZE, unit);
+        visit((e / SIZE * THREADS + threadIdx.x) * SIZE, unit);
     }
+}
+
+// sums += regs, a tile of THREADS * ROWS * COLUMNS numbers in global memory.
+template <int THREADS, typename A, int ROWS, int COLUMNS>
+__device__ __forceinline__ void add_units(A* sums, const A (&regs)[ROWS][COLUMNS]) {
+    static_assert(COLUMNS % CHUNK<A> == 0, "whole chunks");
+    each_unit<THREADS>(regs, [&](u32 at, const auto& unit) { add_unit(sums + at, unit); });
 }
 
 // sums = regs.
@@ -50,6 +54,12 @@ __device__ __forceinline__ void store_units(A* sums, const A (&regs)[ROWS][COLUM
         for (int c = 0; c < SIZE; ++c) unit.at[c] = regs[e / COLUMNS][e % COLUMNS + c];
         *reinterpret_cast<Vector<A, SIZE>*>(sums + (e / SIZE * THREADS + thread) * SIZE) = unit;
     }
+}
+
+// sums = regs, where other blocks add later.
+template <int THREADS, typename A, int ROWS, int COLUMNS>
+__device__ __forceinline__ void begin_units(A* sums, const A (&regs)[ROWS][COLUMNS]) {
+    each_unit<THREADS>(regs, [&](u32 at, const auto& unit) { store_strong(sums + at, unit); });
 }
 
 // regs = sums.
