@@ -399,6 +399,23 @@ def test_places_in_lists_are_31_bits(make):
     assert row.reject(p, H200) == ""
 
 
+@pytest.mark.parametrize("engine", ["mma", "wgmma"])
+def test_ordered_blocks_are_of_heads_enough_and_of_what_the_cache_holds(engine):
+    """Of long heads few fit into the cache, and many blocks of one would wait for each other."""
+
+    def heads(length, **more):
+        p = backward("float16", (256,), length, length, **more)
+        return make_plan(p, H200, "fa2", engine).section
+
+    for length in (16384, 65536):
+        least = {"mma": 64, "wgmma": 16}[engine]  # columns of heads / 64, for each block
+        assert heads(length) == least > heads(length, deterministic=False)
+        assert heads(length, band=Band(right=0)) == 2 * least
+    bytes_of_a_head = 256 * (4 * 64 * 2 + 64 * 4)  # Q, K, V, dO and the sums of dQ
+    held = H200.cache_bytes // 2 // bytes_of_a_head
+    assert abs(heads(256) - held) <= held / 3  # sections are of one size
+
+
 def test_ordered_blocks_of_a_mask_are_of_all_heads():
     def section(**more):
         p = backward("float16", (4, 64), 4096, 4096, **more)
@@ -407,7 +424,7 @@ def test_ordered_blocks_of_a_mask_are_of_all_heads():
     for mask in ("blocks", "elements"):
         assert section(mask=mask) == 256
         assert 1 <= section(mask=mask, deterministic=False) == section(deterministic=False) < 64
-    assert section() < 64
+    assert section() < 256
     p = problem("float16", (4, 64), 4096, 4096)
     masked = dataclasses.replace(p, mask="blocks")
     assert make_plan(masked, H200).section == make_plan(p, H200).section < 64

@@ -67,16 +67,18 @@ class MmaTile(WarpTile):
         return rows // 2 * ceil_div(groups, across)
 
     def cached_bytes(self, problem: Problem) -> int:
-        """What blocks read of a head again and again: keys and values; in backward all operands, and
-        the sums of dQ that they add to.
+        """What blocks read of a head again and again: keys and values. In backward queries and dout
+        as well, unless a mask lets the blocks of a head run apart; in order the sums of dQ, too.
         """
         cached = super().cached_bytes(problem)
-        if not self.backward:
-            return cached
         columns = problem.head_dim + problem.value_dim
-        operands = problem.query_length * columns * ITEM_BYTES[problem.dtype]
-        sums = self.threads * self.dq_per_thread(problem) * ITEM_BYTES[problem.accumulator]
-        return cached + operands + self.query_tiles(problem) * sums
+        read = cached + problem.query_length * columns * ITEM_BYTES[problem.dtype]
+        if self.adds_in_order(problem):
+            sums = self.threads * self.dq_per_thread(problem) * ITEM_BYTES[problem.accumulator]
+            return read + self.query_tiles(problem) * sums
+        if not self.backward or problem.deterministic or not problem.band.is_open:
+            return cached
+        return read
 
     def section(self, problem: Problem, cached: int) -> int:
         """How many heads are worked on at a time, where so many share the L2 cache: more where blocks
@@ -178,7 +180,7 @@ _FORWARD = (
 # A row for each size of shared memory, where one does not serve all: 227 KB (sm_90, 100), 163
 # (sm_80) and 99 (sm_86, 89, 120).
 _BACKWARD = (
-    _fa2(backward=True, max_dim=32, block_q=128, step_q=32, warps=4, slabs=2, stages=2,
+    _fa2(backward=True, max_dim=32, block_q=128, step_q=64, warps=4, slabs=2, stages=2,
          min_blocks=2),
     _fa1(backward=True, max_dim=32, block_q=128, step_q=32, warps=4, slabs=2, stages=2,
          min_blocks=2),
