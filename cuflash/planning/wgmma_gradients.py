@@ -12,22 +12,15 @@ from .hopper import BARRIER_BYTES, WARPGROUP_ROWS, HopperGradientTile
 from .launches import Buffer, Launch
 from .problem import Device, Problem
 from .products import product
-from .tile import KernelTile, round_up
+from .tile import KernelTile, round_up, section_in_order
 from .wgmma_arrays import WGMMA_WALK, WgmmaArrayTile, walked
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Blocks that add in order work on heads of so many columns at a time, or on more: of 1 to 128 heads
-# (H200, 2026-11-22) the fastest or within 2 % of it at 512 to 16k positions, head dims 64 and 128;
-# under a causal mask on twice as many.
+# Blocks that add in order work on heads of so many columns at a time: of 1 to 128 heads (H200,
+# 2026-11-22) the fastest or within 2 % of it at 512 to 16k positions, head dims 64 and 128.
 ORDERED_COLUMNS = 1024
-# But on no more heads than these times what a half of the L2 cache holds: the blocks of a head drift
-# apart, and where heads are long and many, all that a block reads and adds comes from memory. At head
-# dim 128, without a mask, with 1024 columns, four heads and one at a time: 32k positions 577, 592, 607
-# TFLOP/s, 64k 584, 598, 597 (H200, 2026-11-24), 64k on an H100 340, 588, 614. Under a causal mask on
-# twice as many: at 64k 16 heads are 1.02 times as fast as four.
-ORDERED_CACHES = 10
 HEAD_BYTES = 128  # of where a head lies
 REGION_BYTES = 16  # of what it knows of its region, where sequences are packed
 TURNS = 2  # of a tile of dQ: each warpgroup adds a part
@@ -98,9 +91,7 @@ class WgmmaGradientTile(HopperGradientTile):
         """
         if not self.adds_in_order(problem):
             return super().section(problem, cached)
-        groups = max(cached, ORDERED_COLUMNS / max(1, problem.head_dim))
-        groups = min(groups, ORDERED_CACHES * cached)
-        return max(1, int(groups if problem.band.is_open else 2 * groups))
+        return section_in_order(problem, cached, ORDERED_COLUMNS)
 
     def row_stats_bytes(self, problem: Problem) -> int:
         """What is kept of a tile of queries: two numbers each, and flags."""
