@@ -38,11 +38,11 @@ MERGE_THREADS = 128  # of a block of merge_parts
 START_THREADS = 256  # of a block of sequence_starts
 MULTIPROCESSORS = 132  # of the device that rates are of
 # Blocks that add in order work on no more heads at a time than these times what a half of the L2
-# cache holds: the blocks of a head drift apart, and where heads are long and many, all that a block
-# reads and adds comes from memory. On wgmma at head dim 128, without a mask, with eight heads, four
-# and one at a time: 32k positions 577, 592, 607 TFLOP/s, 64k 584, 598, 597 (H200, 2026-11-24), 64k on
-# an H100 340, 588, 614. Under a causal mask on twice as many: at 64k 16 heads are 1.02 times as fast
-# as four.
+# cache holds: the blocks of a head drift apart, and where heads are long and many, all that a
+# block reads and adds comes from memory. On wgmma at head dim 128, without a mask, with eight
+# heads, four and one at a time: 32k positions 577, 592, 607 TFLOP/s, 64k 584, 598, 597 (H200,
+# 2026-11-24), 64k on an H100 340, 588, 614. Under a causal mask on twice as many: at 64k 16 heads
+# are 1.02 times as fast as four.
 ORDERED_CACHES = 10
 
 

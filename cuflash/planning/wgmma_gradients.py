@@ -84,7 +84,7 @@ class WgmmaGradientTile(HopperGradientTile):
         return problem.group if self.grouped else 1
 
     def section(self, problem: Problem, cached: float) -> int:
-        """How many groups of heads are worked on at a time; so many share a half of the L2 cache.
+        """Groups of heads that are worked on at a time; so many share a half of the L2 cache.
 
         Blocks that add in order wait less if they are of many heads, since few of one head then
         run at a time.
