@@ -3,6 +3,7 @@ shorter way of a softcap near 0, and what may not decide about it.
 """
 
 import functools
+import math
 
 import numpy as np
 import pytest
@@ -28,7 +29,8 @@ extern "C" __global__ void k(const float* in, float* values, float* slopes) {
 NEAR_KERNEL = """
 extern "C" __global__ void k(const float* in, float* values, float* slopes, const float* given) {
     const int i = blockIdx.x * blockDim.x + threadIdx.x;
-    const float factors[] = {given[0], given[1], given[2], given[3]};
+    float factors[TERMS];
+    for (int n = 0; n < TERMS; ++n) factors[n] = given[n];
     const PointOfCurve<float> y = near_tanh(in[i], factors);
     values[i] = y.value, slopes[i] = y.slope;
 }"""
@@ -40,7 +42,7 @@ def tanh(x, change=("", ""), arch=900, factors=()):
     """
     text = expand("dual_number.cuh")
     assert not change[0] or text.count(change[0]) == 1
-    kernel = NEAR_KERNEL if len(factors) else KERNEL
+    kernel = NEAR_KERNEL.replace("TERMS", str(len(factors))) if len(factors) else KERNEL
     source = f"#include <cuda_fp16.h>\nusing Element = __half;\n{text.replace(*change, 1)}{kernel}"
     values, slopes = np.empty_like(x), np.empty_like(x)
     memory = Memory()
@@ -113,23 +115,34 @@ def test_softcaps_as_far_as_they_go(engine, cap):
 SCALES = [2.0**-17, 3e-4, 128**-0.5 / 30, 64**-0.5 / 5, 0.9, 2.0**15]
 
 
-def near_points(scale):
+def near_points(scale, terms, times=1.0):
     """Numbers and their tanh's arguments, up to the largest that is near; both signs."""
-    limit, factors = near_tanh(scale)
+    limit, factors = near_tanh(scale, terms, times)
     x = np.concatenate([np.geomspace(1e-30, limit, 1 << 10), np.linspace(0, limit, 1 << 14)[1:]])
     x = np.append(x, limit).astype(np.float32)
-    assert x.max() * scale == pytest.approx(NEAR)
+    assert x.max() * scale == pytest.approx(NEAR[terms][0])
     return np.concatenate([x, -x]), factors
 
 
+@pytest.mark.parametrize("terms", NEAR)
 @pytest.mark.parametrize("scale", SCALES)
-def test_near_0_it_is_as_good(scale):
-    x, factors = near_points(scale)
+def test_near_0_it_is_as_good(scale, terms):
+    x, factors = near_points(scale, terms)
     assert_exact(*tanh(x, factors=factors), x.astype(float) * scale)
 
 
-def test_worse_ones_near_0_are_found():
-    x, factors = near_points(0.01)
+@pytest.mark.parametrize("terms", NEAR)
+@pytest.mark.parametrize("times", [3e-5, 30 / math.log(2), 2.0**20])
+@pytest.mark.parametrize("scale", SCALES[1:5])
+def test_exponents_near_0_are_as_good(scale, times, terms):
+    x, factors = near_points(scale, terms, times)
+    values, _ = tanh(x, factors=factors)  # rounded once more than what goes into an exponent
+    assert (np.abs(values / (times * np.tanh(x.astype(float) * scale)) - 1) <= 6 * U).all()
+
+
+@pytest.mark.parametrize("terms", NEAR)
+def test_worse_ones_near_0_are_found(terms):
+    x, factors = near_points(0.01, terms)
     with pytest.raises(AssertionError):
         assert_exact(*tanh(1.5 * x, factors=factors), 1.5 * x.astype(float) * 0.01)
     factors[1] *= 1.0001
@@ -143,16 +156,19 @@ def test_nan_near_0():
     assert np.isnan(slopes).all()
 
 
-@pytest.mark.parametrize("scale", [0.9 * 2.0**-17, 1.1 * 2.0**15])
-def test_no_score_is_near_where_factors_are_no_normal_numbers(scale):
-    limit, factors = near_tanh(scale)
+@pytest.mark.parametrize(
+    ("scale", "times"),
+    [(0.9 * 2.0**-17, 1), (1.1 * 2.0**15, 1), (2.0**-10, 2.0**-70), (2.0**10, 2.0**70)],
+)
+def test_no_score_is_near_where_factors_are_no_normal_numbers(scale, times):
+    limit, factors = near_tanh(scale, 4, times)
     assert limit < 0
     assert factors == [0, 0, 0, 0]
 
 
 ENGINES = [("fa1", "mma"), ("fa2", "mma"), ("fa1", "wgmma"), ("fa2", "wgmma"), ("fa3", "wgmma")]
 CAP, N, M = 5.0, 150, 300
-NEAR_VALUE = r"const float value = x \* sum"
+NEAR_SHARE = "return share;"
 
 
 def operands(dim, large=1):
@@ -168,21 +184,38 @@ def operands(dim, large=1):
 def forward(algo, engine, q, k, v, **options):
     """Of more than one tile of keys."""
     whole = {} if algo == "fa1" else {"split_keys": 0}
-    options |= {"algo": algo, "engine": engine, "softcap": CAP, "mode": "fast"}
+    options = {"algo": algo, "engine": engine, "softcap": CAP, "mode": "fast"} | options
     return attention(q, k, v, **options, **whole)
 
 
-def forward_is_right(algo, engine, dim, large):
+def forward_is_right(algo, engine, dim, large, cap=CAP, **options):
     q, k, v, _ = operands(dim, large)
-    result = forward(algo, engine, q, k, v)
-    assert_forward_close(*result[:2], q, k, v, plan=result.plan, softcap=CAP)
+    options["softcap"] = cap
+    result = forward(algo, engine, q, k, v, **options)
+    assert_forward_close(*result[:2], q, k, v, plan=result.plan, **options)
 
 
-@pytest.mark.parametrize("large", [1, 4, 100])
+@pytest.mark.parametrize(("cap", "large"), [(4 * CAP, 1), (CAP, 1), (CAP, 4), (CAP, 100)])
 @pytest.mark.parametrize("dim", [32, 136])
 @pytest.mark.parametrize(("algo", "engine"), ENGINES)
-def test_scores_near_0_and_others(algo, engine, dim, large):
-    forward_is_right(algo, engine, dim, large)
+def test_scores_near_0_and_others(algo, engine, dim, large, cap):
+    forward_is_right(algo, engine, dim, large, cap)
+
+
+def rows_without_an_origin_are_right():
+    """Every other row sees no key of its first tile, then all of one that is not cut."""
+    mask = np.ones((N, M), bool)
+    mask[::2, 256:] = False  # tiles come from the last on
+    forward_is_right("fa3", "wgmma", 32, 1, mask=mask)
+
+
+def test_rows_without_an_origin():
+    rows_without_an_origin_are_right()
+
+
+def test_products_instead_of_scores_are_caught(monkeypatch):
+    check = rows_without_an_origin_are_right
+    must_be_caught(monkeypatch, r"softmax\.settled && ", "", check)
 
 
 def gradients_are_right(dim, large):
@@ -203,7 +236,7 @@ HIDING = {"length": {"kv_lengths": np.int32([140])}, "causal": {"causal": "top_l
 
 def hidden_keys_decide_nothing(monkeypatch, algo, engine, hiding):
     """Whatever they are, the bits are the same, also if the two ways differed more."""
-    plant(monkeypatch, (NEAR_VALUE, "const float value = 1.01f * x * sum"))
+    plant(monkeypatch, (NEAR_SHARE, "return 1.01f * share;"))
     q, k, v, _ = operands(32)
     changed = k.copy()
     changed[..., 140:, :] = 100
@@ -219,7 +252,7 @@ def test_hidden_keys_decide_nothing(monkeypatch, algo, engine, hiding):
 
 def queries_beyond_the_length_decide_nothing(monkeypatch, dim):
     """The same of gradients, and of queries."""
-    plant(monkeypatch, (NEAR_VALUE, "const float value = 1.01f * x * sum"))
+    plant(monkeypatch, (NEAR_SHARE, "return 1.01f * share;"))
     q, k, v, dout = operands(dim)
     changed = q.copy()
     changed[..., 100:, :] = 100
@@ -236,9 +269,17 @@ def test_queries_beyond_the_length_decide_nothing(monkeypatch, dim):
 
 
 PLANTED = [
-    ("all scores count as near", "largest <= limit", "true", ("fa3", "wgmma", 32, 4)),
-    ("tanh near 0 is wrong", NEAR_VALUE, "const float value = 1.02f * x * sum",
-     ("fa3", "wgmma", 32, 1)),
+    ("all scores count as near", r"largest <= p\.near_exponents_limit", "true",
+     ("fa3", "wgmma", 32, 4)),
+    ("all scores count as nearest", r"largest <= p\.nearest_exponents_limit", "true",
+     ("fa3", "wgmma", 32, 4)),
+    ("all of mma count as near", r"largest_of\(S\) <= p\.near_limit", "true",
+     ("fa2", "mma", 32, 4)),
+    ("tanh near 0 is wrong", NEAR_SHARE, "return 1.02f * share;", ("fa3", "wgmma", 32, 1)),
+    ("exponents near 0 are wrong", r"near_share\(x, p\.near_exponents\)",
+     "1.02f * near_share(x, p.near_exponents)", ("fa3", "wgmma", 32, 1)),
+    ("exponents nearest to 0 are wrong", r"near_share\(x, p\.nearest_exponents\)",
+     "1.02f * near_share(x, p.nearest_exponents)", ("fa3", "wgmma", 32, 1, 4 * CAP)),
     ("its slope is wrong", r"multiply_add\(-value, value, 1.0f\)", "0.5f", (32, 1)),
 ]  # fmt: skip
 
@@ -247,12 +288,12 @@ PLANTED = [
     ("text", "wrong", "sizes"), [x[1:] for x in PLANTED], ids=[x[0] for x in PLANTED]
 )
 def test_planted_bugs_are_caught(monkeypatch, text, wrong, sizes):
-    check = forward_is_right if len(sizes) == 4 else gradients_are_right
+    check = forward_is_right if len(sizes) > 2 else gradients_are_right
     must_be_caught(monkeypatch, text, wrong, functools.partial(check, *sizes))
 
 
 DECIDING = [
-    ("keys", r"i > 0 && !keys.is_cut\(visit\)", "true",
+    ("keys", r"i > 0 && softmax.settled && !keys.is_cut\(visit\)", "true",
      ("fa3", "wgmma", "length")),
     ("keys of fa1", r"k_begin, !cut\)", "k_begin, true)", ("fa1", "wgmma", "length")),
     ("keys of mma", r"k_begin \+ step, !cut\)", "k_begin + step, true)",

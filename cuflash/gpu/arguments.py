@@ -46,21 +46,28 @@ def reciprocal(divisor: int) -> int:
     return -(-(1 << 31 + shift) // divisor) | shift << 32
 
 
-# tanh(y) is y times a polynomial in y^2, off by less than 1.7 2^-24 of itself for |y| <= NEAR.
-NEAR = 0.4
-_NEAR_TANH = 0.9999999019010429, -0.3333136245997937, 0.13270976773934, -0.047553604158490206
+# By the number of terms: up to which |y| tanh(y) is y times a polynomial in y^2 that is off by less
+# than 1.8 2^-24 of itself; and its terms.
+NEAR = {
+    4: (0.4, (0.9999999019010429, -0.3333136245997937, 0.13270976773934, -0.047553604158490206)),
+    3: (0.2, (0.9999998947912531, -0.3332859089878615, 0.1301540755200948)),
+}
 # Where its factors, and what they are multiplied by, are normal float32.
 _NEAR_SCALES = 2.0**-17, 2.0**15
+_NORMAL = 2.0**-126, 2.0**127
 
 
-def near_tanh(scale: float) -> tuple[float, list[float]]:
-    """By which kernels compute tanh(scale x) near 0: the largest |x| that is near, negative if none
-    is, and factors of x, x^3, x^5 and x^7.
+def near_tanh(scale: float, terms: int = 4, times: float = 1.0) -> tuple[float, list[float]]:
+    """By which kernels compute `times` tanh(scale x) near 0: the largest |x| that is near, negative
+    if none is, and factors of x, x^3, x^5 and so on.
     """
-    low, high = _NEAR_SCALES
-    if not low <= scale <= high:
-        return -1.0, [0.0] * len(_NEAR_TANH)
-    return NEAR / scale, [x * scale ** (2 * n + 1) for n, x in enumerate(_NEAR_TANH)]
+    (low, high), (least, most) = _NEAR_SCALES, _NORMAL
+    limit, coefficients = NEAR[terms]
+    if low <= scale <= high:
+        factors = [times * x * scale ** (2 * n + 1) for n, x in enumerate(coefficients)]
+        if all(least <= abs(x) <= most for x in factors):
+            return limit / scale, factors
+    return -1.0, [0.0] * terms
 
 
 def pack(
@@ -144,6 +151,10 @@ def pack(
         params["score_scale"] = in_units = scale / score.numbers[score.form.unit]
         if problem.has_near_scores:
             params["near_limit"], params["near_factors"] = near_tanh(in_units)
+            exponents = score.numbers[score.form.unit] / math.log(2)
+            for name, terms in (("near", 4), ("nearest", 3)):
+                limit, factors = near_tanh(in_units, terms, exponents)
+                params[f"{name}_exponents_limit"], params[f"{name}_exponents"] = limit, factors
     return params
 
 

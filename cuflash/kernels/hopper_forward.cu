@@ -149,12 +149,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const auto load_bits = [&](const Visit& visit) {
         bits.load(columns, bits_of(visit), tile.column(0));
     };
-    const auto adjust_scores = [&](int i, const Visit& visit, const auto& rows, bool whole) {
+    const auto adjust_scores = [&](int i, const Visit& visit, const auto& rows, bool near) {
         // With a number that is there no sooner than the scores the compiler cannot compute positions
         // while these are under way, for which there are no registers.
         const int k_begin = (SCORE_IS_MODIFIED ? uniform(visit.tile) : visit.tile) * BLOCK_K;
         rows.await();
-        modify_scores(S_regs, tile, p, head, row_begin, k_begin, rows, whole);
+        if (!near) modify_scores(S_regs, tile, p, head, row_begin, k_begin, rows);
         if (keys.is_cut_by_band(visit))
             hide_outside_band(S_regs, columns, p, head, row_begin, k_begin + tile.column(0));
         if (MASKED && visit.bits >= 0)
@@ -166,8 +166,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const auto exponentiate = [&](int i, const Visit& visit) {
         if (i + 1 == keys.count() && speaks) barriers.Q_empty[consumer].arrive();
         // The first one is mostly cut: one way for it is less code.
-        adjust_scores(i, visit, rows, i > 0 && !keys.is_cut(visit) && !missing.any());
-        const bool stale = softmax.update(S_regs, multiplier, rescale, [&] {
+        const bool whole = i > 0 && softmax.settled && !keys.is_cut(visit) && !missing.any();
+        const NearScores given(p, S_regs, whole);
+        adjust_scores(i, visit, rows, given.near);
+        const auto score_again = [&] {
             tile.score_alone(
                 S_regs,
                 [&](int row) {
@@ -179,7 +181,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             load_rows(keys[i]);
             load_bits(keys[i]);
             adjust_scores(i, keys[i], rows.exact(), false);
-        });
+        };
+        const bool stale = softmax.update(S_regs, multiplier, rescale, score_again, given);
         if (i + 1 < keys.count()) bring_rows(keys[i + 1]);
         if constexpr (PAGED) __syncwarp();  // all lanes have read what is missing
         if (speaks) barriers.K_empty[now.slot].arrive();

@@ -52,13 +52,19 @@ __device__ __forceinline__ PointOfCurve<A> score_tanh(A y) {
     }
 }
 
-// tanh(c x), where |x| is at most `near_limit` of the same Params: c is in the factors
+// f tanh(c x) / x, where |x| is at most the limit that belongs to the factors: f and c are in these
 // (gpu/arguments.py).
-__device__ __forceinline__ PointOfCurve<float> near_tanh(float x, const float (&factors)[4]) {
+template <int COUNT>
+__device__ __forceinline__ float near_share(float x, const float (&factors)[COUNT]) {
     const float square = x * x;
-    float sum = factors[3];
+    float share = factors[COUNT - 1];
 #pragma unroll
-    for (int i = 2; i >= 0; --i) sum = multiply_add(sum, square, factors[i]);
-    const float value = x * sum;
+    for (int i = COUNT - 2; i >= 0; --i) share = multiply_add(share, square, factors[i]);
+    return share;
+}
+// tanh(c x), by factors with f = 1.
+template <int COUNT>
+__device__ __forceinline__ PointOfCurve<float> near_tanh(float x, const float (&factors)[COUNT]) {
+    const float value = x * near_share(x, factors);
     return {value, multiply_add(-value, value, 1.0f)};
 }

@@ -164,6 +164,9 @@ def _fields(problem: Problem) -> Iterator[tuple[tuple[str, ...], str, str]]:
     if problem.has_near_scores:
         yield ("near_limit",), "f4", "float"
         yield ("near_factors",), "f4 4", "float"
+        yield ("near_exponents_limit", "nearest_exponents_limit"), "f4", "float"
+        yield ("near_exponents",), "f4 4", "float"
+        yield ("nearest_exponents",), "f4 3", "float"
 
 
 def fields(problem: Problem) -> Iterator[Field]:

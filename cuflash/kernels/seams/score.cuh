@@ -26,16 +26,46 @@ __device__ __forceinline__ Dual<Accumulator> score_of(Accumulator product, const
     return modify(score, of_head, element, head, q, k, p);
 }
 
-// Whether all of a warp's numbers are at most `limit`, NaN aside.
+// The largest of a lane's numbers.
 template <int ROWS, int COLUMNS>
-__device__ __forceinline__ bool are_near(const Accumulator (&S)[ROWS][COLUMNS], Accumulator limit) {
+__device__ __forceinline__ Accumulator largest_of(const Accumulator (&S)[ROWS][COLUMNS]) {
     Accumulator largest = 0;
 #pragma unroll
     for (int i = 0; i < ROWS; ++i)
 #pragma unroll
         for (int j = 0; j < COLUMNS; ++j) largest = fmaxf(largest, fabsf(S[i][j]));
-    return __all_sync(FULL_WARP, largest <= limit);
+    return largest;
 }
+
+// Whether a warp's products are near 0, where a softcap is a polynomial times them: then a softmax
+// takes them as they are (GuardedSoftmax::update).
+template <typename P>
+struct NearScores {
+    const P& p;
+    bool near = false, nearest = false;
+
+    // `whole`: as with_scores has it.
+    template <int ROWS, int COLUMNS>
+    __device__ __forceinline__ NearScores(const P& p, const Accumulator (&S)[ROWS][COLUMNS],
+                                          bool whole)
+        : p(p) {
+        if constexpr (HAS_NEAR_SCORES) {
+            if (!whole) return;
+            const Accumulator largest = largest_of(S);
+            near = __all_sync(FULL_WARP, largest <= p.near_exponents_limit);
+            nearest = __all_sync(FULL_WARP, largest <= p.nearest_exponents_limit);
+        }
+    }
+    template <typename Use>
+    __device__ __forceinline__ void with_shares(Accumulator multiplier, const Use& use) const {
+        if constexpr (HAS_NEAR_SCORES) {
+            if (nearest)
+                return use([&](Accumulator x) { return near_share(x, p.nearest_exponents); });
+            if (near) return use([&](Accumulator x) { return near_share(x, p.near_exponents); });
+        }
+        use([=](Accumulator) { return multiplier; });
+    }
+};
 
 // Calls `change` with what makes a score of a product in S, as score_of does. A softcap takes few
 // instructions where all of a warp's scores are near 0. Bits depend on that, so it is for tiles that are
@@ -44,7 +74,7 @@ template <int ROWS, int COLUMNS, typename P, typename Change>
 __device__ __forceinline__ void with_scores(const Accumulator (&S)[ROWS][COLUMNS], const P& p,
                                             bool whole, const Change& change) {
     if constexpr (HAS_NEAR_SCORES)
-        if (whole && are_near(S, p.near_limit))
+        if (whole && __all_sync(FULL_WARP, largest_of(S) <= p.near_limit))
             return change([&](Accumulator product, const auto&...) {
                 const auto y = near_tanh(product, p.near_factors);
                 return Dual<Accumulator>(y.value, y.slope);

@@ -14,6 +14,14 @@
 __device__ __forceinline__ float divide_roughly(float a, float b) { return __fdividef(a, b); }
 __device__ __forceinline__ double divide_roughly(double a, double b) { return a / b; }
 
+// Scores times the multiplier are exponents: see GuardedSoftmax::update.
+struct AsTheyAre {
+    template <typename A, typename Use>
+    __device__ __forceinline__ void with_shares(A multiplier, const Use& use) const {
+        use([=](A) { return multiplier; });
+    }
+};
+
 // With DOUBTS_NAN a score that is NaN may be a hidden one's: NaN is looked for in sums, too, and its scores
 // are worked out again.
 template <typename A, int ROWS, int ROW_THREADS, bool DOUBTS_NAN = false>
@@ -29,20 +37,23 @@ struct GuardedSoftmax : OnlineSoftmax<A, ROWS, ROW_THREADS> {
     bool settled = false;  // whether all rows of the warp have an origin, none of them a far one
 
     // As Exact::update; `score_again` works out S anew. A row that has seen no key has no origin,
-    // and one with a far origin needs Exact's care: their warp takes the maxima.
-    template <int COLUMNS, typename ScoreAgain>
+    // and one with a far origin needs Exact's care: their warp takes the maxima. `given` says
+    // what times S is an exponent, other than the multiplier only where the softmax is settled.
+    template <int COLUMNS, typename ScoreAgain, typename Given = AsTheyAre>
     __device__ __forceinline__ bool update(A (&S)[ROWS][COLUMNS], A multiplier, A (&rescale)[ROWS],
-                                           const ScoreAgain& score_again) {
+                                           const ScoreAgain& score_again, const Given& given = {}) {
         if (settled) {
             A added[ROWS];
             bool large = false;
+            given.with_shares(multiplier, [&](const auto& share) {
 #pragma unroll
-            for (int i = 0; i < ROWS; ++i) {
-                const A subtracted = origin[i] * multiplier;
-                added[i] = A(0);
-                exponentiate(S[i], multiplier, subtracted, added[i]);
-                large |= DOUBTS_NAN ? !(added[i] <= GUARD) : added[i] > GUARD;
-            }
+                for (int i = 0; i < ROWS; ++i) {
+                    const A subtracted = origin[i] * multiplier;
+                    added[i] = A(0);
+                    exponentiate(S[i], share, subtracted, added[i]);
+                    large |= DOUBTS_NAN ? !(added[i] <= GUARD) : added[i] > GUARD;
+                }
+            });
             if (!__any_sync(FULL_WARP, large)) {
 #pragma unroll
                 for (int i = 0; i < ROWS; ++i) sum[i] += added[i];

@@ -31,7 +31,7 @@ struct SharedSoftmax : OnlineSoftmax<A, ROWS, ROW_THREADS> {
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             added[i] = A(0);
-            exponentiate(S[i], multiplier, origin[i] * multiplier, added[i]);
+            exponentiate(S[i], [=](A) { return multiplier; }, origin[i] * multiplier, added[i]);
             large |= added[i] > Guarded::GUARD;
         }
         return settled && !large;

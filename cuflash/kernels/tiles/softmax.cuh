@@ -26,21 +26,21 @@ __device__ __forceinline__ A row_sum(A x) {
     return x;
 }
 
-// Turns the scores of a row into exp2(multiplier * score - subtracted), and adds these to `sum`.
-template <int COLUMNS>
-__device__ __forceinline__ void exponentiate(float (&S)[COLUMNS], float multiplier,
+// Turns the scores of a row into exp2(share(score) * score - subtracted), and adds these to `sum`.
+template <int COLUMNS, typename Share>
+__device__ __forceinline__ void exponentiate(float (&S)[COLUMNS], const Share& share,
                                              float subtracted, float& sum) {
 #pragma unroll
     for (int j = 0; j < COLUMNS; ++j) {
-        S[j] = exp2_of(multiply_add(S[j], multiplier, -subtracted));
+        S[j] = exp2_of(multiply_add(S[j], share(S[j]), -subtracted));
         sum += S[j];
     }
 }
-template <int COLUMNS>
-__device__ __forceinline__ void exponentiate(double (&S)[COLUMNS], double multiplier,
+template <int COLUMNS, typename Share>
+__device__ __forceinline__ void exponentiate(double (&S)[COLUMNS], const Share& share,
                                              double subtracted, double& sum) {
 #pragma unroll
-    for (int j = 0; j < COLUMNS; ++j) S[j] = multiply_add(S[j], multiplier, -subtracted);
+    for (int j = 0; j < COLUMNS; ++j) S[j] = multiply_add(S[j], share(S[j]), -subtracted);
     exp2_row(S);
 #pragma unroll
     for (int j = 0; j < COLUMNS; ++j) sum += S[j];
@@ -98,7 +98,8 @@ struct OnlineSoftmax {
             }
         }
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i) exponentiate(S[i], multiplier, subtracted[i], sum[i]);
+        for (int i = 0; i < ROWS; ++i)
+            exponentiate(S[i], [=](A) { return multiplier; }, subtracted[i], sum[i]);
         return stale;
     }
 
