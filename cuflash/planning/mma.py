@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 LEAST_ARCH = 80
 # Blocks that add in order work on heads of so many columns at a time, for each block of a
-# multiprocessor: at 1k to 16k positions within 1 % of half as many, and 0.98 to 1.09 times as
+# multiprocessor: at 1k to 16k positions within 1 % of half as many, and 0.99 to 1.08 times as
 # fast as with sections of which the cache holds keys and values (H200, 2026-11-24).
 ORDERED_COLUMNS = 2048
 
