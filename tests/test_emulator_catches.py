@@ -539,6 +539,27 @@ def test_ordered_accumulation_without_acquire():
     catches(body, ("load_acquire", "load_relaxed"), "RACE", (X, ordered_sum(6)), grid=6)
 
 
+def test_stores_that_other_blocks_add_to_without_an_acquire():
+    """Strong ones are no race."""
+    body = (
+        HEAD
+        + """
+    if (blockIdx.x == 0) {
+        if (t < 16)
+            asm volatile("GOOD.global.v4.f32 [%0], {%1, %2, %3, %4};" :: "l"(out + 4 * t),
+                         "f"(in[4 * t]), "f"(in[4 * t + 1]), "f"(in[4 * t + 2]), "f"(in[4 * t + 3])
+                         : "memory");
+        __syncthreads();
+        if (t == 0) store_release(flags, 1);
+    } else {
+        while (load_relaxed(flags) != 1) {}
+        atomicAdd(out + t, in[t]);
+    }
+}"""
+    )
+    catches(body, ("st.relaxed.gpu", "st"), "RACE", (X, 3 * X), grid=3)
+
+
 def test_ordered_accumulation_without_barrier():
     """Thread 0 releases before the other threads have written."""
     body = ordered(before="GOOD")
