@@ -688,6 +688,7 @@ FINITE = [
     "sqrt(abs(score)) + tanh(exp(score))",
     "where(flags[k], score, 2.5) % 7.0",
     "score // 2.0 + shift",
+    "score - array[head, 3] * (q - k)",
 ]
 INFINITE = [
     "where(k <= q, score, -inf)",
@@ -908,16 +909,14 @@ FORMS = {
         ("where({0} == -inf, -inf, score + {0})".format("bias[batch, head, q, k]"),), (BIAS,)
     ),
     "alibi": ScoreForm(("score - alibi_slopes[head] * abs(k - q - shift)",), (SLOPES_OF_HEADS,)),
+    "line": ScoreForm(("score + alibi_slopes[head] * (k - q - shift)",), (SLOPES_OF_HEADS,)),
     "sinks": ScoreForm((), (SINKS_OF_HEADS,), sink="sinks[head]"),
 }
 WIDTHS = (64, 128, 256)
 
 
 # Bytes that a thread spills, where any.
-SPILLS = {
-    ("forward", 64, "bias"): 156, ("forward", 128, "bias"): 28, ("forward", 256, "bias"): 64,
-    ("forward", 64, "alibi"): 40, ("forward", 128, "alibi"): 40, ("backward", 128, "bias"): 28,
-}  # fmt: skip
+SPILLS = {("forward", 64, "line"): 64, ("forward", 128, "alibi"): 40}
 
 
 def plans_with_scores():

@@ -179,21 +179,24 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
         score_gradients(slot);
         now.draw_kept();
         if (!SCORE_IS_MODIFIED && is_first) check_keys();
-        GradientStep::Rows rows;
+        GradientStep::Rows rows(smem.rows, (threadIdx.x - WARPGROUP) / 32);
         rows.load(tile, p, now.head, now.q_begin, now.k_begin);
         wait_products<1>(S);
         rows.exchange(tile);
         // Else two registers too few at D = 128, where scores that are near have them.
         if (SCORE_IS_MODIFIED && !HAS_NEAR_SCORES) settle(dK), settle(dV);
+        const auto finite = [&] {
+            return smem.row_stats[slot][NONFINITE] == 0 && !has_nonfinite_keys();
+        };
         now.to_probabilities(S, slope, P_pairs, log2_sums, rows,
-                             !facts.is_cut && has_queries(now.head, now.q_begin, BLOCK_Q));
+                             !facts.is_cut && has_queries(now.head, now.q_begin, BLOCK_Q), finite);
         if (facts.is_cut) {
             now.hide(S, bits_of(now));
-            if (SCORE_IS_MODIFIED) now.hide_pairs(P_pairs, S);
+            if (GradientStep::PACKS_AT_ONCE) now.hide_pairs(P_pairs, S);
         }
         wait_products<0>(dP);
         now.to_score_gradients(dP, S, deltas);
-        if (!SCORE_IS_MODIFIED) now.pack_kept(P_pairs, S);
+        if (!GradientStep::PACKS_AT_ONCE) now.pack_kept(P_pairs, S);
         if (STORES_DSCORE) {
             now.tell(dP, S);
             if (SCORE_IS_MODIFIED) now.apply_slope(dP, slope);
@@ -202,7 +205,8 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
         if (!SCORE_IS_MODIFIED && is_first) barriers.K_checked.wait(items / GROUP % 2);
         if (smem.row_stats[slot][NONFINITE] != 0 || has_nonfinite_keys()) {
             if (is_first && has_nonfinite_keys()) change_tiles(clear_keys);
-            if (DROPS && !SCORE_IS_MODIFIED && facts.is_cut)  // what is dropped as well is +0
+            if (DROPS && !GradientStep::PACKS_AT_ONCE &&
+                facts.is_cut)  // what is dropped as well is +0
                 now.hide(P_pairs, bits_of(now));
             now.hide_weightless(P_pairs, log2_sums);
             if (!SCORE_IS_MODIFIED && has_nonfinite_keys())

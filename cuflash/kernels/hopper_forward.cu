@@ -30,7 +30,7 @@
 #include "numeric.cuh"
 #include "tiles/guarded_softmax.cuh"
 #include "seams/key_tiles.cuh"
-#include "seams/score.cuh"
+#include "seams/score_line.cuh"
 #include "seams/output.cuh"
 #include "hopper/turns.cuh"
 #include "hopper/begin_block.cuh"
@@ -137,6 +137,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const Columns columns{tile};
     RowsOfKeys<Tile, BLOCK_K> rows(smem.rows, (threadIdx.x - WARPGROUP) / 32);  // of an array
     LoadedBits<Columns, Tile::ROWS, Tile::COLUMNS> bits;                        // of the mask
+    ScoreLine<Tile> line;
     const auto bring_rows = [&](const Visit& visit) {
         rows.bring(p, head, row_begin + tile.row(0) / 8 * 8, visit.tile * BLOCK_K);
     };
@@ -149,12 +150,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const auto load_bits = [&](const Visit& visit) {
         bits.load(columns, bits_of(visit), tile.column(0));
     };
-    const auto adjust_scores = [&](int i, const Visit& visit, const auto& rows, bool near) {
+    const auto adjust_scores = [&](int i, const Visit& visit, const auto& rows, bool as_products) {
         // With a number that is there no sooner than the scores the compiler cannot compute positions
         // while these are under way, for which there are no registers.
         const int k_begin = (SCORE_IS_MODIFIED ? uniform(visit.tile) : visit.tile) * BLOCK_K;
         rows.await();
-        if (!near) modify_scores(S_regs, tile, p, head, row_begin, k_begin, rows);
+        if (!as_products) modify_scores(S_regs, tile, p, head, row_begin, k_begin, rows);
         if (keys.is_cut_by_band(visit))
             hide_outside_band(S_regs, columns, p, head, row_begin, k_begin + tile.column(0));
         if (MASKED && visit.bits >= 0)
@@ -168,7 +169,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         // The first one is mostly cut: one way for it is less code.
         const bool whole = i > 0 && softmax.settled && !keys.is_cut(visit) && !missing.any();
         const NearScores given(p, S_regs, whole);
-        adjust_scores(i, visit, rows, given.near);
+        const bool on_line = SCORE_IS_LINE && whole;
+        adjust_scores(i, visit, rows, given.near || on_line);
         const auto score_again = [&] {
             tile.score_alone(
                 S_regs,
@@ -182,7 +184,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             load_bits(keys[i]);
             adjust_scores(i, keys[i], rows.exact(), false);
         };
-        const bool stale = softmax.update(S_regs, multiplier, rescale, score_again, given);
+        const auto follow_line = [&](int i, auto& S, Accumulator subtracted, Accumulator& sum) {
+            const int k_begin = visit.tile * BLOCK_K;
+            if (on_line)
+                line.exponentiate(i, S, subtracted, sum, tile, p, head, row_begin, k_begin);
+            return on_line;
+        };
+        const bool stale =
+            softmax.update(S_regs, multiplier, rescale, score_again, given, follow_line);
         if (i + 1 < keys.count()) bring_rows(keys[i + 1]);
         if constexpr (PAGED) __syncwarp();  // all lanes have read what is missing
         if (speaks) barriers.K_empty[now.slot].arrive();
@@ -240,6 +249,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         row_begin = uniform(item->row_begin) + consumer * SLAB;
         softmax = Softmax();
         clear_rows(O_regs);
+        line.find(tile, p, head, row_begin);
         const int passed_by = part.before + part.after;
         if (keys.count() + passed_by > 0) {
             barriers.Q_full[consumer].wait(parity);

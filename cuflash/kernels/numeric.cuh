@@ -133,3 +133,16 @@ __device__ __forceinline__ u32 pack(float low, float high, __nv_bfloat16) {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
     return packed;
 }
+// The two numbers of a packed pair, widened.
+__device__ __forceinline__ float lower(u32 pair, __nv_bfloat16) {
+    return __uint_as_float(pair << 16);
+}
+__device__ __forceinline__ float upper(u32 pair, __nv_bfloat16) {
+    return __uint_as_float(pair & 0xffff0000u);
+}
+__device__ __forceinline__ float lower(u32 pair, __half) {
+    return widen(__ushort_as_half(static_cast<unsigned short>(pair)));
+}
+__device__ __forceinline__ float upper(u32 pair, __half) {
+    return widen(__ushort_as_half(static_cast<unsigned short>(pair >> 16)));
+}

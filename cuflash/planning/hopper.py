@@ -45,6 +45,11 @@ class HopperTile(KernelTile):
     loads: bool = True
     drops: bool = True
 
+    @property
+    def follows_lines(self) -> bool:
+        """Whether a line along the keys that is added to scores takes no registers."""
+        return self.max_dim <= 64 and self.kernel in ("hopper_forward", "hopper_backward")
+
     def stages_rows(self, problem: Problem) -> bool:
         """Whether elements of an array for each query and key come by way of shared memory."""
         return False
@@ -61,7 +66,8 @@ class HopperTile(KernelTile):
 
     def reject(self, problem: Problem, device: Device) -> str:
         """Why this row cannot or should not serve, or an empty string."""
-        if problem.score.stages and not self.modified:
+        follows_line = self.follows_lines and problem.score.line is not None
+        if problem.score.stages and not (self.modified or follows_line):
             return "has no registers for modified scores"
         if problem.score.loads and not (self.loads or self.stages_rows(problem)):
             return "has no registers for elements of arrays"
@@ -125,5 +131,10 @@ class HopperGradientTile(HopperTile):
     def constants(self, problem: Problem) -> dict[str, int | bool]:
         """Sizes that every such kernel reads."""
         head, value = self.widths(problem)
-        own = {"HEAD_WIDTH": head, "VALUE_WIDTH": value, "PERSISTS": self.persists}
+        own = {
+            "HEAD_WIDTH": head,
+            "VALUE_WIDTH": value,
+            "PERSISTS": self.persists,
+            "STAGES_ROWS": self.stages_rows(problem),
+        }
         return super().constants(problem) | own

@@ -10,6 +10,7 @@ from importlib.resources import files
 
 from ..scores.emit import Emitter
 from ..scores.expression import Node, parse
+from ..scores.line import Line
 from .params import Field, fields, struct_dtype
 from .problem import Problem
 from .tile import Tile
@@ -95,6 +96,8 @@ __device__ __forceinline__ T modify(T score, const OfHead& of_head, const Given&
 {steps}    return {last};
 }}
 {_rows_function(emitter)}"""
+    if form.line:
+        text += _line_functions(emitter, form.line)
     if form.sink:
         reads, sink = Emitter(of_head=False).stage(parse(form.sink, form.captures))
         text += f"""
@@ -103,6 +106,23 @@ __device__ __forceinline__ Accumulator read_sink(const Params& p, int batch, int
     return {sink};
 }}"""
     return text
+
+
+def _line_functions(emitter: Emitter, line: Line) -> str:
+    """The line along the keys that is added to scores."""
+    slope, distance = emitter.line(line)
+    return f"""
+template <typename Head>
+__device__ __forceinline__ Accumulator line_slope(const OfHead& of_head, const Head& located,
+                                                  const Params& p) {{
+    [[maybe_unused]] const int batch = located.batch, head = located.head;
+    return {slope};
+}}
+template <typename Head>
+__device__ __forceinline__ int line_distance(const Head& located, int q, int k, const Params& p) {{
+    [[maybe_unused]] const int batch = located.batch, head = located.head;
+    return {distance};
+}}"""
 
 
 def _rows_function(emitter: Emitter) -> str:

@@ -589,6 +589,7 @@ class KernelTile(Tile):
 
     def constants(self, problem: Problem) -> dict[str, int | bool]:
         """Sizes that every kernel reads."""
+        line = problem.score.line
         return {
             "THREADS": self.threads,
             "WARPS": self.warps,
@@ -605,6 +606,9 @@ class KernelTile(Tile):
             "SCORE_IS_MODIFIED": bool(problem.score.stages),
             "HAS_NEAR_SCORES": problem.has_near_scores,
             "SCORE_HAS_SLOPE": problem.score.has_slope,
+            "SCORE_IS_LINE": line is not None,
+            "LINE_KEY_STEP": line.key_step if line else 0,
+            "LINE_QUERY_STEP": line.query_step if line else 0,
             "SCORE_MAY_HIDE": problem.score.hides,
             "SHARES_ENTRIES": problem.score.shares_entries and not problem.is_packed,
             "HAS_SINKS": bool(problem.score.sink),

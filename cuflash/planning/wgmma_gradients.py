@@ -71,6 +71,10 @@ class WgmmaGradientTile(HopperGradientTile):
             differentiated=array_of(kernel), first=self,
         )  # fmt: skip
 
+    def stages_rows(self, problem: Problem) -> bool:
+        """Whether warps bring the elements of an array for each query and key to shared memory."""
+        return problem.score.reads_pairs and self.kernel == "hopper_backward"
+
     def padded_width(self, problem: Problem) -> int:
         """Columns of a key row: 64 or 128, since they are the rows of products for dQ."""
         return round_up(problem.head_dim, WARPGROUP_ROWS)
@@ -110,6 +114,7 @@ class WgmmaGradientTile(HopperGradientTile):
             Buffer("dQ", self.dq_part_bytes(problem), 2),
             Buffer("row_stats", self.row_stats_bytes(problem), self.stages),
             Buffer("barriers", BARRIER_BYTES),
+            Buffer("rows", self.block_q * 3 * CHUNK_BYTES, self.warps * self.stages_rows(problem)),
         )
 
     def dq_part_bytes(self, problem: Problem) -> int:

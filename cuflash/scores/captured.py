@@ -12,6 +12,7 @@ from ..operands.layout import broadcasts
 from ..operands.spec import Spec, conformed
 from .emit import ELEMENTS
 from .expression import Capture, parse
+from .line import find_line
 from .score import UNSCALED, Score, ScoreForm, may_be_infinite, softcap
 from .score_mod import ADDED, ScoreMod, ScoreText
 
@@ -126,7 +127,9 @@ def make_score(
         parse(stage, score.form.captures)
     hides = "bias" in given
     if text is not None:
-        hides |= may_be_infinite(parse(text.expression, score.form.captures), score.numbers)
+        changed = parse(text.expression, score.form.captures)
+        # An infinite slope hides all keys of a row, or makes it NaN.
+        hides |= find_line(changed) is None and may_be_infinite(changed, score.numbers)
     return Score(score.form._replace(hides=hides), score.values), tuple(arrays)
 
 

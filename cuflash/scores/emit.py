@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .expression import Capture, Node
+from .line import Line
 
 # C types of a captured array's elements, and of a captured number's field.
 ELEMENTS = {
@@ -65,6 +66,11 @@ class Emitter:
         text = self._emit(node)
         names = [f"const auto {name} = {read};" for read, name in self._reads.items()]
         return " ".join(names), text
+
+    def line(self, line: Line) -> tuple[str, str]:
+        """Its slope and the distance of q and k in C, behind the stages."""
+        slope = self._emit(line.slope) if line.slope else "Accumulator(1)"
+        return f"{'-' if line.sign < 0 else ''}{slope}", self._index(line.distance)
 
     def rows_text(self) -> tuple[str, str]:
         """The type of the elements of `rows`, and what finds them in C."""

@@ -15,6 +15,7 @@ import numpy as np
 from .emit import is_infinite, rows_of
 from .evaluate import evaluate
 from .expression import Capture, Node, parse
+from .line import Line, find_line
 
 if TYPE_CHECKING:
     from numpy.typing import ArrayLike, NDArray
@@ -94,6 +95,11 @@ class ScoreForm(NamedTuple):
     def is_tanh(self) -> bool:
         """Whether the changed score is tanh of the score, in some unit: a softcap alone."""
         return bool(self.unit) and self.stages == ("tanh(score)",)
+
+    @property
+    def line(self) -> Line | None:
+        """The line along the keys, if all that changes is that it is added."""
+        return find_line(self.nodes[0]) if len(self.stages) == 1 and not self.unit else None
 
     @property
     def has_slope(self) -> bool:

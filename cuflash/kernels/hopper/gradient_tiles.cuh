@@ -2,6 +2,7 @@
 // tile of scores. It stands on its side: rows are keys, columns queries. Reads the prelude.
 #pragma once
 #include "hopper/gradient_panels.cuh"
+#include "hopper/staged_columns.cuh"
 #include "nonfinite.cuh"
 #include "row_stats.cuh"
 #include "seams/hooks.cuh"
@@ -18,7 +19,7 @@ using Packed = u32[BLOCK_Q / 16][4];  // P^T or dS^T as the A operands of produc
 struct GradientStep {
     static constexpr int ROWS = Scores::ROWS, PAIRS = Scores::COLUMNS / 2;
     using Pair = Vector<float, 2>;
-    using Rows = LoadedColumns<Scores, ROWS, Scores::COLUMNS>;  // of captured arrays
+    using Rows = StagedColumns<Scores, BLOCK_Q>;  // of captured arrays
 
     const Params& p;
     const Scores& tile;
@@ -41,13 +42,64 @@ struct GradientStep {
         }
     };
 
-    // P^T from S^T. Where scores are modified, P is times the derivative of the modified score by the
-    // score, and `packed` is what dropout leaves of P itself; if something has to be told of P
-    // without that derivative, it goes to `slope` instead.
+    // P^T from S^T where a line along the keys is all that changes scores, of a tile in which nothing is
+    // hidden (as ScoreLine has it). A is Params, a template's because only then there is a line.
+    template <typename A>
+    __device__ __forceinline__ void follow_line(const A& p, Accumulator (&S)[ROWS][Scores::COLUMNS],
+                                                const Stats& log2_sums) const {
+        const Accumulator scale = score_scale(p) * Accumulator(LOG2_E);
+        const Accumulator slope = line_slope(read_of_head(head, p), head, p) * Accumulator(LOG2_E);
+        Accumulator of_row[ROWS];
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            const int q = q_begin + tile.column(0), k = k_begin + tile.row(i);
+            of_row[i] = slope * Accumulator(line_distance(head, q, k, p));
+        }
+#pragma unroll
+        for (int m = 0; m < PAIRS; ++m) {
+            const Pair log2_sum = log2_sums[m];
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+                const int j = 2 * m + e;
+                const Accumulator steps((tile.column(j) - tile.column(0)) * LINE_QUERY_STEP);
+                const Accumulator of_column = multiply_add(slope, steps, -log2_sum.at[e]);
+#pragma unroll
+                for (int i = 0; i < ROWS; ++i)
+                    S[i][j] = exp2_of(multiply_add(S[i][j], scale, of_column + of_row[i]));
+            }
+        }
+    }
+
+    // Whether what dropout leaves of P is packed as soon as there is P: where P is multiplied by the
+    // derivative of the modified score by the score, or that it is hidden would not show in what is
+    // dropped.
+    static constexpr bool PACKS_AT_ONCE = SCORE_HAS_SLOPE || (SCORE_MAY_HIDE && DROPS);
+
+    // P^T from S^T, times that derivative; if something has to be told of P without it, it goes to
+    // `slope` instead. `finite()` says whether the operands of the step are: then it need not show in P
+    // which scores are -infinity, since what their P of 0 is multiplied by is finite.
+    template <typename Finite>
     __device__ __forceinline__ void to_probabilities(Accumulator (&S)[ROWS][Scores::COLUMNS],
                                                      Accumulator (&slope)[ROWS][Scores::COLUMNS],
                                                      Packed& packed, const Stats& log2_sums,
-                                                     const Rows& rows, bool whole) const {
+                                                     Rows& rows, bool whole,
+                                                     const Finite& finite) const {
+        if constexpr (SCORE_IS_LINE && !STORES_DSCORE)
+            if (whole) return follow_line(p, S, log2_sums);
+        if constexpr (SCORE_MAY_HIDE && !SCORE_HAS_SLOPE && !STORES_DSCORE)
+            if (finite()) {
+                weigh<false>(S, slope, packed, log2_sums, rows, whole);
+                return hide_overflowed(S, rows);
+            }
+        weigh<SCORE_MAY_HIDE>(S, slope, packed, log2_sums, rows, whole);
+    }
+    template <bool MARKS>
+    __device__ __forceinline__ void weigh(Accumulator (&S)[ROWS][Scores::COLUMNS],
+                                          Accumulator (&slope)[ROWS][Scores::COLUMNS],
+                                          Packed& packed, const Stats& log2_sums, Rows& rows,
+                                          bool whole) const {
+        using Given = decltype(rows.at(0, 0));
+        using Found = typename Select<MARKS, Given, InSum<Given>>::type;
         with_scores(S, p, whole, [&](const auto& score_of) {
             const OfHead of_head = read_of_head(head, p);
             const Accumulator multiplier = score_multiplier(p);
@@ -55,30 +107,56 @@ struct GradientStep {
             for (int m = 0; m < PAIRS; ++m) {
                 const Pair log2_sum = log2_sums[m];
                 Accumulator left[2 * ROWS];
+                rows.turn_to(tile, m);
 #pragma unroll
                 for (int e = 0; e < 2 * ROWS; ++e) {
                     const int i = e / 2, j = 2 * m + e % 2;
                     Dual<Accumulator> score(S[i][j], Accumulator(1));
                     if constexpr (SCORE_IS_MODIFIED)
                         score = score_of(S[i][j], of_head, head, column_place(tile, q_begin, j),
-                                         k_begin + tile.row(i), p, rows.at(i, j));
+                                         k_begin + tile.row(i), p, Found(rows.at(i, j)));
                     S[i][j] = exp2_of(multiply_add(score.value, multiplier, -log2_sum.at[e % 2]));
                     if constexpr (SCORE_IS_MODIFIED) {
                         left[e] = kept.has(i, j) ? S[i][j] : Accumulator(0);
                         if constexpr (STORES_DSCORE)
                             slope[i][j] = score.slope;
-                        else  // never -0, which is for hidden pairs
+                        else if constexpr (SCORE_HAS_SLOPE)  // never -0, which is for hidden pairs
                             S[i][j] = multiply_add(S[i][j], score.slope, Accumulator(0));
-                        if (SCORE_MAY_HIDE && score.value == -infinity<Accumulator>())
+                        if (MARKS && score.value == -infinity<Accumulator>())
                             S[i][j] = left[e] = Accumulator(-0.0);
                     }
                 }
-                if constexpr (SCORE_IS_MODIFIED)
+                if constexpr (PACKS_AT_ONCE)
 #pragma unroll
                     for (int i = 0; i < ROWS; ++i)
                         pair_of(packed, i, m) = pack(left[2 * i], left[2 * i + 1], Element());
             }
         });
+    }
+    // Products of finite numbers may be infinite or NaN: P of those that are hidden, in sums NaN, becomes
+    // -0. Mostly no P is as large as 2, which one bit tells of all, as of NaN.
+    __device__ __forceinline__ void hide_overflowed(Accumulator (&P)[ROWS][Scores::COLUMNS],
+                                                    Rows& rows) const {
+        u32 bits = 0;
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+            for (int j = 0; j < Scores::COLUMNS; ++j) bits |= __float_as_uint(P[i][j]);
+        if (!__any_sync(FULL_WARP, bits >> 30 & 1)) return;
+        const OfHead of_head = read_of_head(head, p);
+#pragma unroll
+        for (int m = 0; m < PAIRS; ++m) {
+            rows.turn_to(tile, m);
+#pragma unroll
+            for (int e = 0; e < 2 * ROWS; ++e) {
+                const int i = e / 2, j = 2 * m + e % 2;
+                const auto score =
+                    score_of(Accumulator(0), of_head, head, column_place(tile, q_begin, j),
+                             k_begin + tile.row(i), p, rows.at(i, j));
+                const bool hidden = score.value == -infinity<Accumulator>();
+                if (P[i][j] != P[i][j] && hidden) P[i][j] = Accumulator(-0.0);
+            }
+        }
     }
     static __device__ __forceinline__ u32& pair_of(Packed& packed, int i, int m) {
         return packed[m / 2][m % 2 * 2 + i];

@@ -9,20 +9,6 @@
 constexpr int WEIGHT_EXPONENT = !SAME<Element, __half> ? 0 : SCORE_HAS_SLOPE || DROPS ? 7 : 14;
 constexpr Accumulator WEIGHT_UNIT = Accumulator(1) / (1 << WEIGHT_EXPONENT);
 
-// The two numbers of a packed pair, widened.
-__device__ __forceinline__ float lower(u32 pair, __nv_bfloat16) {
-    return __uint_as_float(pair << 16);
-}
-__device__ __forceinline__ float upper(u32 pair, __nv_bfloat16) {
-    return __uint_as_float(pair & 0xffff0000u);
-}
-__device__ __forceinline__ float lower(u32 pair, __half) {
-    return widen(__ushort_as_half(static_cast<unsigned short>(pair)));
-}
-__device__ __forceinline__ float upper(u32 pair, __half) {
-    return widen(__ushort_as_half(static_cast<unsigned short>(pair >> 16)));
-}
-
 // The weights of one step, P^T in three forms: what dropout leaves of it, for dV; all of it; and all of
 // it times the derivative of the modified score by the score, for dS. They are one array, unless
 // something stands between them.

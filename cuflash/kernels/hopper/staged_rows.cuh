@@ -26,31 +26,45 @@ struct StagedRows {
         return {rows, 0};
     }
 
-    // Begins to bring those of the rows from row_begin on and the keys from k_begin on.
+    // Begins to bring those of the rows from row_begin on and the keys from k_begin on. Four lanes copy
+    // neighbouring chunks of a row: the cache looks up a line for each row of a copy.
     template <typename P>
     __device__ __forceinline__ void bring(const P& p, const Head& head, int row_begin,
                                           int k_begin) const {
-        // Kept from tile to tile, the row's address would take registers.
-        const int lane = threadIdx.x % 32, row = afresh(row_begin + lane / 2);
-        const auto source = find_rows(row_head(head, row), p)[query_of(row)];
-        const int k = k_begin + lane % 2 * CHUNK<RowElement>;
-        const RowElement* const first = source.elements + k;
-        RowElement* const target =
-            reinterpret_cast<RowElement*>(rows) + lane / 2 * PITCH + lane % 2 * CHUNK<RowElement>;
-        const bool aligned = reinterpret_cast<u64>(first) % CHUNK_BYTES == 0;
+        constexpr int WIDTH = CHUNK<RowElement>, LANES = BLOCK_K / WIDTH % 4 == 0 ? 4 : 2;
+        const int lane = threadIdx.x % 32, column = lane % LANES * WIDTH, k = k_begin + column;
+        bool aligned = true;
+        const auto each_row = [&](const auto& use) {
+#pragma unroll
+            for (int i = 0; i < 16; i += 32 / LANES) {
+                // Kept from tile to tile, the row's address would take registers.
+                const int row = afresh(row_begin + i + lane / LANES);
+                RowElement* const target = reinterpret_cast<RowElement*>(rows);
+                use(find_rows(row_head(head, row), p)[query_of(row)],
+                    target + (i + lane / LANES) * PITCH + column);
+            }
+        };
+        each_row([&](const auto& source, RowElement*) {
+            aligned &= reinterpret_cast<u64>(source.elements + k) % CHUNK_BYTES == 0;
+        });
         __syncwarp();  // all lanes have read the tile before
         if (__all_sync(FULL_WARP, aligned)) {
+            each_row([&](const auto& source, RowElement* target) {
 #pragma unroll
-            for (int i = 0; i < BLOCK_K; i += 2 * CHUNK<RowElement>) {
-                const int count = min(max(source.size - k - i, 0), CHUNK<RowElement>);
-                copy_chunk_async(target + i, first + i, count * int(sizeof(RowElement)));
-            }
+                for (int i = 0; i < BLOCK_K; i += LANES * WIDTH) {
+                    const int count = min(max(source.size - k - i, 0), WIDTH);
+                    copy_chunk_async(target + i, source.elements + k + i,
+                                     count * int(sizeof(RowElement)));
+                }
+            });
         } else {
+            each_row([&](const auto& source, RowElement* target) {
 #pragma unroll 1
-            for (int i = 0; i < BLOCK_K; i += 2 * CHUNK<RowElement>)
+                for (int i = 0; i < BLOCK_K; i += LANES * WIDTH)
 #pragma unroll 1
-                for (int e = 0; e < CHUNK<RowElement>; ++e)
-                    target[i + e] = __builtin_bit_cast(RowElement, source.bits(k + i + e));
+                    for (int e = 0; e < WIDTH; ++e)
+                        target[i + e] = __builtin_bit_cast(RowElement, source.bits(k + i + e));
+            });
         }
         commit_copies();
     }

@@ -17,21 +17,24 @@ struct ReadEach {
 // or it is one of two in a register.
 struct LoadedElement {
     static constexpr bool HIDES_NAN = true;
-    unsigned short bits;
-    __device__ __forceinline__ LoadedElement(u32 pair, int e)
-        : bits(static_cast<unsigned short>(pair >> 16 * e)) {}
+    u32 pair;
+    int e;
+    __device__ __forceinline__ LoadedElement(u32 pair, int e) : pair(pair), e(e) {}
     template <typename Read>
     __device__ __forceinline__ Accumulator get(const Read&) const {
-        return widen(__builtin_bit_cast(RowElement, bits));
+        return e == 0 ? lower(pair, RowElement()) : upper(pair, RowElement());
     }
 };
 
-// The same for who finds NaN in sums and then scores again, with an element of the other kind: a sum does
-// with two instructions less.
-struct SummedElement : LoadedElement {
+// The same where nothing is NaN, or who finds NaN in sums then scores again, with an element of the other
+// kind: a sum does with two instructions less.
+template <typename Given>
+struct InSum : Given {
     static constexpr bool HIDES_NAN = false;
-    using LoadedElement::LoadedElement;
+    using Given::Given;
+    __device__ __forceinline__ InSum(const Given& given) : Given(given) {}
 };
+using SummedElement = InSum<LoadedElement>;
 
 // Columns of a row of a tile, so many from one on: the j-th of them has `at(j)`.
 constexpr int ROW_GROUP = 8;
@@ -138,15 +141,15 @@ struct LoadedColumns<Tile, ROWS, COLUMNS, true> {
     }
     // Once they are needed.
     __device__ __forceinline__ void exchange(const Tile& tile) {
-        const bool second = tile.row(0) % 2;
+        const u32 halves =
+            tile.row(0) % 2 ? 0x3276 : 0x5410;  // the other's upper, mine; or mine, the other's
 #pragma unroll
         for (int i = 0; i < ROWS; ++i)
 #pragma unroll
             for (int m = 0; m < COLUMNS / 2; ++m) {
                 const u32 mine = pairs[i][m];
                 const u32 other = __shfl_xor_sync(FULL_WARP, mine, Tile::ROW_THREADS);
-                pairs[i][m] =
-                    second ? __byte_perm(other, mine, 0x7632) : __byte_perm(mine, other, 0x5410);
+                pairs[i][m] = __byte_perm(mine, other, halves);
             }
     }
     __device__ __forceinline__ LoadedElement at(int i, int j) const {

@@ -22,6 +22,13 @@ struct AsTheyAre {
     }
 };
 
+struct DoesNothing {
+    template <typename... T>
+    __device__ __forceinline__ bool operator()(const T&...) const {
+        return false;
+    }
+};
+
 // With DOUBTS_NAN a score that is NaN may be a hidden one's: NaN is looked for in sums, too, and its scores
 // are worked out again.
 template <typename A, int ROWS, int ROW_THREADS, bool DOUBTS_NAN = false>
@@ -39,9 +46,13 @@ struct GuardedSoftmax : OnlineSoftmax<A, ROWS, ROW_THREADS> {
     // As Exact::update; `score_again` works out S anew. A row that has seen no key has no origin,
     // and one with a far origin needs Exact's care: their warp takes the maxima. `given` says
     // what times S is an exponent, other than the multiplier only where the softmax is settled.
-    template <int COLUMNS, typename ScoreAgain, typename Given = AsTheyAre>
+    // There S may also be something else: `does(i, S[i], subtracted, sum)` then does what `exponentiate`
+    // does, and returns true.
+    template <int COLUMNS, typename ScoreAgain, typename Given = AsTheyAre,
+              typename Does = DoesNothing>
     __device__ __forceinline__ bool update(A (&S)[ROWS][COLUMNS], A multiplier, A (&rescale)[ROWS],
-                                           const ScoreAgain& score_again, const Given& given = {}) {
+                                           const ScoreAgain& score_again, const Given& given = {},
+                                           const Does& does = {}) {
         if (settled) {
             A added[ROWS];
             bool large = false;
@@ -50,7 +61,8 @@ struct GuardedSoftmax : OnlineSoftmax<A, ROWS, ROW_THREADS> {
                 for (int i = 0; i < ROWS; ++i) {
                     const A subtracted = origin[i] * multiplier;
                     added[i] = A(0);
-                    exponentiate(S[i], share, subtracted, added[i]);
+                    if (!does(i, S[i], subtracted, added[i]))
+                        exponentiate(S[i], share, subtracted, added[i]);
                     large |= DOUBTS_NAN ? !(added[i] <= GUARD) : added[i] > GUARD;
                 }
             });

@@ -1,0 +1,119 @@
+"""A bias's elements on wgmma: by way of shared memory, and what -infinity among them hides."""
+
+import functools
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cases import random_mask
+from emulated import attention, attention_backward
+from emulator import available
+from emulator.module import EAGER
+from test_emulator_catches import must_be_caught
+from tolerance import assert_backward_close, assert_forward_close
+
+pytestmark = pytest.mark.skipif(available() is not None, reason=str(available()))
+QUERIES, KEYS, DIM = 150, 300, 64
+
+
+def bias(kind):
+    """Of 150 queries and 300 keys: in rows of whole chunks, of others, or that begin within one."""
+    first, width = {"aligned": (0, 304), "odd": (0, 303), "shifted": (3, 312)}[kind]
+    rng = np.random.default_rng(5)
+    whole = rng.standard_normal((2, QUERIES, width)).astype(ml_dtypes.bfloat16)
+    whole[:, :, ::7] = -np.inf
+    return whole[..., first : first + KEYS]
+
+
+def operands():
+    rng = np.random.default_rng(6)
+    sizes = (QUERIES, KEYS, KEYS, QUERIES)
+    return [rng.standard_normal((2, n, DIM)).astype(ml_dtypes.bfloat16) for n in sizes]
+
+
+def check(kind="aligned", schedule=0, causal="bottom_right", **more):
+    options = {"bias": bias(kind), "causal": causal} | more
+    q, k, v, dout = operands()
+    where = {"engine": "wgmma", "schedule": schedule}
+    out, lse, plan, _ = attention(q, k, v, **where, **options)
+    assert_forward_close(out, lse, q, k, v, **options)
+    grads = attention_backward(dout, q, k, v, out, lse, **where, **options)
+    assert all("STAGES_ROWS = true" in x.source() for x in (plan, grads.plan))
+    assert_backward_close(grads[:3], dout, q, k, v, **options)
+
+
+@pytest.mark.parametrize("schedule", [EAGER, 0, 1])
+@pytest.mark.parametrize("kind", ["aligned", "odd", "shifted"])
+def test_results_are_right(kind, schedule):
+    check(kind, schedule)
+
+
+def test_so_they_are_with_dropout_and_a_mask():
+    mask = random_mask((QUERIES, KEYS), 64, seed=3, shown=0.7)
+    check(causal=False, mask=mask, dropout_p=0.2, seed=5)
+
+
+def test_so_they_are_of_a_shared_row():
+    q, k, v, dout = operands()
+    options = {"bias": bias("aligned")[:1, :1], "causal": True}
+    out, lse, *_ = attention(q, k, v, engine="wgmma", **options)
+    grads = attention_backward(dout, q, k, v, out, lse, engine="wgmma", **options)
+    assert_backward_close(grads[:3], dout, q, k, v, **options)
+
+
+def check_hidden():
+    """Keys, values and dout of NaN that no row sees do nothing."""
+    q, k, v, dout = operands()
+    added = bias("aligned").copy()
+    added[:, 11], added[:, :, 200] = -np.inf, -np.inf
+    k[:, 7], v[:, 14], k[:, 200], dout[:, 11], q[:, 11, 3] = np.nan, np.inf, -np.inf, np.nan, np.inf
+    options = {"bias": added, "engine": "wgmma"}
+    out, lse, *_ = attention(q, k, v, **options)
+    results = [out, *attention_backward(dout, q, k, v, out, lse, **options)[:3]]
+    assert all(np.isfinite(x.astype(np.float32)).all() for x in results)
+    assert not results[1][:, 11].any()
+    assert not results[2][:, 200].any()
+
+
+def test_what_nobody_sees_may_hold_anything():
+    check_hidden()
+
+
+def check_overflow():
+    """Of keys so large that products are infinite or NaN nothing is left where they are hidden."""
+    q, k, v, dout = operands()
+    added = bias("aligned").copy()
+    added[:, :, 200] = -np.inf
+    k[:, 7], k[:, 200] = 3e38, -3e38
+    options = {"bias": added, "engine": "wgmma"}
+    out, lse, *_ = attention(q, k, v, **options)
+    results = [out, *attention_backward(dout, q, k, v, out, lse, **options)[:3]]
+    assert all(np.isfinite(x.astype(np.float32)).all() for x in results)
+    assert not results[2][:, [7, 200]].any()
+
+
+def test_products_that_overflow_are_hidden():
+    check_overflow()
+
+
+PLANTED = [
+    ("lanes read elements before all are there", r"__syncwarp\(\);  // all lanes' copies are done",
+     "", check),
+    ("copies are not waited for", r"wait_copies<0>\(\);", "", check),
+    ("the next tile overwrites this one",
+     r"__syncwarp\(\);  // all lanes have read the tile before", "", check),
+    ("the halves of a pair are exchanged", r"\? lower\(pair, R", "? upper(pair, R", check),
+    ("elements are those of the other keys", r"tile\.lane / 8 % 2 \* CHUNK_BYTES",
+     "(1 - tile.lane / 8 % 2) * CHUNK_BYTES", check),
+    ("rows that do not begin on chunks are copied by chunks", r"addresses % CHUNK_BYTES == 0",
+     "true", functools.partial(check, "shifted")),
+    ("all operands count as finite", r"if \(finite\(\)\)", "if (true)", check_hidden),
+    ("products that overflow are NaN where they are hidden", r"return hide_overflowed\(S, rows\);",
+     "return;", check_overflow),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "wrong", "test"), [x[1:] for x in PLANTED],
+                         ids=[x[0] for x in PLANTED])  # fmt: skip
+def test_planted_bugs_are_caught(monkeypatch, text, wrong, test):
+    must_be_caught(monkeypatch, text, wrong, test)
