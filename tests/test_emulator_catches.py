@@ -936,14 +936,14 @@ def strides_exchanged(plan, *rest, right=emulated.pack):
     return params
 
 
-def in_their_own_order(mask, rows, columns, longest_first, right=emulated.tile_lists):
+def in_their_own_order(mask, rows, columns, longest_first, chains, right=emulated.tile_lists):
     """`previous` of rows in their own order, though the longest start first."""
     natural = right(mask, rows, columns, False)
     return natural._replace(order=right(mask, rows, columns, True).order)
 
 
-def one_row_for_all(mask, rows, columns, longest_first, right=emulated.tile_lists):
-    lists = right(mask, rows, columns, longest_first)
+def one_row_for_all(mask, *rest, right=emulated.tile_lists):
+    lists = right(mask, *rest)
     lists.order[:] = lists.order[0]
     return lists
 

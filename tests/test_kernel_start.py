@@ -58,6 +58,14 @@ def test_one_that_follows_starts_ahead(driver):
         start((np.zeros(1, np.int32),))
 
 
+def test_one_that_runs_together_starts_as_a_whole(driver):
+    """CU_LAUNCH_ATTRIBUTE_COOPERATIVE."""
+    driver.version = 12020
+    together = PLAIN._replace(together=True)
+    kernel_start.starter(Function(), together)((np.array([17], np.int32),))
+    assert driver.seen == [([5, 1, 1], [256, 1, 1], 1024, 99, 1, 2, 1, 4711, 17, None)]
+
+
 @pytest.mark.parametrize(("launch", "version"), [(PLAIN, 13000), (FOLLOWING, 12020)])
 def test_others_are_started_by_cupy(driver, launch, version):
     driver.version, function = version, Function()

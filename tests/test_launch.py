@@ -407,7 +407,7 @@ def test_lists_of_a_mask_and_of_its_transpose_are_told_apart(launch):
     tile = types.SimpleNamespace(scored=(32, 32))
     for backward in (False, True):
         problem = types.SimpleNamespace(backward=backward)
-        plan = types.SimpleNamespace(problem=problem, tile=tile, is_longest_first=False)
+        plan = types.SimpleNamespace(problem=problem, tile=tile, is_longest_first=False, chains=0)
         lists = sys.modules["cuflash.gpu.memory"].device_lists(mask, plan, 0)
         counts = np.diff(lists.ranges.values).ravel().tolist()
         assert counts == ([4, 3, 2, 1] if backward else [1, 2, 3, 4])

@@ -125,6 +125,8 @@ def pack(
     if problem.mask == "elements":
         assert layout.mask is not None
         _pack_elements(params, problem, layout.mask)
+    if problem.mask == "blocks" and problem.backward:
+        params["chains"] = plan.chains
     params["section"] = plan.section
     params["scale"] = scale
     for name, value in score.numbers.items():

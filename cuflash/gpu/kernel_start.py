@@ -1,4 +1,6 @@
-"""How a kernel is started: by CuPy or, ahead of the end of the kernel before it, by the driver."""
+"""How a kernel is started: by CuPy or, ahead of the end of the kernel before it or with all of its
+blocks at once, by the driver.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 Starter: TypeAlias = Callable[[tuple["NDArray[Any]", ...]], None]
 
 LEAST_DRIVER = 12030  # whose graphs can hold such launches
+_TOGETHER = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 _OVERLAPS = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 
 
@@ -61,10 +64,13 @@ def _launch_function() -> Any:
 def starter(function: Any, launch: Launch) -> Starter:
     """What starts one kernel of a plan, a function of CuPy.
 
-    One that follows another starts ahead of that one's end where the driver can do so.
+    One that follows another starts ahead of that one's end where the driver can do so. One that
+    runs together starts when there is room for all of its blocks.
     """
+    if launch.together:
+        return _with_attribute(function, launch, _TOGETHER)
     if launch.follows and _driver_version() >= LEAST_DRIVER:
-        return _overlapping(function, launch)
+        return _with_attribute(function, launch, _OVERLAPS)
     grid, block, shared_bytes = (launch.grid,), (launch.threads,), launch.shared_bytes
 
     def start(arguments: tuple[NDArray[Any], ...]) -> None:
@@ -73,9 +79,9 @@ def starter(function: Any, launch: Launch) -> Starter:
     return start
 
 
-def _overlapping(function: Any, launch: Launch) -> Starter:
+def _with_attribute(function: Any, launch: Launch, number: int) -> Starter:
     call, pointer = _launch_function(), ctypes.c_void_p
-    attribute = _Attribute(_OVERLAPS, 0, 1)
+    attribute = _Attribute(number, 0, 1)
     template = _Config(
         (launch.grid, 1, 1), (launch.threads, 1, 1), launch.shared_bytes, None,
         ctypes.pointer(attribute), 1,

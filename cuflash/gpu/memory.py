@@ -108,7 +108,7 @@ def device_lists(mask: BlockMask, plan: Plan, device_id: int) -> TileLists:
     The mask keeps them.
     """
     turned = plan.problem.backward
-    key = (device_id, turned, *plan.tile.scored, plan.is_longest_first)
+    key = (device_id, turned, *plan.tile.scored, plan.is_longest_first, plan.chains)
     lists: TileLists = _kept(
         mask, key, lambda: tile_lists(mask.T if turned else mask, *key[2:]), TileLists._make
     )

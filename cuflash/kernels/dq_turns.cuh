@@ -1,5 +1,5 @@
-// Whose turn it is to add to a tile of dQ, where blocks add to it in the order of their keys. Reads
-// the prelude.
+// Whose turn it is to add to a tile of dQ, where blocks add to it in the order of their keys, or in one
+// that a mask's lists plan. Reads the prelude.
 #pragma once
 #include "numeric.cuh"
 #include "seams/key_tiles.cuh"
@@ -7,7 +7,7 @@
 static_assert(is_laid_out<u32>(tile_bytes::turns, TURNS), "turns are numbers");
 
 // Whose turn it is to add to a tile of dQ: the key tile after the one that added last, 0 at first.
-// Blocks wait for blocks with a lower number only, which started earlier.
+// Blocks wait for blocks with a lower number only, which started earlier; for others with chains.
 //
 // Relaxed, for who adds and stores behind it and reads nothing: that depends on a branch, ahead of which
 // no GPU does it. An acquire would empty the L1 cache, for which a warp waits until the answer is there.

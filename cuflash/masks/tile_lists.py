@@ -8,6 +8,7 @@ import numpy as np
 
 from .block_mask import BlockMask
 from .patterns import PARTIAL
+from .planned_sums import chained_order, planned_visits
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -22,7 +23,9 @@ class TileLists(NamedTuple):
         Where a row's entries begin and end.
     entries : array of int32, shape (tiles that show something, 4)
         Column of the tile; which tile of `bits` says what is visible (-1: all of it); the row that
-        visits this column before this row does (-1: none); 0. In the order of the columns.
+        visits this column before this row does (-1: none); 0. In the order of the columns or, with
+        chains, in that of the slots: rows visit their entries from the last one on. (Kernels that
+        seek columns in a list find all of it then, since without a band they seek 0 and the last.)
     order : array of int32, shape (lists * rows of tiles,), or None
         The rows of each list in the order in which they are worked on; None for their own.
     bits : array of uint32, shape (partial tiles, rows of a tile, words of a row)
@@ -34,10 +37,13 @@ class TileLists(NamedTuple):
     bits: NDArray[np.uint32]
 
 
-def tile_lists(mask: BlockMask, rows: int, columns: int, longest_first: bool) -> TileLists:
+def tile_lists(
+    mask: BlockMask, rows: int, columns: int, longest_first: bool, chains: int = 0
+) -> TileLists:
     """The lists of `mask` in tiles of `rows` by `columns` elements.
 
-    With `longest_first`, rows with more tiles to visit are worked on before others. Of a mask whose
+    With `longest_first`, rows with more tiles to visit are worked on before others. With `chains`
+    the order of visits is planned, and that of the rows is the one of planned_sums. Of a mask whose
     function kernels evaluate there are no bits, and what says which tile of them means that there
     is something to evaluate.
     """
@@ -48,15 +54,29 @@ def tile_lists(mask: BlockMask, rows: int, columns: int, longest_first: bool) ->
     counts = np.count_nonzero(kinds, axis=-1)
     order = np.argsort(-counts, axis=-1, kind="stable") if longest_first else None
     turn = np.broadcast_to(np.arange(down), (lists, down))
-    if order is not None:
+    if chains:
+        order = np.empty((lists, down), np.intp)
+        when = np.empty(kinds.shape, np.intp)
+        for own, shown, count, slots in zip(order, kinds != 0, counts, when):
+            own[:] = chained_order(count, chains)
+            visits = planned_visits(shown, own, chains)
+            slots[visits] = np.arange(len(visits[0]))
+    elif order is not None:
         turn = np.argsort(order, axis=-1)  # the inverse permutation
     number, row, column = np.nonzero(kinds)
     partial = kinds[number, row, column] == PARTIAL
     entries = np.zeros((len(column), 4), np.int32)
     entries[:, 0] = column
     entries[:, 1] = np.where(partial, partial.cumsum() - 1, -1)
+    if chains:
+        turns = when[number, row, column]
+        last_first = np.lexsort((-turns, row, number))
+        entries, turns = entries[last_first], turns[last_first]
+        row, column = row[last_first], column[last_first]
+    else:
+        turns = turn[number, row]
     # Sorted by column and turn, an entry's predecessor visits the same column before it.
-    walk = np.lexsort((turn[number, row], column, number))
+    walk = np.lexsort((turns, column, number))
     same = (np.diff(number[walk]) == 0) & (np.diff(column[walk]) == 0)
     entries[:, 2] = -1
     entries[walk[1:], 2] = np.where(same, row[walk[:-1]], -1)

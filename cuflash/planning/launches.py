@@ -20,7 +20,8 @@ class Buffer(NamedTuple):
 
 class Launch(NamedTuple):
     """One kernel of a plan, as it is launched. One that `follows` waits by itself for the end of
-    the one before, so that it can be launched ahead of it: a plan says so.
+    the one before, so that it can be launched ahead of it: a plan says so. The blocks of one that
+    runs `together` wait for each other: all of them must be resident.
     """
 
     name: str
@@ -28,6 +29,7 @@ class Launch(NamedTuple):
     threads: int
     shared_bytes: int = 0
     follows: bool = False
+    together: bool = False
 
 
 class MapBox(NamedTuple):

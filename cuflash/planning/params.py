@@ -159,6 +159,8 @@ def _fields(problem: Problem) -> Iterator[tuple[tuple[str, ...], str, str]]:
         yield from _PACKED_SCALARS
     if problem.mask == "elements":
         yield from _ELEMENT_SCALARS
+    if problem.mask == "blocks" and problem.backward:
+        yield ("chains",), "i4", "int"  # of a head, where the order of sums is planned
     if problem.score.unit:
         yield ("score_scale",), "Accumulator", "Accumulator"  # by which q.k is in the score's unit
     if problem.has_near_scores:

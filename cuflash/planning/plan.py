@@ -92,7 +92,11 @@ class Plan:
         """What is launched, in this order. Each one follows the one before, where devices can."""
         launches = self.tile.launches(self.problem, self.device)
         can = self.device.arch >= FOLLOWING_ARCH
-        return tuple(kernel._replace(follows=can and i > 0) for i, kernel in enumerate(launches))
+        found: list[Launch] = []
+        for kernel in launches:
+            alone = kernel.together or not found or found[-1].together
+            found.append(kernel._replace(follows=can and not alone))
+        return tuple(found)
 
     @property
     def query_tiles(self) -> int:
@@ -115,15 +119,20 @@ class Plan:
 
     @property
     def is_ordered(self) -> bool:
-        """Whether blocks add to dQ one after the other, in the order of their keys."""
+        """Whether blocks add to dQ one after the other, in an order that is the same each time."""
         return self.tile.adds_in_order(self.problem)
+
+    @property
+    def chains(self) -> int:
+        """Chains of tiles of keys that a head has, where the order in which blocks add to dQ is
+        planned; else 0. They must not be more than the blocks that run at a time.
+        """
+        return min(self.tile.chains(self.problem), self.device.multiprocessors)
 
     @property
     def is_longest_first(self) -> bool:
         """Whether rows of tiles that visit most start first; else a band tells which do."""
-        p = self.problem
-        same = not (p.q_lengths or p.kv_lengths or p.is_packed)
-        return p.mask == "blocks" and p.band.is_open and same
+        return self.problem.mask_alone
 
     @property
     def block_q(self) -> int:
@@ -230,9 +239,12 @@ class Plan:
         Sections are of about one size: a small last one would leave multiprocessors idle. With a
         mask, blocks that add in order are of all heads, so that few of one head run at a time:
         these meet a tile of dQ in another order than they started, and wait (on an H200, 0.76 to
-        0.82 of the speed of any order, against 0.49 to 0.70 with sections).
+        0.82 of the speed of any order, against 0.49 to 0.70 with sections). Where that order is
+        planned, blocks take chains head by head.
         """
         p, group = self.problem, self.tile.group(self.problem)
+        if self.chains:
+            return 1
         if p.mask and self.is_ordered:
             return max(1, p.head_count)
         groups = p.head_count // group
@@ -261,6 +273,8 @@ class Plan:
                 f"block      {self.threads} threads, {self.shared_bytes} bytes of shared memory",
                 f"grid       {self.grid} blocks",
             ]
+        if self.chains:
+            lines.append(f"order      planned, of {self.chains} chain(s) of tiles of keys a head")
         lines += [
             f"workspace  {self.workspace_bytes} bytes",
             f"work       {self.flops / 1e9:.3f} GFLOP",

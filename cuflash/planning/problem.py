@@ -233,6 +233,12 @@ class Problem:
         return 1 if self.sequences is None else self.sequences + 1
 
     @property
+    def mask_alone(self) -> bool:
+        """Whether a mask of blocks alone says what is visible: no band and no lengths."""
+        same = not (self.q_lengths or self.kv_lengths or self.is_packed)
+        return self.mask == "blocks" and self.band.is_open and same
+
+    @property
     def typical(self) -> Problem:
         """What is planned for: of packed sequences a batch of as many, which share the tokens."""
         if self.sequences is None:

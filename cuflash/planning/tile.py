@@ -247,6 +247,12 @@ class Tile:
         """Whether blocks add to dQ one after the other, in the order of their keys."""
         return self.backward and problem.deterministic and not self.keys_outside
 
+    def chains(self, problem: Problem) -> int:
+        """Chains of tiles of keys that blocks have of a head, where the order of sums is planned by
+        the mask's lists; else 0.
+        """
+        return 0
+
     def group(self, problem: Problem) -> int:
         """How many heads in a row a block works on, or a row of blocks where they are packed."""
         return problem.group if self.packed > 1 else 1

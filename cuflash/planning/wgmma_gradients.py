@@ -12,7 +12,7 @@ from .hopper import BARRIER_BYTES, WARPGROUP_ROWS, HopperGradientTile
 from .launches import Buffer, Launch
 from .problem import Device, Problem
 from .products import product
-from .tile import KernelTile, round_up, section_in_order
+from .tile import KernelTile, ceil_div, round_up, section_in_order
 from .wgmma_arrays import WGMMA_WALK, WgmmaArrayTile, walked
 
 if TYPE_CHECKING:
@@ -23,6 +23,12 @@ if TYPE_CHECKING:
 ORDERED_COLUMNS = 1024
 HEAD_BYTES = 128  # of where a head lies
 REGION_BYTES = 16  # of what it knows of its region, where sequences are packed
+# Heads have so many chains (masks/planned_sums.py) that each of these blocks, those of an H100 or
+# H200, has one of the heads at a time: bits must not depend on the device. Of 2, 4 and 8 heads, 4
+# are best at 128 tiles of queries, 2 at 256 (H200, 16k positions, head dims 64, 128, 2026-11-24).
+CHAINED_BLOCKS = 132
+LEAST_HEADS = 2
+TILES_OF_CHAIN = 4  # of queries, at least, for each chain of a head
 TURNS = 2  # of a tile of dQ: each warpgroup adds a part
 SIDE_THREADS = 256  # of the kernels before and after the one that does the work
 
@@ -86,6 +92,27 @@ class WgmmaGradientTile(HopperGradientTile):
     def group(self, problem: Problem) -> int:
         """Heads that share keys and whose dK and dV one block sums."""
         return problem.group if self.grouped else 1
+
+    def chains(self, problem: Problem) -> int:
+        """Chains of a head, one for each block that works on it, where the lists of a mask plan the
+        order of sums; else 0.
+
+        Heads at a time are so many that blocks of one head seldom meet, and such that the last
+        chains end at about the same time.
+        """
+        alone = problem.mask_alone and self.group(problem) == 1 and not problem.wrt
+        if not (alone and self.persists and self.adds_in_order(problem)):
+            return 0
+        tiles, heads = self.key_tiles(problem), max(1, problem.head_count)
+        wanted = TILES_OF_CHAIN * CHAINED_BLOCKS // max(1, self.query_tiles(problem))
+        least = min(max(LEAST_HEADS, wanted), heads)
+
+        def longest(chains: int) -> int:  # sum of tiles of a block
+            return ceil_div(heads * chains, CHAINED_BLOCKS) * ceil_div(tiles, chains)
+
+        at_a_time = range(least, min(2 * least, heads) + 1)
+        choice = [max(1, min(CHAINED_BLOCKS // x, tiles)) for x in at_a_time]
+        return min(choice, key=longest)
 
     def section(self, problem: Problem, cached: float) -> int:
         """Groups of heads that are worked on at a time; so many share a half of the L2 cache.
@@ -162,7 +189,7 @@ class WgmmaGradientTile(HopperGradientTile):
             )
             if heads > fewest
         )
-        return (rows, main, *sums)
+        return (rows, main._replace(together=self.chains(problem) > 0), *sums)
 
     def turned_bytes(self, problem: Problem) -> int:
         """Shared memory of the kernel that turns tiles of dQ^T: rows of dQ, a chunk apart."""
@@ -174,6 +201,7 @@ class WgmmaGradientTile(HopperGradientTile):
         return super().constants(problem) | {
             "DQ_QUERIES": self.dq_part(problem),
             "ORDERED": self.adds_in_order(problem),
+            "CHAINED": self.chains(problem) > 0,
             "GROUP": self.group(problem),
             "ROTATION": 2,
             "TICKETS": 1 + len(walked(problem)),

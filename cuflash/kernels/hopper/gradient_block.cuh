@@ -110,7 +110,7 @@ __device__ __forceinline__ void copy_tiles(const Params& p, const GradientTables
     u32 K_parity = 0;
     KeyItemWriter items(smem.items, barriers.head_full);
     for (int count = 0;;) {  // of an item's steps
-        if (count < AHEAD) items.take_ticket(p.tickets);
+        items.take_at_last(p, count < AHEAD);
         const KeyItem& item = items.next(p, p.key_tiles);
         if (!item.exists) return;
         count = item.queries.count;
@@ -151,7 +151,7 @@ __device__ __forceinline__ void copy_tiles(const Params& p, const GradientTables
             barriers.dO_empty[slot].wait(parity ^ 1);
             load_panels<GradientRows>(smem.dO[slot], barriers.dO_full[slot], &tables.dout, row,
                                       item.located.dout_position);
-            if (i + AHEAD == count) items.take_ticket(p.tickets);
+            if (i + AHEAD == count) items.take_ahead(p);
         }
         if (count == 0 && item.closes)
             barriers.K_empty.wait(K_parity ^ 1);  // no dO tells that V has been read

@@ -2,6 +2,7 @@
 // visit it. Reads the prelude: Params and the sizes of tiles.
 #pragma once
 #include "hopper/gradient_head.cuh"
+#include "hopper/chains.cuh"
 #include "hopper/tickets.cuh"
 #include "seams/key_tiles.cuh"
 
@@ -36,4 +37,5 @@ struct alignas(16) KeyItem {
 
 // Takes the tickets of this block and works out its items. A causal mask leaves the first tiles of
 // keys the most queries, so they begin first.
-using KeyItemWriter = TicketWriter<KeyItem, GROUP>;
+using KeyItemWriter = Select<CHAINED, ChainWriter<KeyItem>, TicketWriter<KeyItem, GROUP>>::type;
+static_assert(!CHAINED || (ORDERED && PERSISTS && GROUP == 1), "a chain has one head");

@@ -10,6 +10,8 @@ static_assert(sizeof(GradientHead) == tile_bytes::located, "the plan's workspace
 template <typename Item>
 struct TicketSlots : ItemSlots<Item> {
     int ticket;  // of the next item
+    // Of chains: whether `ticket` is taken, the first item and the first chain of the head behind.
+    int is_taken, next_head_item, next_head_chain;
 };
 
 // Takes the tickets of this block and works out its items, tiles of a head. They are dealt out in the
@@ -34,6 +36,16 @@ struct TicketWriter {
     __device__ __forceinline__ void take_ticket(u32* tickets) {
         if (count % HEADS == 0)
             slots.ticket = PERSISTS || count == 0 ? int(atomicAdd(tickets, 1u)) : END;
+    }
+    // The same of an item that can begin in any order: ahead of the end of the last one, or where that
+    // was too short for it.
+    template <typename P>
+    __device__ __forceinline__ void take_ahead(const P& p) {
+        take_ticket(p.tickets);
+    }
+    template <typename P>
+    __device__ __forceinline__ void take_at_last(const P& p, bool was_short) {
+        if (was_short) take_ticket(p.tickets);
     }
     // The next item, of heads with so many tiles: the one that is to be copied.
     __device__ __forceinline__ const Item& next(const Params& p, int head_tiles) {
