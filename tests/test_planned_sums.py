@@ -179,7 +179,7 @@ def test_the_plan_says_so():
 @pytest.mark.parametrize(
     "more",
     [{"mask": ""}, {"mask": "elements"}, {"deterministic": False}, {"kv_lengths": "int32"},
-     {"dim": 256}],
+     {"dim": 256}, {"mask_lists": 200}],
     ids=str,
 )  # fmt: skip
 def test_where_no_order_is_planned(more):

@@ -29,6 +29,9 @@ REGION_BYTES = 16  # of what it knows of its region, where sequences are packed
 CHAINED_BLOCKS = 132
 LEAST_HEADS = 2
 TILES_OF_CHAIN = 4  # of queries, at least, for each chain of a head
+# Of a mask's lists, shown or not: those of larger masks would take seconds to plan, 2 us for each
+# that is shown.
+MOST_PLANNED_TILES = 1 << 21
 TURNS = 2  # of a tile of dQ: each warpgroup adds a part
 SIDE_THREADS = 256  # of the kernels before and after the one that does the work
 
@@ -104,6 +107,8 @@ class WgmmaGradientTile(HopperGradientTile):
         if not (alone and self.persists and self.adds_in_order(problem)):
             return 0
         tiles, heads = self.key_tiles(problem), max(1, problem.head_count)
+        if problem.mask_lists * tiles * self.query_tiles(problem) > MOST_PLANNED_TILES:
+            return 0
         wanted = TILES_OF_CHAIN * CHAINED_BLOCKS // max(1, self.query_tiles(problem))
         least = min(max(LEAST_HEADS, wanted), heads)
 
