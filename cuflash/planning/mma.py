@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from ..operands.dtypes import DOUBLE, HALF, ITEM_BYTES
 from .launches import Buffer
 from .problem import Device, Problem
-from .tile import ceil_div, round_up, section_in_order
+from .sections import section_in_order
+from .tile import ceil_div, round_up
 from .warps import WarpTile
 
 if TYPE_CHECKING:

@@ -37,13 +37,6 @@ MASK_LIST_THREADS = 32  # of a block of mask_lists
 MERGE_THREADS = 128  # of a block of merge_parts
 START_THREADS = 256  # of a block of sequence_starts
 MULTIPROCESSORS = 132  # of the device that rates are of
-# Blocks that add in order work on no more heads at a time than these times what a half of the L2
-# cache holds: the blocks of a head drift apart, and where heads are long and many, all that a
-# block reads and adds comes from memory. On wgmma at head dim 128, without a mask, with eight
-# heads, four and one at a time: 32k positions 577, 592, 607 TFLOP/s, 64k 584, 598, 597 (H200,
-# 2026-11-24), 64k on an H100 340, 588, 614. Under a causal mask on twice as many: at 64k 16 heads
-# are 1.02 times as fast as four.
-ORDERED_CACHES = 10
 
 
 def ceil_div(value: int, size: int) -> int:
@@ -61,14 +54,6 @@ def tiles_of(problem: Problem, rows: int, size: int) -> int:
     as many as r is more than the whole tiles of all rows (seams/regions.cuh).
     """
     return rows // size + problem.regions if problem.is_packed else ceil_div(rows, size)
-
-
-def section_in_order(problem: Problem, cached: float, columns: int) -> int:
-    """Heads that are worked on at a time where blocks add in order: of so many columns together, or
-    more where the cache holds more, fewer where they are long; under a causal mask twice as many.
-    """
-    heads = min(max(cached, columns / max(1, problem.head_dim)), ORDERED_CACHES * cached)
-    return max(1, int(heads if problem.band.is_open else 2 * heads))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,8 @@ from .hopper import BARRIER_BYTES, WARPGROUP_ROWS, HopperGradientTile
 from .launches import Buffer, Launch
 from .problem import Device, Problem
 from .products import product
-from .tile import KernelTile, ceil_div, round_up, section_in_order
+from .sections import section_in_order
+from .tile import KernelTile, ceil_div, round_up
 from .wgmma_arrays import WGMMA_WALK, WgmmaArrayTile, walked
 
 if TYPE_CHECKING:
