@@ -45,8 +45,10 @@ def _line(node: Node, sign: int) -> Line | None:
         return _line(node.inputs[0], -sign)
     if node.operation == "real":
         (distance,) = node.inputs
-        steps = _step(distance, "k"), _step(distance, "q")
-        return None if None in steps else Line(None, distance, sign, *steps)
+        of_keys, of_queries = _step(distance, "k"), _step(distance, "q")
+        if of_keys is None or of_queries is None:
+            return None
+        return Line(None, distance, sign, of_keys, of_queries)
     if node.operation != "*":
         return None
     for slope, distance in (node.inputs, node.inputs[::-1]):
