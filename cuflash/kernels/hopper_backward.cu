@@ -206,13 +206,16 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
         if (!SCORE_IS_MODIFIED && is_first) barriers.K_checked.wait(items / GROUP % 2);
         if (smem.row_stats[slot][NONFINITE] != 0 || has_nonfinite_keys()) {
             if (is_first && has_nonfinite_keys()) change_tiles(clear_keys);
-            if (DROPS && !GradientStep::PACKS_AT_ONCE &&
-                facts.is_cut)  // what is dropped as well is +0
-                now.hide(P_pairs, bits_of(now));
-            now.hide_weightless(P_pairs, log2_sums);
-            if (!SCORE_IS_MODIFIED && has_nonfinite_keys())
-                now.hide_keys(P_pairs, dS_pairs, smem.cleared_keys, consumer * SLAB);
-            now.hide_gradients(dS_pairs, P_pairs);
+            const auto hide = [&](int group, PackedGroup& P, PackedGroup& dS) {
+                if (DROPS && !GradientStep::PACKS_AT_ONCE &&
+                    facts.is_cut)  // what is dropped as well is +0
+                    now.hide(P, group, bits_of(now));
+                now.hide_weightless(P, group, log2_sums);
+                if (!SCORE_IS_MODIFIED && has_nonfinite_keys())
+                    now.hide_keys(P, dS, smem.cleared_keys, consumer * SLAB);
+                now.hide_gradients(dS, P);
+            };
+            now.change_groups(P_pairs, dS_pairs, hide);
             clear_queries(slot);
         }
 

@@ -12,7 +12,9 @@
 
 using ScoreRows = Panels<BLOCK_Q, BLOCK_K>;  // of dS
 using Scores = WarpgroupTile<Element, BLOCK_Q, HEAD_DIM, HEAD_DIM_V>;
-using Packed = u32[BLOCK_Q / 16][4];  // P^T or dS^T as the A operands of products
+constexpr int GROUPS = BLOCK_Q / 16;
+using PackedGroup = u32[4];          // the numbers of 16 queries
+using Packed = PackedGroup[GROUPS];  // P^T or dS^T as the A operands of products
 
 // One step of a warpgroup: its keys, from k_begin on, against a tile of queries. Numbers come in
 // pairs: S[i][2 * m] and S[i][2 * m + 1] are neighbours in row i.
@@ -177,18 +179,16 @@ struct GradientStep {
         bits.hide(P, Accumulator(-0.0), tile, 0);
     }
     // The same of packed ones.
-    __device__ __forceinline__ void hide(Packed& P, const TileBits& bits) const {
+    __device__ __forceinline__ void hide(PackedGroup& P, int group, const TileBits& bits) const {
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i) {
+        for (int r = 0; r < 4; ++r) {
+            const int i = r % 2, column = tile.column(4 * group + r / 2 * 2);
             const VisibleQueries visible(p, head, k_begin + tile.row(i));
             const int first = visible.first - q_begin, last = visible.last - q_begin;
             const auto is_hidden = [&](int column) {
                 return column < first || column > last || !bits.has(tile.row(i), column);
             };
-#pragma unroll
-            for (int m = 0; m < PAIRS; ++m)
-                hide_pair(pair_of(P, i, m), is_hidden(tile.column(2 * m)),
-                          is_hidden(tile.column(2 * m + 1)));
+            hide_pair(P[r], is_hidden(column), is_hidden(column + 1));
         }
     }
     // And where `weights` are hidden.
@@ -260,23 +260,44 @@ struct GradientStep {
         }
     }
 
-    // Hides queries without weight. Of packed numbers.
-    static __device__ __forceinline__ void hide_weightless(Packed& P, const Stats& log2_sums) {
+    // What is rare is done to packed numbers by a loop, `change(group, P, dS)`, in which registers turn: it
+    // is short then. Without the loop it took NVRTC a third of its time.
+    template <typename Change>
+    static __device__ __forceinline__ void change_groups(Packed& P, Packed& dS,
+                                                         const Change& change) {
+#pragma unroll 1
+        for (int group = 0; group < GROUPS; ++group) {
+            change(group, P[0], dS[0]);
+            turn(P), turn(dS);
+        }
+    }
+    // The first group goes behind the others.
+    static __device__ __forceinline__ void turn(Packed& packed) {
 #pragma unroll
-        for (int m = 0; m < PAIRS; ++m) {
-            const Pair log2_sum = log2_sums[m];
+        for (int r = 0; r < 4; ++r) {
+            const u32 first = packed[0][r];
 #pragma unroll
-            for (int i = 0; i < ROWS; ++i)
-                hide_pair(pair_of(P, i, m), log2_sum.at[0] == infinity<Accumulator>(),
-                          log2_sum.at[1] == infinity<Accumulator>());
+            for (int group = 1; group < GROUPS; ++group) packed[group - 1][r] = packed[group][r];
+            packed[GROUPS - 1][r] = first;
+        }
+    }
+
+    // Hides queries without weight.
+    static __device__ __forceinline__ void hide_weightless(PackedGroup& P, int group,
+                                                           const Stats& log2_sums) {
+#pragma unroll
+        for (int r = 0; r < 4; ++r) {
+            const Pair log2_sum = log2_sums[2 * group + r / 2];
+            hide_pair(P[r], log2_sum.at[0] == infinity<Accumulator>(),
+                      log2_sum.at[1] == infinity<Accumulator>());
         }
     }
 
     // Makes the weights of keys 0 that held infinities or NaN and were cleared of them, a bit for each
     // row of the tile: their scores were -infinity, or else the query's lse is not finite, and P is NaN
     // and stays so. dS, of a weight that was wrong, becomes 0 or, where its other factor is not finite,
-    // NaN. Of packed numbers.
-    __device__ __forceinline__ void hide_keys(Packed& P, Packed& dS, const u32* rows,
+    // NaN.
+    __device__ __forceinline__ void hide_keys(PackedGroup& P, PackedGroup& dS, const u32* rows,
                                               int first_row) const {
         constexpr u32 EXPONENT = Exponent<Element>::MASK & 0xffff;
         const auto weight = [](u32 half) {
@@ -287,23 +308,18 @@ struct GradientStep {
         for (int r = 0; r < 4; ++r) {
             const int row = first_row + tile.row(r % 2);
             if (!(rows[row / 32] >> row % 32 & 1)) continue;
-#pragma unroll
-            for (int i = 0; i < BLOCK_Q / 16; ++i) {
-                P[i][r] = weight(P[i][r] & 0xffff) | weight(P[i][r] >> 16) << 16;
-                dS[i][r] = gradient(dS[i][r] & 0xffff) | gradient(dS[i][r] >> 16) << 16;
-            }
+            P[r] = weight(P[r] & 0xffff) | weight(P[r] >> 16) << 16;
+            dS[r] = gradient(dS[r] & 0xffff) | gradient(dS[r] >> 16) << 16;
         }
     }
 
-    // Where P is hidden dS is 0, whatever dP and delta are. Of packed numbers.
-    static __device__ __forceinline__ void hide_gradients(Packed& dS, const Packed& P) {
+    // Where P is hidden dS is 0, whatever dP and delta are.
+    static __device__ __forceinline__ void hide_gradients(PackedGroup& dS, const PackedGroup& P) {
 #pragma unroll
-        for (int i = 0; i < BLOCK_Q / 16; ++i)
-#pragma unroll
-            for (int r = 0; r < 4; ++r) {
-                if ((P[i][r] & 0xffff) == 0x8000) dS[i][r] &= 0xffff0000;
-                if (P[i][r] >> 16 == 0x8000) dS[i][r] &= 0xffff;
-            }
+        for (int r = 0; r < 4; ++r) {
+            if ((P[r] & 0xffff) == 0x8000) dS[r] &= 0xffff0000;
+            if (P[r] >> 16 == 0x8000) dS[r] &= 0xffff;
+        }
     }
 
     // Tells of dS^T, by the modified score.

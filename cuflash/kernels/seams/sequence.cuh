@@ -99,6 +99,7 @@ __device__ __forceinline__ Head locate_head(const Params& p, int index, int regi
     i64 q = 0, k = 0, v = 0, q_length = 0, kv_length = 0, q_offset = 0;
     int list = 0;
     int rest = index;
+#pragma unroll 1
     for (int axis = p.axes - 1; axis >= 0; --axis) {
         const int position = rest % p.axis_size[axis];
         rest /= p.axis_size[axis];
@@ -124,6 +125,7 @@ __device__ __forceinline__ int batch_of(const P& p, const Head& head) {
 // Where the rows of a head begin in an operand with those strides along the leading axes.
 __device__ __forceinline__ i64 locate(const Params& p, int index, const long long* strides) {
     i64 offset = 0;
+#pragma unroll 1
     for (int axis = p.axes - 1; axis >= 0; --axis) {
         offset += index % p.axis_size[axis] * strides[axis];
         index /= p.axis_size[axis];
