@@ -1179,6 +1179,8 @@ GRADIENTS = [
      r"barriers\.K_checked\.wait\(items.*?\);", ";", {}),
     ("keys are not cleared",
      r"if \(is_first && has_nonfinite_keys\(\)\) change_tiles\(clear_keys\);", "", INFINITE),
+    ("what is rare is done to dS of the wrong queries", r"turn\(P\), turn\(dS\);", "turn(P);",
+     INFINITE),
     ("values are overwritten while they are read",
      r"barriers\.dO_empty\[slot\]\.wait\(phases\.parity\(slot\) \^ 1\);", ";", {}),
     ("the first to add to a part adds", r"if \(is_first\)(?=\s+store_bytes)", "if (false)", {}),

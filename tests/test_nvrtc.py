@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from compile_kernels import Compiled, compile_source, messages, newest_library, require_nvrtc
+from compile_kernels import (
+    Compiled,
+    compile_source,
+    machine_code,
+    messages,
+    newest_library,
+    require_nvrtc,
+)
 from scoring import form
 
 from cuflash.operands.dtypes import ITEM_BYTES
@@ -269,6 +276,17 @@ def test_cost_of_every_row(kernel):
 @pytest.mark.parametrize("kernel", one_row_each(), ids=str)
 def test_cost_on_other_architectures(kernel):
     check(kernel)
+
+
+# Instructions, as NVRTC 13.0 makes them, and a little more.
+@pytest.mark.parametrize(("dim", "most"), [(64, 4400), (128, 4400), (256, 4000)])
+def test_the_kernel_that_a_first_call_waits_for_is_short(dim, most):
+    """NVRTC takes as long as code is: what is rare must be little of it."""
+    require_nvrtc()
+    plan = make_plan(
+        dataclasses.replace(problem("bfloat16", dim, True), summed=(1, 1, 1)), device("sm_90a")
+    )
+    assert len(machine_code(plan.source(plan.kernel), "sm_90a")) / 16 <= most
 
 
 def test_every_architecture_has_its_kernels():

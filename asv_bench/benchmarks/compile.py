@@ -32,3 +32,19 @@ class Compile:
         return gpu.first_call_seconds(*KERNELS[kernel], compiled=True)
 
     track_nothing_compiled.unit = track_from_disk.unit = "seconds"
+
+
+class CompileGradients:
+    """Seconds of a first call and of its gradients, by the default kernels, nothing compiled."""
+
+    version = "1"
+    params = ([64, 128, 256],)
+    param_names = ("head_dim",)
+
+    def setup(self, head_dim):
+        gpu.need_gpu()
+
+    def track_nothing_compiled(self, head_dim):
+        return gpu.first_call_seconds("bf16", (4, 16, 1024, head_dim), backward=True)
+
+    track_nothing_compiled.unit = "seconds"
