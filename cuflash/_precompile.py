@@ -237,7 +237,7 @@ def precompile(
                 for kind, asked in kinds:
                     call = kind(
                         given, asked._replace(longest=longest), facts, arguments.mask_kind,
-                        bool(aligned), arguments.predicate,
+                        bool(aligned), arguments.predicate, arguments.mask_evenness,
                     )  # fmt: skip
                     if not call.is_empty:
                         yield call.plan

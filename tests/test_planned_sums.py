@@ -12,6 +12,7 @@ from emulator import EAGER, EmulatorError, available
 from test_emulator_catches import must_be_caught
 from tolerance import assert_backward_close
 
+import cuflash
 from cuflash import BlockMask, reference
 from cuflash.masks.planned_sums import chained_order, planned_visits
 from cuflash.masks.tile_lists import tile_lists
@@ -190,6 +191,41 @@ def test_where_no_order_is_planned(more):
 
 
 @pytest.mark.parametrize(
+    ("shown", "evenness"),
+    [(np.ones((4, 6)), 1), (np.eye(8), 1), (np.zeros((3, 3)), 1), (np.ones((0, 3)), 1),
+     (np.eye(64)[:1], 1 / 16), (np.tri(4), 10 / 16), ([np.ones((4, 4)), np.tri(4)], 10 / 16),
+     ([np.zeros((2, 4)), np.tri(2, 4)], 6 / 16)],
+    ids=str,
+)  # fmt: skip
+def test_evenness(shown, evenness):
+    """10 of 16 blocks in a triangle; of its two rows beside zeros, where columns of 2, 1, 0, 0."""
+    mask = BlockMask(np.asarray(shown, bool), 16)
+    assert mask.evenness == evenness == mask.T.evenness
+
+
+@pytest.mark.parametrize(
+    ("dim", "evenness", "chains"),
+    [(64, 1 / 4, 33), (64, 3 / 16, 0), (128, 7 / 16, 66), (128, 6 / 16, 0)],
+)
+def test_one_long_row_or_column_takes_the_order_of_keys(dim, evenness, chains):
+    assert plan_of(dim=dim, mask_evenness=evenness).chains == chains
+
+
+def test_chains_of_one_tile():
+    assert plan_of(heads=1, mask_evenness=7 / 16).chains == 128
+    assert plan_of(heads=1, mask_evenness=6 / 16).chains == 0
+
+
+def test_calls_know_how_even_a_mask_is():
+    """Two masks of one shape: the second has one column that all rows see."""
+    shown = np.eye(64, dtype=bool)
+    x = np.zeros((1, 16, 8192, 64), np.float16)
+    for mask, even in (shown, True), (shown | (np.arange(64) == 0), False):
+        plan = cuflash.plan(x, x, x, mask=BlockMask(mask, 128), backward=True, device=H200)
+        assert (plan.chains > 0) == even
+
+
+@pytest.mark.parametrize(
     ("options", "chains"),
     [({"heads": 1}, 128), ({"heads": 3}, 44), ({"heads": 5}, 26), ({"length": 1024}, 4),
      ({"heads": 1, "device": Device(90, multiprocessors=20)}, 20)],
@@ -212,6 +248,7 @@ def few_chains(monkeypatch):
     tile = wgmma_gradients.WgmmaGradientTile
     right = tile.chains
     monkeypatch.setattr(tile, "chains", lambda self, problem: min(2, right(self, problem)))
+    monkeypatch.setattr(wgmma_gradients, "LEAST_SHARE_OF_LONGEST", 0)
 
 
 def inputs_of(heads=2, key_heads=None, n=500, m=600, dim=64):

@@ -143,6 +143,11 @@ class Arguments:
         self.addresses["mask"] = mask.ctypes.data if on_host else mask.data.ptr
         return "elements"
 
+    @property
+    def mask_evenness(self) -> float:
+        """That of a mask of blocks; 1 without one."""
+        return self.mask.evenness if self.mask_kind == "blocks" else 1.0
+
     def are_aligned(self, names: tuple[str, ...]) -> bool:
         """Whether these arrays start on multiples of CHUNK_BYTES."""
         return all(self.addresses[name] % CHUNK_BYTES == 0 for name in names)

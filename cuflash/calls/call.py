@@ -137,7 +137,7 @@ class Call:
 
     def __init__(
         self, given: dict[str, Spec], options: Options, device: Device, mask_kind: str,
-        aligned: bool, predicate: Predicate | None = None,
+        aligned: bool, predicate: Predicate | None = None, mask_evenness: float = 1.0,
     ):  # fmt: skip
         inputs = q, k, v = given["q"], given["k"], given["v"]
         table = given.get("page_table")
@@ -204,6 +204,7 @@ class Call:
             lengths={name: spec.dtype.name for name, spec in lengths.items() if spec is not None},
             mask=mask_kind,
             mask_form=self._mask_form(predicate, mask, device),
+            mask_evenness=mask_evenness,
             page_size=self.page_size,
             page_table=table.dtype.name if table else "",
             aligned=aligned and all(spec.rows_are_aligned() for spec in rows),

@@ -44,6 +44,8 @@ def find_call(
     key = (kind, options, types, tuple(arguments.forms), arguments.mask_kind, aligned, device)
     if arguments.predicate is not None:
         key += (arguments.predicate.key,)
+    if kind.backward:  # forward's plan does not depend on it
+        key += (arguments.mask_evenness,)
     try:
         call = _calls.get(key)
     except TypeError:  # an option that cannot be hashed is wrong: Call says how
@@ -62,8 +64,9 @@ def _new_call(
         number = arguments.device_id
         device = CPU if number is None else launch_module().device_facts(number)
     call = kind(
-        arguments.specs(), options, device, arguments.mask_kind, aligned, arguments.predicate
-    )
+        arguments.specs(), options, device, arguments.mask_kind, aligned, arguments.predicate,
+        arguments.mask_evenness,
+    )  # fmt: skip
     plan = call.plan
     _logger.debug(
         "new kind of call: %s on %s by %s, algo %s, engine %s",

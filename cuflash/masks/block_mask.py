@@ -567,6 +567,18 @@ class BlockMask:
         return int(np.count_nonzero(self._kinds)) / max(self._kinds.size, 1)
 
     @functools.cached_property
+    def evenness(self) -> float:
+        """How even the work is: visible blocks of a mean row or column per those of the longest.
+
+        The least of all lists that show something, in sixteenths, rounded up.
+        """
+        shown = self._kinds[self._kinds.any(axis=(1, 2))] != 0
+        if not shown.size:
+            return 1.0
+        counts = (np.count_nonzero(shown, axis=axis) for axis in (1, 2))
+        return math.ceil(16 * min(np.min(x.mean(axis=1) / x.max(axis=1)) for x in counts)) / 16
+
+    @functools.cached_property
     def _pattern_of(self) -> NDArray[np.int32]:
         """Which of `_patterns` each block has."""
         pattern_of = np.array([0, 0, 1], np.int32)[self._kinds]

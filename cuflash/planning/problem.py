@@ -140,6 +140,8 @@ class Problem:
         What shows the elements of blocks that are partial, where kernels evaluate that.
     mask_lists : int
         How many different masks it holds, for heads to share.
+    mask_evenness : float
+        Visible blocks of a mean row or column of the mask per those of the longest.
     split_keys : int, optional
         Keys of a part; 0 for keys in one piece. By default the plan decides.
     page_size : int
@@ -183,6 +185,7 @@ class Problem:
     mask: str = ""
     mask_form: MaskForm = NOT_COMPUTED
     mask_lists: int = 1
+    mask_evenness: float = 1.0
     split_keys: int | None = None
     page_size: int = 0
     page_table: str = ""
@@ -370,6 +373,7 @@ def _backward_group(layout: Layout) -> int:
 def make_problem(
     layout: Layout, q: Spec, k: Spec, v: Spec, *, band: Band, score: ScoreForm,
     lengths: dict[str, str], mask: str = "", mask_form: MaskForm = NOT_COMPUTED,
+    mask_evenness: float = 1.0,
     page_size: int = 0, page_table: str = "",
     aligned: bool, backward: bool = False, deterministic: bool = True,
     split_keys: int | None = None, dropout: bool = False, offsets: str = "",
@@ -399,6 +403,7 @@ def make_problem(
         mask=mask,
         mask_form=mask_form,
         mask_lists=layout.mask.lists if layout.mask else 1,
+        mask_evenness=mask_evenness,
         split_keys=split_keys,
         page_size=page_size,
         page_table=page_table,

@@ -33,6 +33,11 @@ TILES_OF_CHAIN = 4  # of queries, at least, for each chain of a head
 # Of a mask's lists, shown or not: those of larger masks would take seconds to plan, 2 us for each
 # that is shown.
 MOST_PLANNED_TILES = 1 << 21
+# A head takes as long as its longest row or column of tiles, however many chains share the rest.
+# Where each of its chains is shorter than this share of the longest, the order of keys, in which
+# blocks have all heads, is up to 2.2 times as fast (H200, 2026-11-25, docs/hopper.md). Chains of
+# less than two tiles, of few heads, count as if they had two: these leave multiprocessors idle.
+LEAST_SHARE_OF_LONGEST = 0.8
 TURNS = 2  # of a tile of dQ: each warpgroup adds a part
 SIDE_THREADS = 256  # of the kernels before and after the one that does the work
 
@@ -118,7 +123,9 @@ class WgmmaGradientTile(HopperGradientTile):
 
         at_a_time = range(least, min(2 * least, heads) + 1)
         choice = [max(1, min(CHAINED_BLOCKS // x, tiles)) for x in at_a_time]
-        return min(choice, key=longest)
+        chains = min(choice, key=longest)
+        share = problem.mask_evenness * max(2, tiles / chains)  # of the longest, that a chain has
+        return chains if share >= LEAST_SHARE_OF_LONGEST else 0
 
     def section(self, problem: Problem, cached: float) -> int:
         """Groups of heads that are worked on at a time; so many share a half of the L2 cache.
