@@ -211,9 +211,8 @@ def test_one_long_row_or_column_takes_the_order_of_keys(dim, evenness, chains):
     assert plan_of(dim=dim, mask_evenness=evenness).chains == chains
 
 
-def test_chains_of_one_tile():
-    assert plan_of(heads=1, mask_evenness=7 / 16).chains == 128
-    assert plan_of(heads=1, mask_evenness=6 / 16).chains == 0
+def test_a_block_for_each_tile_of_keys():
+    assert plan_of(heads=1, mask_evenness=1 / 16).chains == 128
 
 
 def test_calls_know_how_even_a_mask_is():

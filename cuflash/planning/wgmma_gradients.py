@@ -35,8 +35,8 @@ TILES_OF_CHAIN = 4  # of queries, at least, for each chain of a head
 MOST_PLANNED_TILES = 1 << 21
 # A head takes as long as its longest row or column of tiles, however many chains share the rest.
 # Where each of its chains is shorter than this share of the longest, the order of keys, in which
-# blocks have all heads, is up to 2.2 times as fast (H200, 2026-11-25, docs/hopper.md). Chains of
-# less than two tiles, of few heads, count as if they had two: these leave multiprocessors idle.
+# blocks have all heads, is up to 2.2 times as fast (H200, 2026-11-25, docs/hopper.md). That
+# is not so of one head, all of whose tiles of keys have a block.
 LEAST_SHARE_OF_LONGEST = 0.8
 TURNS = 2  # of a tile of dQ: each warpgroup adds a part
 SIDE_THREADS = 256  # of the kernels before and after the one that does the work
@@ -124,8 +124,8 @@ class WgmmaGradientTile(HopperGradientTile):
         at_a_time = range(least, min(2 * least, heads) + 1)
         choice = [max(1, min(CHAINED_BLOCKS // x, tiles)) for x in at_a_time]
         chains = min(choice, key=longest)
-        share = problem.mask_evenness * max(2, tiles / chains)  # of the longest, that a chain has
-        return chains if share >= LEAST_SHARE_OF_LONGEST else 0
+        share = problem.mask_evenness * tiles / chains  # of the longest, that a chain has
+        return chains if share >= LEAST_SHARE_OF_LONGEST or chains == tiles else 0
 
     def section(self, problem: Problem, cached: float) -> int:
         """Groups of heads that are worked on at a time; so many share a half of the L2 cache.
