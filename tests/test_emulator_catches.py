@@ -1250,6 +1250,26 @@ TWO_KERNELS = [
     ("infinite keys are not told of", r"(\+ item\.key_tile\] = )found;", r"\1false;",
      {**WIDE, **INFINITE}),
 ]  # fmt: skip
+SHORT = {"algo": "fa2", "blocks": 132}
+SIDE_BY_SIDE = [
+    ("what is known of queries is copied before it is",
+     r"await_kernel_before\(\);(?=\s+ItemReader<KeyItem>)", "", SHORT),
+    ("what is known of queries is overwritten while it is read",
+     r"smem\.barriers\.Q_empty\[step\.slot\(\)\]\.wait\(step\.parity\(\) \^ 1\);", "", SHORT),
+    ("a head is looked up before it is there",
+     r"(  admit_kernel_behind\(\);\s+if \(has_keys\).*?p\.query_tiles\);)(\s+begin_block.*?\}\);)",
+     r"\2\1", SHORT),
+    ("keys are used before a warp has looked at them",
+     r"barriers\.K_checked\[slot\]\.wait\(step\.parity\(\)\);", "", SHORT),
+    ("keys are overwritten while a warp looks at them",
+     r"init_all\(K_empty, WARPS \+ SIDE_BY_SIDE\)", "init_all(K_empty, WARPS)", SHORT),
+    ("infinite keys are not seen", r"(nonfinite_keys\[slot\] = )found", r"\1false",
+     {**SHORT, **INFINITE}),
+    ("the kernel behind does not wait for the one before",
+     r"await_kernel_before\(\);(?=\s+\}\s+extern)", "", SHORT),
+    ("what is known of infinite queries is read before it is there",
+     r"if \(SIDE_BY_SIDE\) await_kernel_before\(\);(?=\s+__syncwarp)", "", {**SHORT, **INFINITE}),
+]  # fmt: skip
 
 
 @functools.cache
@@ -1277,7 +1297,7 @@ def gradients_are_right(options, seeds=(EAGER, 0, 1, 2)):
     given = {name: options.get(name, x) for name, x in given.items()}
     inputs, band = gradient_inputs(**given), {"causal": given["causal"]}
     device = Device(90, multiprocessors=options.get("blocks", 2))
-    kernel = {"algo": "fa3", "engine": "wgmma", "device": device}
+    kernel = {"algo": options.get("algo", "fa3"), "engine": "wgmma", "device": device}
     kernel["deterministic"] = options.get("deterministic", True)
     first = None
     for seed in seeds:
@@ -1289,12 +1309,12 @@ def gradients_are_right(options, seeds=(EAGER, 0, 1, 2)):
 
 
 @pytest.mark.one_in(3)
-@pytest.mark.parametrize("options", options_of(GRADIENTS + TWO_KERNELS), ids=str)
+@pytest.mark.parametrize("options", options_of(GRADIENTS + TWO_KERNELS + SIDE_BY_SIDE), ids=str)
 def test_hopper_backward_without_a_planted_bug(options):
     gradients_are_right(options)
 
 
-@each_of(GRADIENTS + TWO_KERNELS)
+@each_of(GRADIENTS + TWO_KERNELS + SIDE_BY_SIDE)
 def test_bugs_planted_in_the_hopper_backward(monkeypatch, text, wrong, options):
     """Each is reported by the emulator, moves a gradient out of bounds, or changes its bits."""
     must_be_caught(

@@ -194,22 +194,23 @@ def test_backward_workspace(algo, engine, deterministic):
 def test_backward_workspace_on_hopper(algo, deterministic):
     """As above, of rows of multiples of 32 numbers; two turns, of the warpgroups; and heads."""
     for d, e in ((64, 64), (40, 8), (72, 40), (128, 128)):
-        plan = make_plan(backward(d=d, e=e, deterministic=deterministic), H200, algo, "wgmma")
-        tiles, ordered = 6 * plan.query_tiles, plan.is_ordered
+        many = backward(leading=(24, 12), d=d, e=e, deterministic=deterministic)
+        plan = make_plan(many, H200, algo, "wgmma")
+        tiles, ordered = 288 * plan.query_tiles, plan.is_ordered
         assert ordered == deterministic
         assert plan.workspace == (
             ("row_stats", tiles * (2 * plan.block_q * 4 + 16)),
             ("dq_sum", tiles * plan.block_q * -(-d // 32) * 32 * 4),
             *([("turns", tiles * 8)] * ordered),
             ("tickets", 4),
-            ("located", 6 * 128),
+            ("located", 288 * 128),
         )
 
 
 @pytest.mark.parametrize("algo", ["fa2", "fa3"])
 def test_a_block_on_hopper_sums_over_the_heads_that_share_its_keys(algo):
     """Where there are enough of them; else each head's gradients are kept, and summed later."""
-    for leading, grouped in (((2, 4, 3), False), ((66, 4, 3), True)):
+    for leading, grouped in (((20, 4, 3), False), ((66, 4, 3), True)):
         p = problem("bfloat16", leading, 100, 100, backward=True, summed=(1, 3, 3), group=3)
         plan = make_plan(p, H200, algo, "wgmma")
         heads = math.prod(leading)
@@ -607,9 +608,12 @@ def test_hopper_serves_what_fills_it():
     rejected = [row for row, _ in make_plan(large, H200).rejected if "bfloat16" in row.dtypes]
     assert not [row for row in rejected if row.max_dim == 64]
     assert make_plan(large, H200, engine="mma").engine == "mma"
-    for p in (dataclasses.replace(large, backward=True), backward()):  # however few the blocks are
+    for p, *chosen in (  # however few the blocks are
+        (dataclasses.replace(large, backward=True), "hopper_backward", "fa3"),
+        (backward(), "hopper_backward_short", "fa2"),
+    ):
         gradients = make_plan(p, H200)
-        assert (gradients.kernel, gradients.algo) == ("hopper_backward", "fa3")
+        assert [gradients.kernel, gradients.algo] == chosen
     for choice in ({"algo": "fa3"}, {"engine": "wgmma"}):  # few blocks: better than none
         assert make_plan(problem(), H200, **choice).algo == "fa3"
 

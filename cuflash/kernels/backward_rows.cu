@@ -16,15 +16,12 @@
 // looked at.
 #include "hopper/gradient_head.cuh"
 #include "ptx/overlap.cuh"
+#include "row_part.cuh"
 #include "row_stats.cuh"
 #include "seams/dropout.cuh"
 #include "seams/position.cuh"
 #include "seams/sequence.cuh"
-#include "tiles/copies.cuh"
-#include "tiles/softmax.cuh"
 
-template <int D>
-constexpr int CHUNKS = divide_up(D, CHUNK<Element>);
 constexpr int lanes_of_row(int lanes = 1) {
     return lanes >= CHUNKS<HEAD_DIM_V> || lanes == 32 ? lanes : lanes_of_row(2 * lanes);
 }
@@ -32,42 +29,8 @@ constexpr int LANES = lanes_of_row(), AT_ONCE = SIDE_THREADS / LANES;  // rows
 static_assert(STATS_Q == BLOCK_Q, "the plan's tiles in the workspace are those of the kernel");
 constexpr int DQ_SUMS = tile_bytes::dq_sum / int(sizeof(Accumulator));
 
-// A lane's part of a row: every LANES-th chunk.
 template <int D>
-struct RowPart {
-    static constexpr int COUNT = divide_up(CHUNKS<D>, LANES);
-    Vector<Element> chunks[COUNT];
-
-    RowPart() = default;
-    explicit __device__ __forceinline__ RowPart(const Element* row) { load(row, true); }
-    __device__ __forceinline__ void load(const Element* row, bool valid) {
-#pragma unroll
-        for (int c = 0; c < COUNT; ++c) {
-            const int column = (c * LANES + int(threadIdx.x) % LANES) * CHUNK<Element>;
-            if constexpr (ALIGNED && D % CHUNK<Element> == 0) {
-                chunks[c] = {};
-                if (valid && column < D)
-                    chunks[c] = *reinterpret_cast<const Vector<Element>*>(row + column);
-            } else {
-                const int wanted = valid ? min(max(D - column, 0), CHUNK<Element>) : 0;
-                chunks[c] = read_chunk<ALIGNED, Element>(row + column, wanted);
-            }
-        }
-    }
-    // This lane's part of the product of two rows.
-    __device__ __forceinline__ Accumulator times(const RowPart& other) const {
-        Accumulator sum = Accumulator(0);
-#pragma unroll
-        for (int c = 0; c < COUNT; ++c)
-#pragma unroll
-            for (int e = 0; e < CHUNK<Element>; ++e)
-                sum = multiply_add(Accumulator(widen(chunks[c].at[e])),
-                                   Accumulator(widen(other.chunks[c].at[e])), sum);
-        return sum;
-    }
-    // Whether there is an infinity or NaN, or numbers too large to be sure.
-    __device__ __forceinline__ bool may_be_nonfinite() const { return !is_finite(times(*this)); }
-};
+using RowPart = PartOfRow<D, LANES>;
 
 // Planes have no infinities or NaN, nor do rows behind a sequence: who makes them has looked at each row.
 constexpr bool LOOKS_AT_ROWS = MARKS_NONFINITE && !SAME<Element, float>;
@@ -165,11 +128,7 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS, 3)
             nonfinite |= !empty && !(is_finite(own_log_sum[j]) && is_finite(product));
             const bool has_dlse = !empty && dlse != nullptr;
             const int row = first + i * AT_ONCE;
-            log2_sums[row] = empty ? infinity<Accumulator>()
-                                   : log2_sum_of_kept(p, own_log_sum[j] * Accumulator(LOG2_E));
-            // +infinity stands for no weight; a row with such an lse has NaN gradients.
-            if (MARKS_NONFINITE && own_log_sum[j] == infinity<Accumulator>())
-                log2_sums[row] = own_log_sum[j] - own_log_sum[j];
+            log2_sums[row] = log2_sum_of_row(p, own_log_sum[j]);
             deltas[row] = delta_of_kept(
                 p, product - (has_dlse ? dlse[query(i) * p.dlse_row_stride] : Accumulator(0)));
         }

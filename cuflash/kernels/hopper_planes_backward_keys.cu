@@ -25,6 +25,8 @@
 #include "ptx/overlap.cuh"
 #include "tiles/units.cuh"
 
+using namespace of_keys;
+
 // The step whose queries are in a slot, and what dropout keeps of its pairs.
 __device__ __forceinline__ TurnedStep step_in(const SharedMemory& smem, int slot, const Params& p,
                                               const Scores& tile, const Head& head, int k_begin) {

@@ -22,6 +22,8 @@
 #include "planes/row_scales.cuh"
 #include "ptx/overlap.cuh"
 
+using namespace of_queries;
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     hopper_planes_backward_queries(const __grid_constant__ Params p,
                                    const __grid_constant__ GradientTables tables) {

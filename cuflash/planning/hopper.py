@@ -98,6 +98,11 @@ class HopperGradientTile(HopperTile):
     backward: bool = True
     stages: int = 2
 
+    @property
+    def side_by_side(self) -> bool:
+        """Whether the kernel has blocks of two kinds, for keys and queries, each with an item."""
+        return False
+
     def map_boxes(self, problem: Problem) -> tuple[MapBox, ...]:
         """Tiles of queries and keys, as a whole."""
         head, value = self.widths(problem)
@@ -135,6 +140,8 @@ class HopperGradientTile(HopperTile):
             "HEAD_WIDTH": head,
             "VALUE_WIDTH": value,
             "PERSISTS": self.persists,
+            "SIDE_BY_SIDE": self.side_by_side,
+            "MARKS_NONFINITE": True,
             "STAGES_ROWS": self.stages_rows(problem),
         }
         return super().constants(problem) | own

@@ -32,6 +32,7 @@ _ENGINE_MODULES = (
     "wgmma",
     "planes",
     "planes_gradients",
+    "wgmma_short",
     "wgmma_gradients",
     "wgmma_two_kernels",
     "mma",

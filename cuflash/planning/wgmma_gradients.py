@@ -223,7 +223,6 @@ class WgmmaGradientTile(HopperGradientTile):
             "PRODUCER_REGISTERS": 24,
             "SIDE_THREADS": SIDE_THREADS,
             "CLEARS_DQ": not self.adds_in_order(problem),  # else the first one to add stores
-            "MARKS_NONFINITE": True,
             "LOCATES_HEADS": True,
         }
 

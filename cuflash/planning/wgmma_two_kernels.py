@@ -114,7 +114,7 @@ class WgmmaKeysTile(WgmmaGradientTile):
         kernels: list[Launch] = []
         for kernel in super().launches(problem, device):
             kernels.append(kernel)
-            if kernel.name == self.kernel:
+            if kernel.name == self.kernel and not self.side_by_side:
                 if lists := self.query_lists(problem):
                     kernels.append(Launch("mask_queries", lists, MASK_LIST_THREADS))
                 kernels.append(self.queries.main_launch(problem, device))

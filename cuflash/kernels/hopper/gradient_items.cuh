@@ -37,5 +37,7 @@ struct alignas(16) KeyItem {
 
 // Takes the tickets of this block and works out its items. A causal mask leaves the first tiles of
 // keys the most queries, so they begin first.
-using KeyItemWriter = Select<CHAINED, ChainWriter<KeyItem>, TicketWriter<KeyItem, GROUP>>::type;
+using KeyTicketWriter = Select<CHAINED, ChainWriter<KeyItem>, TicketWriter<KeyItem, GROUP>>::type;
+using KeyItemWriter = Select<SIDE_BY_SIDE, OwnItemWriter<KeyItem>, KeyTicketWriter>::type;
+static_assert(!SIDE_BY_SIDE || (!PERSISTS && GROUP == 1), "a block has one item");
 static_assert(!CHAINED || (ORDERED && PERSISTS && GROUP == 1), "a chain has one head");

@@ -7,6 +7,7 @@
 #include "hopper/producer.cuh"
 #include "hopper/tables.cuh"
 #include "hopper/tile_checks.cuh"
+#include "ptx/overlap.cuh"
 #include "row_stats.cuh"
 
 static_assert(STAGES == 2, "slots follow from the parity of steps");
@@ -24,6 +25,15 @@ struct StepFacts {
     Visit visit;
     int is_cut;
 };
+
+// Brings what backward_rows has worked out of the queries of a step.
+template <typename SharedMemory>
+__device__ __forceinline__ void load_row_stats(const Params& p, SharedMemory& smem,
+                                               const Head& head, int query_tile, int slot) {
+    const i64 tile = query_tiles_at<BLOCK_Q>(p, head) + query_tile;
+    load_bytes(smem.row_stats[slot], p.row_stats + tile * ROW_STATS, ROW_STATS * sizeof(float),
+               smem.barriers.Q_full[slot]);
+}
 
 // The copying thread works out the items and fills the buffers as they become empty.
 template <typename SharedMemory>
@@ -60,9 +70,7 @@ __device__ __forceinline__ void copy_steps(const Params& p, const GradientTables
             Q_full.arrive_and_expect(QueryRows::BYTES + ROW_STATS * sizeof(float));
             load_expected_panels<QueryRows>(smem.Q[slot], Q_full, &tables.q, row,
                                             item.located.q_position);
-            const i64 tile = query_tiles_at<BLOCK_Q>(p, head) + visit.tile;
-            load_bytes(smem.row_stats[slot], p.row_stats + tile * ROW_STATS,
-                       ROW_STATS * sizeof(float), Q_full);
+            if (!SIDE_BY_SIDE) load_row_stats(p, smem, head, visit.tile, slot);
             if (item.opens && i == 0)
                 load_keys();  // later than queries: it waits for the last item
             barriers.dO_empty[slot].wait(step.parity() ^ 1);
@@ -72,8 +80,27 @@ __device__ __forceinline__ void copy_steps(const Params& p, const GradientTables
     }
 }
 
+// With SIDE_BY_SIDE another thread does so with what backward_rows works out: it waits for that, and
+// Q, K, V and dO do not.
+template <typename SharedMemory>
+__device__ __forceinline__ void copy_row_stats(const Params& p, SharedMemory& smem) {
+    await_kernel_before();
+    ItemReader<KeyItem> reader(smem.items);
+    StepCount step;
+    for (;;) {
+        const KeyItem& item = reader.next();
+        if (!item.exists) return;
+#pragma unroll 1
+        for (int i = 0; i < item.queries.count; ++i, step.advance()) {
+            smem.barriers.Q_empty[step.slot()].wait(step.parity() ^ 1);
+            load_row_stats(p, smem, item.located.head, item.queries[i].tile, step.slot());
+        }
+        reader.release(item);
+    }
+}
+
 // The checking warp looks for infinities and NaN among the keys of a tile. It tells the consumers,
-// once for a tile that heads share, and leaves word for later kernels.
+// once for a tile that heads share, and leaves word for a later kernel.
 template <typename SharedMemory>
 __device__ __forceinline__ void check_keys(const Params& p, SharedMemory& smem) {
     auto& barriers = smem.barriers;
@@ -91,9 +118,8 @@ __device__ __forceinline__ void check_keys(const Params& p, SharedMemory& smem) 
         }
         __syncwarp();  // all lanes have read the keys and the item
         if (lane == 0) {
-            const Head& head = item.located.head;
-            const i64 first_tile = key_tiles_at<BLOCK_K>(p, head);
-            p.nonfinite_keys[first_tile + item.key_tile] = found;
+            const i64 first_tile = key_tiles_at<BLOCK_K>(p, item.located.head);
+            if (!SIDE_BY_SIDE) p.nonfinite_keys[first_tile + item.key_tile] = found;
             if (item.opens) {
                 smem.nonfinite_keys = found;
                 barriers.K_checked.arrive();

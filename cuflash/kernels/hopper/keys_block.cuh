@@ -6,10 +6,11 @@
 
 static_assert(BLOCK_K == SLAB && CONSUMERS == 2, "the consumers have the same keys");
 
-constexpr int CHECKING_WARP = 3;
-// Who reads an item: the consumers' warps and the one that checks keys. The copying thread has
-// written it.
-constexpr int KEY_ITEM_READERS = WARPS + 1;
+namespace of_keys {
+constexpr int STATS_THREAD = 32, CHECKING_WARP = 3;
+// Who reads an item: the consumers' warps, the one that checks keys and, with SIDE_BY_SIDE, the thread
+// that copies what is known of queries. The copying thread has written it.
+constexpr int KEY_ITEM_READERS = WARPS + 1 + SIDE_BY_SIDE;
 
 constexpr int ROWS_SCORED = 1;  // named barrier: both consumers have read Q and dO
 
@@ -55,3 +56,4 @@ static_assert(sizeof(SharedMemory::K) == shared_at::V &&
                   sizeof(SharedMemory::row_stats) == shared_at::barriers - shared_at::row_stats,
               "the plan lays out shared memory alike");
 static_assert(sizeof(SharedMemory) <= SHARED_BYTES, "barriers and items");
+}  // namespace of_keys

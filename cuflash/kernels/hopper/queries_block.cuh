@@ -13,21 +13,28 @@ static_assert(BLOCK_Q == CONSUMERS * SLAB, "a consumer has SLAB queries");
 static_assert(!MASKED || (CONSUMERS == COLUMNS_OF_LIST && MASK_COLUMNS == SLAB),
               "a consumer has a column of the mask's tiles");
 
-// Who reads an item: the consumers' warps. The copying thread has written it.
-constexpr int QUERY_ITEM_READERS = WARPS;
+namespace of_queries {
+constexpr int CHECKING_WARP = 3;  // with SIDE_BY_SIDE
+// Who reads an item: the consumers' warps, and the one that checks keys. The copying thread has written
+// it.
+constexpr int QUERY_ITEM_READERS = WARPS + SIDE_BY_SIDE;
+using QueryItemWriter =
+    Select<SIDE_BY_SIDE, OwnItemWriter<QueryItem>, TicketWriter<QueryItem, 1>>::type;
 
 constexpr int KEYS_SCORED = 1;  // named barrier: both consumers have read K
 
-// "Full" counts bytes, "empty" the consumers' warps.
+// "Full" counts bytes, "empty" the consumers' warps, and of K the one that checks it.
 struct Barriers {
     Barrier Q_full, Q_empty;  // dO as well
     Barrier K_full[STAGES], K_empty[STAGES];
+    Barrier K_checked[STAGES];  // for infinities and NaN, with SIDE_BY_SIDE
     Barrier V_full[V_STAGES], V_empty[V_STAGES];
     Barrier head_full;  // where an item's operands lie
 
     __device__ __forceinline__ void init() {
         Q_full.init(1), Q_empty.init(WARPS);
-        init_all(K_full, 1), init_all(K_empty, WARPS);
+        init_all(K_full, 1), init_all(K_empty, WARPS + SIDE_BY_SIDE);
+        init_all(K_checked, 1);
         init_all(V_full, 1), init_all(V_empty, WARPS);
         head_full.init(1);
     }
@@ -46,13 +53,15 @@ struct SharedMemory {
     unsigned char V[V_STAGES][ValueRows::BYTES];
     Barriers barriers;
     KeyFacts facts[STAGES];
+    // Whether the tile of keys holds infinities or NaN: with SIDE_BY_SIDE.
+    int nonfinite_keys[STAGES];
     alignas(16) TicketSlots<QueryItem> items;
 };
-static_assert(sizeof(SharedMemory::Q) == shared_at::dO &&
-                  sizeof(SharedMemory::dO) == shared_at::K - shared_at::dO &&
-                  sizeof(SharedMemory::K) == shared_at::V - shared_at::K &&
-                  sizeof(SharedMemory::V) == shared_at::barriers - shared_at::V,
-              "the plan lays out shared memory alike");
+static_assert(SIDE_BY_SIDE || sizeof(SharedMemory::Q) == shared_at::dO &&
+                                  sizeof(SharedMemory::dO) == shared_at::K - shared_at::dO &&
+                                  sizeof(SharedMemory::K) == shared_at::V - shared_at::K &&
+                                  sizeof(SharedMemory::V) == shared_at::barriers - shared_at::V,
+              "the plan lays out shared memory alike, or for blocks of another kind");
 static_assert(sizeof(SharedMemory) <= SHARED_BYTES, "barriers and items");
 
 // A step's slots, and the parities of their phases, follow from its number.
@@ -72,7 +81,7 @@ __device__ __forceinline__ void copy_tiles(const Params& p, const GradientTables
     Barriers& barriers = smem.barriers;
     KeyStep step;
     u32 Q_parity = 0;
-    TicketWriter<QueryItem, 1> items(smem.items, barriers.head_full);
+    QueryItemWriter items(smem.items, barriers.head_full);
     for (;;) {
         items.take_ticket(p.tickets);
         const QueryItem& item = items.next(p, QueryItem::tiles_of_head(p));
@@ -104,3 +113,30 @@ __device__ __forceinline__ void copy_tiles(const Params& p, const GradientTables
         }
     }
 }
+
+// With SIDE_BY_SIDE a warp looks for infinities and NaN among the keys: else hopper_backward_keys.cu has.
+template <typename SharedMemory>
+__device__ __forceinline__ void check_keys(SharedMemory& smem) {
+    Barriers& barriers = smem.barriers;
+    const int lane = threadIdx.x % 32;
+    ItemReader<QueryItem> reader(smem.items);
+    KeyStep step;
+    for (;;) {
+        const QueryItem& item = reader.next();
+        if (!item.exists) return;
+#pragma unroll 1
+        for (int i = 0; i < item.count(); ++i, step.advance()) {
+            const int slot = step.slot();
+            barriers.K_full[slot].wait(step.parity());
+            const bool found = has_nonfinite_units<KeyRows::BYTES>(smem.K[slot], lane);
+            __syncwarp();  // all lanes have read the keys
+            if (lane != 0) continue;
+            smem.nonfinite_keys[slot] = found;
+            barriers.K_checked[slot].arrive();
+            barriers.K_empty[slot].arrive();
+        }
+        __syncwarp();  // all lanes have read the item
+        if (lane == 0) reader.release(item);
+    }
+}
+}  // namespace of_queries

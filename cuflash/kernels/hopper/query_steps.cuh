@@ -2,8 +2,10 @@
 // Reads the prelude.
 #pragma once
 #include "hopper/query_items.cuh"
+#include "row_part.cuh"
 #include "row_stats.cuh"
 #include "seams/hooks.cuh"
+#include "seams/position.cuh"
 #include "seams/score.cuh"
 #include "tiles/warpgroup.cuh"
 
@@ -20,6 +22,16 @@ struct QueryStats {
     __device__ __forceinline__ QueryStats(const Params& p, const Head& head,
                                           const QueryScores& tile, int q_begin) {
         nonfinite = false;
+        if constexpr (SIDE_BY_SIDE)
+            work_out(p, head, tile, q_begin);
+        else
+            read(p, head, tile, q_begin);
+        nonfinite = __any_sync(FULL_WARP, nonfinite);
+    }
+
+  private:
+    __device__ __forceinline__ void read(const Params& p, const Head& head, const QueryScores& tile,
+                                         int q_begin) {
         const i64 first_tile = query_tiles_at<STATS_Q>(p, head);
         const Accumulator* const stats = p.row_stats + first_tile * ROW_STATS;
 #pragma unroll
@@ -31,7 +43,39 @@ struct QueryStats {
             deltas[i] = exists ? of_tile[STATS_Q + q % STATS_Q] : Accumulator(0);
             nonfinite |= exists && of_tile[NONFINITE] != Accumulator(0);
         }
-        nonfinite = __any_sync(FULL_WARP, nonfinite);
+    }
+    // As backward_rows.cu: the four lanes that have scores of a query each multiply a part of its row.
+    // Rows without weight are not looked at, and others need not be: nothing is hidden in whole tiles.
+    __device__ __forceinline__ void work_out(const Params& p, const Head& head,
+                                             const QueryScores& tile, int q_begin) {
+        const Position position(p, head.index);
+        const auto find_rows = [&](const auto* operand, const long long* strides, i64 row_stride) {
+            return operand + locate_queries(p, position, head, strides, row_stride);
+        };
+        const Element* const out = find_rows(p.out, p.out_axis_stride, p.out_row_stride);
+        const Element* const dout = find_rows(p.dout, p.dout_axis_stride, p.dout_row_stride);
+        const Accumulator* const lse = find_rows(p.lse, p.lse_axis_stride, p.lse_row_stride);
+        PartOfRow<HEAD_DIM_V, 4> out_part[ROWS], dout_part[ROWS];
+        Accumulator log_sum[ROWS], dlse[ROWS] = {};
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {  // all of them before one is waited for
+            const int q = q_begin + tile.row(i);
+            const bool valid = q < head.query_length;
+            log_sum[i] = valid ? lse[q * p.lse_row_stride] : -infinity<Accumulator>();
+            out_part[i].load(out + q * p.out_row_stride, valid);
+            dout_part[i].load(dout + q * p.dout_row_stride, valid);
+            if (p.dlse != nullptr && valid)
+                dlse[i] =
+                    find_rows(p.dlse, p.dlse_axis_stride, p.dlse_row_stride)[q * p.dlse_row_stride];
+        }
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            const bool empty = log_sum[i] == -infinity<Accumulator>();
+            const Accumulator product = row_sum<4>(out_part[i].times(dout_part[i]));
+            log2_sums[i] = log2_sum_of_row(p, log_sum[i]);
+            deltas[i] = empty ? Accumulator(0) : delta_of_kept(p, product - dlse[i]);
+            nonfinite |= empty && q_begin + tile.row(i) < p.query_length;
+        }
     }
 };
 

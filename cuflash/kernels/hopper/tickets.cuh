@@ -4,6 +4,7 @@
 #include "hopper/gradient_head.cuh"
 #include "hopper/items.cuh"
 #include "ptx/tma.cuh"
+#include "seams/position.cuh"
 
 static_assert(sizeof(GradientHead) == tile_bytes::located, "the plan's workspace holds heads");
 
@@ -12,6 +13,35 @@ struct TicketSlots : ItemSlots<Item> {
     int ticket;  // of the next item
     // Of chains: whether `ticket` is taken, the first item and the first chain of the head behind.
     int is_taken, next_head_item, next_head_chain;
+};
+
+// With SIDE_BY_SIDE a block has one item. Each of its warps but the first finds a part
+// of where the head lies, before the block begins.
+template <typename Item>
+__device__ __forceinline__ void locate_own_item(const Params& p, TicketSlots<Item>& slots,
+                                                int index, int head_tiles) {
+    static_assert(GradientHead::PARTS < THREADS / 32, "a warp for each part");
+    const int part = int(threadIdx.x) / 32 - 1;
+    if (part < 0 || part >= GradientHead::PARTS || threadIdx.x % 32 != 0) return;
+    const Work work(p, index, head_tiles);
+    const Position position(p, work.head);
+    const Head head = locate_head(p, position, work.head, 0);
+    slots.items[0].located.find(p, position, head, part, 0);
+    if (part == 0) slots.items[0].tile = work.tile;
+}
+template <typename Item>
+struct OwnItemWriter {
+    TicketSlots<Item>& slots;
+    u32 count = 0;
+    __device__ __forceinline__ OwnItemWriter(TicketSlots<Item>& slots, Barrier&) : slots(slots) {}
+    __device__ __forceinline__ void take_ticket(u32*) {}
+    __device__ __forceinline__ const Item& next(const Params& p, int) {
+        Item& item = slots.items[count];
+        item.exists = count == 0;
+        if (item.exists) item.work_out(p, 0);
+        slots.full[count++].arrive();
+        return item;
+    }
 };
 
 // Takes the tickets of this block and works out its items, tiles of a head. They are dealt out in the

@@ -6,8 +6,9 @@
 #include "numeric.cuh"
 
 // Waits until the kernel before is done and what it has written can be read. Every block of a kernel
-// that can follow another one does so before it touches what other kernels of the call do: not only for
-// itself, but also because the kernel behind waits for the end of this one alone.
+// that can follow another one does so before it touches what other kernels of the call do, at its end if
+// it touches nothing of that: not only for itself, but also because the kernel behind waits for the end of
+// this one alone. What a call is given can be read before, since its first kernel begins behind all others.
 __device__ __forceinline__ void await_kernel_before() {
     if constexpr (ARCH >= 90) asm volatile("griddepcontrol.wait;" : : : "memory");
 }
