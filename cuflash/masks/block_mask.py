@@ -576,7 +576,8 @@ class BlockMask:
         if not shown.size:
             return 1.0
         counts = (np.count_nonzero(shown, axis=axis) for axis in (1, 2))
-        return math.ceil(16 * min(np.min(x.mean(axis=1) / x.max(axis=1)) for x in counts)) / 16
+        least = min(float(np.min(x.mean(axis=1) / x.max(axis=1))) for x in counts)
+        return math.ceil(16 * least) / 16
 
     @functools.cached_property
     def _pattern_of(self) -> NDArray[np.int32]:
