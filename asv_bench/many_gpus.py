@@ -142,7 +142,7 @@ def begin(comm, tokens, causal, algo, layout, operations):
     return alone, [*mine, distributed.shard(lse, comm, axis=-1, layout=layout)]
 
 
-def measure(comm, tokens, causal, algo):
+def measure(comm, tokens, causal, algo, ring_only):
     """Rows of forward and backward."""
     layout = "zigzag" if causal else "contiguous"
     operations = 4 * tokens**2 * DIM * HEADS / (2 if causal else 1)
@@ -171,12 +171,14 @@ def measure(comm, tokens, causal, algo):
         work = milliseconds(comm, lambda: call(still), cost)  # noqa: B023
         move, received = transfers(comm, tokens, layout, causal, backward)
         transfer = milliseconds(comm, move, cost)
-        others = {"fa2_ms": milliseconds(comm, lambda: call(comm, algo="fa2"), cost)}
-        others |= {
-            f"{name}_ms": milliseconds(comm, lambda: call(comm, method=name), cost)  # noqa: B023
-            for name in ("ulysses", "gather")
-            if tokens < 200_000
-        }
+        others = {}
+        if not ring_only:
+            others["fa2_ms"] = milliseconds(comm, lambda: call(comm, algo="fa2"), cost)
+        if not ring_only and tokens < 200_000:
+            others |= {
+                f"{name}_ms": milliseconds(comm, lambda: call(comm, method=name), cost)  # noqa: B023
+                for name in ("ulysses", "gather")
+            }
         yield {
             "device": cupy.cuda.runtime.getDeviceProperties(0)["name"].decode(),
             "ranks": comm.size, "tokens": tokens, "causal": causal, "backward": backward,
@@ -202,13 +204,14 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[16384, 65536, 262144])
     parser.add_argument("--causal-only", action="store_true")
+    parser.add_argument("--ring-only", action="store_true", help="leave out what else there is")
     parser.add_argument("--algo", help="of the forward")
     parser.add_argument("--out", type=Path, help="file for the rows, a JSON object a line")
     asked = parser.parse_args()
     comm = distributed.NcclComm.from_environment()
     for tokens in asked.tokens:
         for causal in (True,) if asked.causal_only else (True, False):
-            for row in measure(comm, tokens, causal, asked.algo):
+            for row in measure(comm, tokens, causal, asked.algo, asked.ring_only):
                 if comm.rank == 0:
                     print(line(row), flush=True)
                     if asked.out:
