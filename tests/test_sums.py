@@ -1,4 +1,4 @@
-"""Sums in place, which add the gradients of other ranks' keys and queries."""
+"""Sums in place, of the gradients of other ranks' keys and queries, and copies of spans of keys."""
 
 import numpy as np
 import pytest
@@ -34,3 +34,28 @@ def test_rows_are_added_and_rounded_once(dtype, width, first):
     np.testing.assert_array_equal(
         total.get().astype(np.float64), wanted.astype(name).astype(np.float64)
     )
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize("width", WIDTHS)
+@pytest.mark.parametrize("first", [0, 1], ids=["aligned", "one number further"])
+def test_copies_have_the_same_bits(dtype, width, first):
+    import cupy
+
+    from cuflash.gpu import words
+
+    name = numpy_dtype(dtype)
+    count = 3 * 40 * width
+    host = np.random.default_rng(0).integers(0, 256, count * name.itemsize, np.uint8).view(name)
+    memory = cupy.zeros(first + count, name)
+    memory[first:] = cupy.asarray(host)
+    x = memory[first:].reshape(3, 40, width)
+    part = slice(5, 21)
+    copy = words.contiguous(x[:, part])
+    assert copy.flags.c_contiguous
+    assert copy.dtype == name
+    wanted = host.reshape(x.shape)[:, part]
+    np.testing.assert_array_equal(copy.get().view(np.uint8), wanted.copy().view(np.uint8))
+    assert words.contiguous(x).data.ptr == x.data.ptr
+    by_words = width * name.itemsize % 16 == 0 and not first
+    assert (words.in_words(x[:, part], np.dtype(np.complex128)) is not None) == by_words

@@ -233,7 +233,11 @@ def empty_like(x: Any, shape: tuple[int, ...], dtype: Any = None) -> Any:
 
 def contiguous(x: Any) -> Any:
     """The array itself, or a copy in C order."""
-    return module_of(x).ascontiguousarray(x)
+    if isinstance(x, np.ndarray):
+        return np.ascontiguousarray(x)
+    from ..gpu import words
+
+    return words.contiguous(x)
 
 
 def add_to(total: Any, part: Any) -> None:
