@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 from ._plan import plan
 from .calls.arguments import (
     Arguments,
+    Joined,
     Options,
     as_options,
     backward_arrays,
@@ -375,7 +376,7 @@ def attention(
         arrays |= seeds
     asked = (
         algo, engine, causal, window, offset, softcap, scale, enable_gqa, True, split_keys, text,
-        share, longest, (),
+        share, longest, (), type(out) is Joined,
     )  # fmt: skip
     arguments = Arguments(ForwardCall.operands, arrays, mask, workspace, number)
     results = run_call(ForwardCall, arguments, as_options(asked), 1 + bool(return_lse))

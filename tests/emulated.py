@@ -14,6 +14,7 @@ from emulator.memory import TensorMap
 from cuflash.calls.append import AppendCall
 from cuflash.calls.arguments import (
     Arguments,
+    Joined,
     Options,
     backward_arrays,
     forward_arrays,
@@ -64,7 +65,7 @@ def attention(
     scored |= starts | seeds
     options = Options(
         algo, engine, causal, window, offset, softcap, scale, enable_gqa, split_keys=split_keys,
-        score_mod=text, dropout_p=share, longest=longest,
+        score_mod=text, dropout_p=share, longest=longest, joins=type(out) is Joined,
     )  # fmt: skip
     given_lse = return_lse and out is not None
     lengths = q_lengths, kv_lengths

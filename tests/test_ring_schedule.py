@@ -147,7 +147,7 @@ def test_digests_differ_where_elements_do():
 def planned(size=2, tokens=4096, layout="zigzag", **options):
     heads = options.pop("heads", 8)
     shape = (1, heads, tokens // size, 64)
-    q = np.broadcast_to(np.zeros(1, np.float16), shape)
+    q = np.broadcast_to(np.zeros(1, options.pop("dtype", np.float16)), shape)
     comm = LocalComm.make(size)[0]
     comm.machine = options.pop("machine", Machine())
     return plan(q, q, q, comm=comm, layout=layout, **options)
@@ -166,6 +166,16 @@ def test_the_plan_says_what_each_method_costs():
     text = str(made)
     assert "ring on 2 ranks, zigzag: 4096 x 4096 tokens, 8 heads on 8, attention, causal" in text
     assert "300 GB/s to ranks of a host, 50 GB/s to others" in text
+
+
+def test_two_results_of_halves_take_the_memory_of_one():
+    """Kernels merge the second with the first; of more ranks all are kept until the end."""
+    halves, floats = (planned(causal=True, dtype=x).estimates[0] for x in (np.float16, np.float32))
+    keys = 2048 * 2 * 8 * 64  # numbers that come to rank 0
+    assert halves.memory == 2 * keys
+    assert floats.memory == 4 * keys + 2 * 2048 * 8 * (64 * 4 + 4)
+    four = planned(size=4, causal=True).estimates[0]
+    assert four.memory == 2 * keys + 4 * 1024 * 8 * (64 * 2 + 4)
 
 
 def test_gradients_send_keys_and_their_gradients():

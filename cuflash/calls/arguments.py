@@ -51,10 +51,21 @@ class Options(NamedTuple):
     dropout_p: float = 0.0
     longest: tuple[int | None, int | None] | None = None
     wrt: tuple[str, ...] = ()
+    joins: bool = False
 
 
 # What Options(...) does of a tuple of all its fields, in less time: it is part of every call.
 as_options: Callable[[tuple[Any, ...]], Options] = partial(tuple.__new__, Options)
+
+
+class Joined(NamedTuple):
+    """Results of other keys, in the place of `out`: what is computed is merged with them, there.
+
+    Both are arrays that kernels can write themselves, and there are no sinks.
+    """
+
+    out: Any
+    lse: Any
 
 
 class PackedQueries(NamedTuple):

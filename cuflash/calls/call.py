@@ -12,6 +12,7 @@ from ..dropout import Dropout, PlacedSeed
 from ..masks.band import Band
 from ..masks.predicate import NOT_COMPUTED, MaskForm, Predicate
 from ..numpy_engine import walks
+from ..numpy_engine.merge import merge_parts
 from ..numpy_engine.tiles import head_masks
 from ..operands.checks import (
     check_out,
@@ -212,6 +213,7 @@ class Call:
             deterministic=bool(options.deterministic),
             split_keys=checked_split(options.split_keys),
             dropout=self.dropout_p > 0,
+            joins=options.joins,
             offsets=starts.dtype.name if starts else "",
             wrt=tuple(wanted_of(x, specs[x.operand], self.layout) for x in self.targets),
         )
@@ -385,7 +387,13 @@ class ForwardCall(Call):
             valid = np.clip(np.broadcast_to(lengths, len(table)), 0, length)
             check_page_numbers(table, map(range, valid), len(arrays["k"]), self.page_size)
             options["page_table"] = table
+        earlier = {}
+        if self.plan.problem.joins:
+            earlier = {name: arrays[name].copy() for name in ("out", "lse")}
         self._walk(walks.forward, arrays, **options)
+        if earlier:
+            outs, lses = ([x, arrays[name]] for name, x in earlier.items())
+            merge_parts(outs, lses, arrays["out"], arrays["lse"])
 
 
 class BackwardCall(Call):

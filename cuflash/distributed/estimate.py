@@ -9,7 +9,7 @@ from typing import NamedTuple
 from .machine import Machine
 from .schedule import Block, Sight, Step, blocks_of, ring_steps
 from .shards import spans
-from .totals import slots_of
+from .totals import are_joined, slots_of
 
 METHODS = ("ring", "ulysses", "gather")
 AHEAD = 2  # steps of a ring whose keys are under way
@@ -165,7 +165,7 @@ def _ring_of(sizes: Sizes, machine: Machine, steps: Sequence[Step], rank: int) -
     if sizes.backward:
         per_row = sizes.batch * sizes.heads[0] * sizes.dims[0] * sizes.sums
         parts = rows * per_row if len(blocks) > 1 else 0
-    elif slots > 1:
+    elif slots > 1 and not are_joined(slots, sizes.item):
         parts = min(slots, 8) * rows * _query_bytes(sizes)[1]
     most = max((len(x.receive) for x in steps), default=0)
     buffers = min(len(steps) - 1, AHEAD) * most * per_key

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .._merge import merge
+from ..calls.arguments import Joined
 from .shards import add_to, empty_like
 
 if TYPE_CHECKING:
@@ -21,8 +22,9 @@ class Results:
     """out and lse of a rank's queries, of blocks that see disjoint keys.
 
     A block writes into the first slot whose rows are free. In the end slots are merged, in their
-    order; one alone is the result itself. More than MOST_SLOTS are merged as they are full, and the
-    sum so far is kept in the type of sums.
+    order; one alone is the result itself. In the place of a second one, kernels of halves merge
+    what they have with the first as they write it. More than MOST_SLOTS are merged as they are
+    full, and the sum so far is kept in the type of sums.
 
     Parameters
     ----------
@@ -37,7 +39,8 @@ class Results:
     def __init__(self, task: Task, like: Any, value_dim: int, blocks: Sequence[Block]):
         rows = like.shape[-2]
         slots = slots_of(blocks)
-        count = max(1, min(slots, MOST_SLOTS))
+        self.joins = are_joined(slots, task.dtype.itemsize)
+        count = 1 if self.joins else max(1, min(slots, MOST_SLOTS))
         self.task = task
         self.used: list[list[range]] = [[] for _ in range(count)]
         shape = (count, *task.leading, rows)
@@ -49,7 +52,7 @@ class Results:
             self.total = total, empty_like(like, shape[1:], task.lse_dtype)
             self.total[0].fill(0)
             self.total[1].fill(-np.inf)
-        if count > 1 or not covers((x.rows for x in blocks), rows):
+        if count > 1 or not covers(_rows_before_any_again(blocks), rows):
             self.lses.fill(-np.inf)
             if count == 1:
                 self.outs.fill(0)
@@ -57,11 +60,13 @@ class Results:
     def place(self, rows: range) -> tuple[Any, Any]:
         """Where out and lse of some rows go."""
         number = _first_free(self.used, rows)
+        part = slice(rows.start, rows.stop)
+        if self.joins and number:
+            return Joined(self.outs[0][..., part, :], self.lses[0][..., part])
         if number == len(self.used):
             self._merge_into_total()
             number = 0
         self.used[number].append(rows)
-        part = slice(rows.start, rows.stop)
         return self.outs[number][..., part, :], self.lses[number][..., part]
 
     def _merge_into_total(self) -> None:
@@ -79,6 +84,24 @@ class Results:
         if len(self.used) == 1:
             return self.outs[0], self.lses[0]
         return merge(self.outs, self.lses)
+
+
+def _rows_before_any_again(blocks: Sequence[Block]) -> list[range]:
+    """The rows of blocks up to the first that has rows of one before it."""
+    found: list[range] = []
+    for block in blocks:
+        if _first_free([found], block.rows):
+            break
+        found.append(block.rows)
+    return found
+
+
+def are_joined(slots: int, item: int) -> bool:
+    """Whether what would go to a second slot is merged with the first as kernels write it.
+
+    Of more slots each merge would round the sum, and kernels that take float32 apart cannot.
+    """
+    return slots == 2 and item == 2
 
 
 def slots_of(blocks: Iterable[Block]) -> int:

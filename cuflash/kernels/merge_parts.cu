@@ -87,6 +87,18 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
 
     const auto log_sum = [&] { return origin * (multiplier * Accumulator(LN_2)) + log_of(total); };
     const RowEnd end(p, head, q, total, log_sum);
+    if constexpr (JOINS) {
+        if (end.empty) return;
+        const Joint joint(end, *lse);
+        __syncwarp();  // all lanes have read it
+#pragma unroll
+        for (int c = 0; c < COLUMNS; ++c) {
+            const int column = 32 * c + lane;
+            if (column < HEAD_DIM_V) out[column] = joint.add(O[c] * joint.own, out[column]);
+        }
+        if (lane == 0) *lse = joint.lse;
+        return;
+    }
     const Accumulator inverse = Accumulator(1) / end.divisor;
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) {

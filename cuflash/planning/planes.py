@@ -144,6 +144,8 @@ class PlanesTile(WgmmaTile):
         """Why this row cannot or should not serve, or an empty string."""
         if self.packed > 1:
             return "packs no heads of float32"
+        if problem.joins:
+            return "rows that are worked on again would be joined twice"
         if problem.split_keys:
             return "a head's rows share a scale: bits would depend on keys beyond a length"
         if problem.mask and self.scored != self.behind.scored:

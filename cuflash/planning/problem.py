@@ -150,6 +150,8 @@ class Problem:
         Integer type of that table, empty where there is none.
     dropout : bool
         Whether weights are dropped.
+    joins : bool
+        Whether the result is merged with that of other keys which is in its place.
     sequences : int, optional
         How many sequences lie one behind another in the rows of a head: N and M count the tokens of
         all. None where a head has one.
@@ -190,6 +192,7 @@ class Problem:
     page_size: int = 0
     page_table: str = ""
     dropout: bool = False
+    joins: bool = False
     sequences: int | None = None
     longest: tuple[int, int] = (0, 0)
     offsets: str = ""
@@ -304,6 +307,7 @@ class Problem:
             text += f", score {self.score}"
         text += ", sinks" if self.score.sink else ""
         text += ", dropout" if self.dropout else ""
+        text += ", joined with other keys' result" if self.joins else ""
         for name in ("q_lengths", "kv_lengths", "q_offset"):
             if getattr(self, name):
                 text += f", {name}"
@@ -376,7 +380,7 @@ def make_problem(
     mask_evenness: float = 1.0,
     page_size: int = 0, page_table: str = "",
     aligned: bool, backward: bool = False, deterministic: bool = True,
-    split_keys: int | None = None, dropout: bool = False, offsets: str = "",
+    split_keys: int | None = None, dropout: bool = False, joins: bool = False, offsets: str = "",
     wrt: tuple[Wanted, ...] = (),
 ) -> Problem:  # fmt: skip
     """The problem that a layout and the options pose."""
@@ -408,6 +412,7 @@ def make_problem(
         page_size=page_size,
         page_table=page_table,
         dropout=dropout,
+        joins=joins,
         sequences=layout.packing.sequences if layout.packing else None,
         longest=layout.packing.longest if layout.packing else (0, 0),
         offsets=offsets,

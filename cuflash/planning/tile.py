@@ -603,6 +603,7 @@ class KernelTile(Tile):
             "SCORE_MAY_HIDE": problem.score.hides,
             "SHARES_ENTRIES": problem.score.shares_entries and not problem.is_packed,
             "HAS_SINKS": bool(problem.score.sink),
+            "JOINS": problem.joins,
             "DROPS": problem.dropout,
             "DROPOUT_BLOCK": QUERY_BLOCK,
             "DROPOUT_ROUNDS": ROUNDS,

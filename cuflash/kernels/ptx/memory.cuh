@@ -31,6 +31,21 @@ __device__ __forceinline__ void store_where(bool wanted, void* target, const Vec
         : "memory");
 }
 
+// The 16 bytes at `source` where they are wanted, else zeros; without a branch.
+__device__ __forceinline__ Vector<u32, 4> load_where(bool wanted, const void* source) {
+    Vector<u32, 4> x = {};
+    asm volatile(
+        "{\n"
+        ".reg .pred wanted;\n"
+        "setp.ne.b32 wanted, %5, 0;\n"
+        "@wanted ld.global.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+        "}"
+        : "+r"(x.at[0]), "+r"(x.at[1]), "+r"(x.at[2]), "+r"(x.at[3])
+        : "l"(source), "r"(int(wanted))
+        : "memory");
+    return x;
+}
+
 // red.global.add: of atomicAdd the compiler may make atom, which sends the old values back. Four floats at
 // once from sm_90 on.
 __device__ __forceinline__ void add_strong(float* target, const Vector<float, 4>& x) {

@@ -106,6 +106,44 @@ struct RowEnd {
     }
 };
 
+// With JOINS a row has results already, of other keys: how its own end and those make one. Of a row
+// that is empty here nothing changes.
+struct Joint {
+    Accumulator own, before;  // by what O and the earlier result are multiplied
+    Accumulator lse;
+
+    template <typename End>
+    __device__ __forceinline__ Joint(const End& end, Accumulator lse_before) {
+        const Accumulator lse_own = end.lse(), largest = larger(lse_own, lse_before);
+        const auto weight = [&](Accumulator x) {  // 0 if nothing was seen
+            return x == -infinity<Accumulator>() ? Accumulator(0)
+                                                 : exp2_of((x - largest) * Accumulator(LOG2_E));
+        };
+        own = weight(lse_own), before = weight(lse_before);
+        const Accumulator total = own + before, inverse = Accumulator(1) / total;
+        own *= inverse / end.divisor, before *= inverse;
+        lse = largest + log_of(total);
+    }
+    // The sum of a number and an earlier one, which may be anything if it has no weight.
+    template <typename T>
+    __device__ __forceinline__ T add(Accumulator x, T earlier) const {
+        return narrow<T>(before == Accumulator(0) ? x : multiply_add(before, widen(earlier), x));
+    }
+};
+
+// Writes the columns that a lane holds of a row, joined with what is there, if the row `exists`.
+template <typename Tile, typename T, typename A, int COLUMNS, typename J>
+__device__ __forceinline__ void join_row(const Tile& tile, T* row, const A (&O)[COLUMNS],
+                                         const J& joint, bool exists) {
+    if (!exists) return;
+#pragma unroll
+    for (int j = 0; j < COLUMNS; ++j) {
+        const int column =
+            tile.value_column(j / Tile::COLUMN_GROUP * Tile::COLUMN_GROUP) + j % Tile::COLUMN_GROUP;
+        if (column < HEAD_DIM_V) row[column] = joint.add(O[j] * joint.own, row[column]);
+    }
+}
+
 // Writes the slab of rows from row_begin on, or leaves those of a part of the keys as they are.
 template <typename Tile, typename Softmax, int ROWS, int COLUMNS>
 __device__ __forceinline__ void store_rows(const Accumulator (&O)[ROWS][COLUMNS],
@@ -125,6 +163,13 @@ __device__ __forceinline__ void store_rows(const Accumulator (&O)[ROWS][COLUMNS]
             if (exists && speaks)
                 *reinterpret_cast<Vector<Accumulator, 2>*>(output.lse_row(p, row)) = {
                     softmax.origin[i], end.empty ? Accumulator(0) : total};
+        } else if constexpr (JOINS) {
+            Accumulator* const lse = output.lse_row(p, row);
+            const bool joins = exists && !end.empty;
+            const Joint joint(end, joins ? *lse : -infinity<Accumulator>());
+            __syncwarp();  // all lanes of the row have read it
+            join_row(tile, output.out_row(p, row), O[i], joint, joins);
+            if (joins && speaks) *lse = joint.lse;
         } else {
             // O of an empty row may be anything.
             write_row(tile, output.out_row(p, row), O[i], end.divisor, exists, end.empty);

@@ -11,7 +11,7 @@ __device__ __forceinline__ void store_rows_by_way_of(Shared* slab, Accumulator (
                                                      const Params& p, const Head& head,
                                                      int row_begin, const HeadOutput& output) {
     constexpr int ACROSS = HEAD_DIM_V > CHUNK<Element> ? HEAD_DIM_V / CHUNK<Element> : 1;
-    constexpr bool WHOLE = SAME<Shared, Element> && GO_WHOLE<HEAD_DIM_V> && !SPLIT &&
+    constexpr bool WHOLE = SAME<Shared, Element> && GO_WHOLE<HEAD_DIM_V> && !SPLIT && !JOINS &&
                            HEAD_DIM_V <= PITCH && ACROSS <= 32 && (ACROSS & (ACROSS - 1)) == 0;
     if constexpr (!WHOLE) {
         store_rows(O, softmax, tile, p, head, row_begin, output);

@@ -196,3 +196,30 @@ __device__ __forceinline__ void write_row(const WarpgroupTile<T, BLOCK_K, D, DV>
         for (int begin = column; begin < DV; begin += 32)
             store_where(true, row + begin - column, Vector<u32, 4>{});
 }
+
+// As join_row of seams/output.cuh, likewise. A row's own result is rounded before it is joined.
+template <typename T, int BLOCK_K, int D, int DV, int COLUMNS, typename J>
+__device__ __forceinline__ void join_row(const WarpgroupTile<T, BLOCK_K, D, DV>& tile, T* row,
+                                         const float (&O)[COLUMNS], const J& joint, bool exists) {
+    using Eight = Vector<T, 8>;
+    const int column = 8 * (tile.lane % 4);
+    row += column;
+    constexpr int AT_ONCE = 4;  // loads
+    Vector<u32, 4> there[AT_ONCE];
+#pragma unroll
+    for (int group = 0; group < COLUMNS / 8; ++group) {
+        if (group % AT_ONCE == 0)
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i)
+                there[i] =
+                    load_where(exists && 32 * (group + i) + column < DV, row + 32 * (group + i));
+        const Vector<u32, 4> words = tile.eight_columns(O, group, joint.own);
+        const Eight own = *reinterpret_cast<const Eight*>(&words);
+        const Eight earlier = *reinterpret_cast<const Eight*>(&there[group % AT_ONCE]);
+        Eight joined;
+#pragma unroll
+        for (int c = 0; c < 8; ++c) joined.at[c] = joint.add(widen(own.at[c]), earlier.at[c]);
+        store_where(exists && 32 * group + column < DV, row + 32 * group,
+                    *reinterpret_cast<const Vector<u32, 4>*>(&joined));
+    }
+}
