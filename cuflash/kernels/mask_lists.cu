@@ -19,8 +19,9 @@ extern "C" __global__ void __launch_bounds__(32) mask_lists(const __grid_constan
     for (int first = 0; first < p.mask_columns; first += 32) {
         const int column = first + lane;
         const int state = column < p.mask_columns ? states[column] : EMPTY;
-        const u32 found = __ballot_sync(~0u, state != EMPTY);
-        if (state != EMPTY) {
+        const bool shows = state == PARTIAL || state == FULL;
+        const u32 found = __ballot_sync(~0u, shows);
+        if (shows) {
             int previous = row - 1;  // the nearest row before that visits this column
             const unsigned char* above = states + column - p.mask_columns;
             for (; previous >= 0 && *above == EMPTY; --previous) above -= p.mask_columns;

@@ -6,9 +6,22 @@
 // Tiles are as large as the attention kernel scores them at a time; for backward, which walks over
 // the mask's transpose, the strides of its rows and columns are exchanged.
 //
-// Reads every element of the array once, where that is broadcast every element of what is there.
+// Reads every element of the array once, where that is broadcast every element of what is there; but not
+// tiles that the band hides.
 #include "ptx/overlap.cuh"
 #include "seams/tile_lists.cuh"
+
+// Whether the band hides a tile of the mask from all heads: where these have the arrays' own lengths.
+__device__ __forceinline__ bool is_hidden(const Params& p, i64 row_begin, i64 column_begin) {
+    if (VARLEN || p.q_lengths != nullptr || p.kv_lengths != nullptr || p.q_offset != nullptr)
+        return false;
+    Head head;
+    find_lengths(p, head, 0, 0, 0);
+    const i64 row_last = row_begin + MASK_ROWS - 1, column_last = column_begin + MASK_COLUMNS - 1;
+    const i64 nearest = ROWS_ARE_KEYS ? row_begin - column_last : column_begin - row_last;
+    const i64 farthest = ROWS_ARE_KEYS ? row_last - column_begin : column_last - row_begin;
+    return nearest > i64(head.shift) + p.band_right || farthest < i64(head.shift) - p.band_left;
+}
 
 // Where the elements of a list begin.
 __device__ __forceinline__ i64 locate_list(const Params& p, int list) {
@@ -44,12 +57,14 @@ struct Word {
 
 // `width` elements of a row, so far apart.
 __device__ __forceinline__ Word read_row(const unsigned char* source, i64 stride, int width) {
-    const bool whole = stride == 1 && width == 32 && u64(source) % sizeof(uint4) == 0;
-    if (whole) {
-        const uint4* const loads = reinterpret_cast<const uint4*>(source);
-        return {bits_of(loads[0]) | bits_of(loads[1]) << 16, width};
-    }
     u32 bits = 0;
+    if (stride == 1 && width % 16 == 0 && u64(source) % sizeof(uint4) == 0) {
+        const uint4* const loads = reinterpret_cast<const uint4*>(source);
+#pragma unroll
+        for (int c = 0; c < 32; c += 16)
+            if (c < width) bits |= bits_of(loads[c / 16]) << c;
+        return {bits, width};
+    }
     for (int c = 0; c < width; ++c, source += stride) bits |= u32(*source != 0) << c;
     return {bits, width};
 }
@@ -79,6 +94,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) mask_tiles(const __grid_co
     const int row_tile = row % p.mask_rows, lane = threadIdx.x % 32;
     const i64 column_begin = i64(column_tile) * MASK_COLUMNS;
     const i64 row_begin = i64(row_tile) * MASK_ROWS;
+    if (is_hidden(p, row_begin, column_begin)) {
+        if (threadIdx.x == 0) p.mask_states[blockIdx.x] = HIDDEN;
+        return;
+    }
     const unsigned char* const mask = p.mask + locate_list(p, row / p.mask_rows) +
                                       row_begin * p.mask_row_stride +
                                       column_begin * p.mask_column_stride;
@@ -89,7 +108,8 @@ extern "C" __global__ void __launch_bounds__(THREADS) mask_tiles(const __grid_co
         all &= found.is_full();
     };
     const auto width_of = [&](int word) {
-        return int(max(i64(0), min(i64(WIDTH), p.mask_width - column_begin - word * 32)));
+        const i64 width = min(i64(WIDTH), i64(MASK_COLUMNS - word * 32));
+        return int(max(i64(0), min(width, p.mask_width - column_begin - word * 32)));
     };
     // Of backward's tiles rows lie side by side, not columns.
     const bool turned = MASK_ROWS % 32 == 0 && p.mask_row_stride == 1 &&

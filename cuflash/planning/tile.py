@@ -612,6 +612,7 @@ class KernelTile(Tile):
             "MASK_IS_COMPUTED": bool(problem.mask_form.text),
             "MASK_ROWS": self.scored[0],
             "MASK_COLUMNS": self.scored[1],
+            "ROWS_ARE_KEYS": self.backward,
             "PACKED": self.packed,
             "GROUP": self.group(problem) if not self.backward else 1,
             "SPLIT": self.span > 0,

@@ -7,8 +7,8 @@
 #pragma once
 #include "seams/sequence.cuh"
 
-// What a mask shows of a tile.
-enum { EMPTY, PARTIAL, FULL };
+// What a mask shows of a tile, which the band may hide from all heads.
+enum { EMPTY, PARTIAL, FULL, HIDDEN };
 
 struct Visit {
     int tile;
@@ -151,7 +151,7 @@ struct LoadedBits<Tile, ROWS, COLUMNS, true> {
 
     __device__ __forceinline__ void load(const Tile& tile, const StoredTile& bits, int column) {
         shift = column % 32;
-        static_assert(STEP % 32 == 0 || 32 % STEP == 0, "a word has whole steps");
+        static_assert(STEP % 32 == 0 || 32 % STEP == 0 || STEP == MASK_COLUMNS, "whole steps");
 #pragma unroll
         for (int i = 0; i < ROWS; ++i)
 #pragma unroll
