@@ -431,7 +431,7 @@ PLANTED = [
     ("what is missing is of another slot", r"missing\.groups = smem\.missing\[now\.slot\]",
      "missing.groups = smem.missing[now.previous().slot]", PARTS[0]),
     ("what is missing is overwritten while a lane reads it",
-     r"if constexpr \(PAGED\) __syncwarp\(\);(?=  // all lanes have read what)", "", PARTS[9]),
+     r"__syncwarp\(\);(?=  // all lanes have read what is hidden)", "", PARTS[9]),
     ("boxes of no page are copied", r"return number >= 0 && number < p\.pages \? number : -1;",
      "return number < 0 ? 0 : min(number, p.pages - 1);", PARTS[0]),
     ("entries beyond the length are looked at", r"box < BOXES && k < item\.head\.key_length",

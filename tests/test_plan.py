@@ -337,10 +337,13 @@ def test_lists_of_an_array_are_made_in_the_workspace(make, algo, engine):
     }
     remembers = engine == "wgmma" and algo != "fa1" and not p.backward
     assert parts.pop("clean_values", 0) == remembers * 8 * p.head_count * plan.key_tiles
-    # All else is as without a mask, or with a BlockMask, whose lists are given.
+    # All else is as without a mask, but for bits in shared memory, or with a BlockMask, whose lists
+    # are given.
     for mask in ("", "blocks"):
         other = dataclasses.replace(plan, problem=dataclasses.replace(p, mask=mask))
-        assert [x[:4] for x in other.kernels] == [x[:4] for x in plan.kernels[2:]]
+        assert [x[:3] for x in other.kernels] == [x[:3] for x in plan.kernels[2:]]
+        staged = remembers and mask == "" and plan.tile.stages * rows * columns // 8
+        assert [x[3] + staged for x in other.kernels] == [x[3] for x in plan.kernels[2:]]
         assert dict(other.workspace) == parts
     assert plan.workspace_bytes > sum(dict(plan.workspace).values()) - 256
     assert [x % 256 for x in plan.workspace_offsets.values()] == [0] * len(plan.workspace)

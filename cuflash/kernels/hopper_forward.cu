@@ -22,7 +22,8 @@
 // "landed", and the clearing warps complete "full".
 //
 // From pages the warp of thread 0 copies K and V, a page's rows by a lane (hopper/paged_tiles.cuh).
-// It tells the consumers in shared memory which keys of a tile are on no page.
+// It tells the consumers in shared memory which keys of a tile are on no page. A mask's bits come with
+// the keys, if there is room (hopper/staged_bits.cuh).
 //
 // Floor: for 64 x 128 scores the tensor cores take 4 (D + DV) clocks and the exponentials 512. At
 // D = 64 both bound the loop, above it the products do. At the clock that its power allows an H200
@@ -52,7 +53,7 @@ __device__ __forceinline__ void add_nonfinite_values(const Params& p, const Item
     const Accumulator totals[] = {softmax.total(0), softmax.total(1)};
 #pragma unroll 1
     for (int i = 0; i < keys.count() * BLOCK_K; ++i) {
-        const Visit visit = keys[i / BLOCK_K];
+        const Visit visit = uniform(keys[i / BLOCK_K]);
         const int k = visit.tile * BLOCK_K + i % BLOCK_K;
         if (k >= head.key_length) continue;
         const Element* const values = find_value(p, head, k);
@@ -148,7 +149,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         return TileBits(p, head, visit.bits, consumer * SLAB, row_begin, visit.tile * BLOCK_K);
     };
     const auto load_bits = [&](const Visit& visit) {
-        bits.load(columns, bits_of(visit), tile.column(0));
+        if (!STAGES_BITS) bits.load(columns, bits_of(visit), tile.column(0));
     };
     const auto adjust_scores = [&](int i, const Visit& visit, const auto& rows, bool as_products) {
         // With a number that is there no sooner than the scores the compiler cannot compute positions
@@ -158,11 +159,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (!as_products) modify_scores(S_regs, tile, p, head, row_begin, k_begin, rows);
         if (keys.is_cut_by_band(visit))
             hide_outside_band(S_regs, columns, p, head, row_begin, k_begin + tile.column(0));
-        if (MASKED && visit.bits >= 0)
-            bits.hide(S_regs, -infinity<Accumulator>(), columns, bits_of(visit), tile.column(0));
-        if (MASKED && i + 1 < keys.count()) load_bits(keys[i + 1]);  // a tile ahead: they are few
+        if (STAGES_BITS && visit.bits >= 0)
+            smem.bits[now.slot].hide(S_regs, -infinity<Accumulator>(), tile, consumer * SLAB);
+        if (MASKED && !STAGES_BITS) {
+            if (visit.bits >= 0)
+                bits.hide(S_regs, -infinity<Accumulator>(), columns, bits_of(visit),
+                          tile.column(0));
+            if (i + 1 < keys.count()) load_bits(keys[i + 1]);  // a tile ahead: they are few
+        }
         if (missing.any()) missing.hide(S_regs, columns, 0);
     };
+    // The `i`-th visit, whose keys are in the slot at hand.
+    const auto visit_at = [&](int i) { return STAGES_BITS ? smem.bits[now.slot].visit : keys[i]; };
     // Turns the scores of the `i`-th visit into probabilities; returns whether O must be rescaled.
     const auto exponentiate = [&](int i, const Visit& visit) {
         if (i + 1 == keys.count() && speaks) barriers.Q_empty[consumer].arrive();
@@ -180,9 +188,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 },
                 shared_address(smem.K[now.slot]));
             __syncwarp();  // all lanes have read K
-            load_rows(keys[i]);
-            load_bits(keys[i]);
-            adjust_scores(i, keys[i], rows.exact(), false);
+            load_rows(visit);
+            load_bits(visit);
+            adjust_scores(i, visit, rows.exact(), false);
         };
         const auto follow_line = [&](int i, auto& S, Accumulator subtracted, Accumulator& sum) {
             const int k_begin = visit.tile * BLOCK_K;
@@ -193,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const bool stale =
             softmax.update(S_regs, multiplier, rescale, score_again, given, follow_line);
         if (i + 1 < keys.count()) bring_rows(keys[i + 1]);
-        if constexpr (PAGED) __syncwarp();  // all lanes have read what is missing
+        if constexpr (PAGED || STAGES_BITS) __syncwarp();  // all lanes have read what is hidden
         if (speaks) barriers.K_empty[now.slot].arrive();
         const int k_begin = visit.tile * BLOCK_K;
         drop_probabilities(S_regs, tile, p, head, row_begin, k_begin);
@@ -263,20 +271,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             turns.await();
             score();
             turns.hand_over();
-            load_rows(keys[0]);
-            load_bits(keys[0]);
+            const Visit visit = visit_at(0);
+            load_rows(visit);
+            load_bits(visit);
             wait_products<0>(S_regs);
-            exponentiate(0, keys[0]);
+            exponentiate(0, visit);
             tile.pack_probabilities(P_regs, S_regs);
             if (keys.count() > 1) barriers.K_full[now.slot].wait(now.parity);
 
 #pragma unroll 1
             for (int i = 1; i < keys.count(); ++i) {
-                const Visit visit = keys[i];
                 turns.await();
                 score();
                 accumulate();
                 turns.hand_over();
+                const Visit visit = visit_at(i);
                 load_rows(visit);
                 wait_products<1>(S_regs);
                 const int freed = now.previous().slot;

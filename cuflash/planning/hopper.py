@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 WARPGROUP = 128  # threads
 WARPGROUP_ROWS = 64
+MOST_SHARED = 232448  # bytes of a block's shared memory
 BARRIER_BYTES = 1024  # of shared memory, with what else is not tiles
 SUCCESSORS = (100, 103, 110)  # whose tensor cores have instructions of their own, tcgen05
 

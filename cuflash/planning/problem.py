@@ -239,6 +239,11 @@ class Problem:
         return 1 if self.sequences is None else self.sequences + 1
 
     @property
+    def mask_is_stored(self) -> bool:
+        """Whether it has bits of a mask."""
+        return bool(self.mask) and not self.mask_form.text
+
+    @property
     def mask_alone(self) -> bool:
         """Whether a mask of blocks alone says what is visible: no band and no lengths."""
         same = not (self.q_lengths or self.kv_lengths or self.is_packed)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..dropout import QUERY_BLOCK as DROPOUT_BLOCK
 from ..operands.dtypes import CHUNK_BYTES, ITEM_BYTES
-from .hopper import BARRIER_BYTES, WARPGROUP_ROWS, HopperTile
+from .hopper import BARRIER_BYTES, MOST_SHARED, WARPGROUP_ROWS, HopperTile
 from .launches import Buffer, Launch, MapBox
 from .problem import Device, Problem
 from .products import product
@@ -29,11 +29,15 @@ class WgmmaTile(HopperTile):
         Whether warpgroups take turns at issuing products.
     capped : bool
         Whether it is fast with a softcap of halves.
+    spans : bool
+        Whether it serves an array of bool, which alone changes scores, for tiles that are no power
+        of 2.
     """
 
     stages: int = 2
     ping_pong: bool = False
     capped: bool = True
+    spans: bool = False
 
     def reject(self, problem: Problem, device: Device) -> str:
         """Why this row cannot or should not serve, or an empty string."""
@@ -78,7 +82,11 @@ class WgmmaTile(HopperTile):
         return self.block_q, self.step_k
 
     def spans_blocks(self, problem: Problem) -> bool:
-        """Whether its tiles may lie across the blocks of masks: those that it evaluates."""
+        """Whether its tiles may lie across the blocks of masks: of those that it evaluates, and of
+        arrays of bool, of which any tile has its bits.
+        """
+        if problem.mask == "elements":
+            return self.spans and not (problem.score.stages or problem.dropout)
         return bool(problem.mask_form.text) and not self.keys_outside
 
     def leads(self, problem: Problem) -> bool:
@@ -107,8 +115,24 @@ class WgmmaTile(HopperTile):
             Buffer("K", self.block_k * head, k_tiles),
             Buffer("V", self.block_k * value, k_tiles),
             Buffer("barriers", BARRIER_BYTES),
-            Buffer("rows", ROW_WARP * self._row_pitch, self.warps * self.stages_rows(problem)),
+            Buffer("bits", self.bits_bytes, self.stages * self.stages_bits(problem)),
+            Buffer("rows", self._rows_bytes(problem)),
         )
+
+    @property
+    def bits_bytes(self) -> int:
+        """Of what a mask shows of a tile."""
+        height, width = self.scored
+        return height * ceil_div(width, 32) * 4
+
+    def stages_bits(self, problem: Problem) -> bool:
+        """Whether a mask's bits come with the keys, for which some tiles leave no room."""
+        if self.keys_outside or not problem.mask_is_stored:
+            return False
+        head, value = (width * ITEM_BYTES[problem.dtype] for width in self.widths(problem))
+        keys = self.stages * (self.block_k * (head + value) + self.bits_bytes)
+        others = self.block_q * head + BARRIER_BYTES + self._rows_bytes(problem)
+        return keys + others <= MOST_SHARED
 
     def stages_rows(self, problem: Problem) -> bool:
         """Whether warps bring the elements of an array for each query and key to shared memory."""
@@ -132,10 +156,10 @@ class WgmmaTile(HopperTile):
         marks = parts * problem.head_count * self.key_tiles(problem)
         return (Launch("clear_marks", ceil_div(marks, self.threads), self.threads), *kernels)
 
-    @property
-    def _row_pitch(self) -> int:
-        """Bytes from row to row of such elements, of two bytes, as kernels lay them out."""
-        return 2 * self.block_k + CHUNK_BYTES
+    def _rows_bytes(self, problem: Problem) -> int:
+        """Of such elements, of two bytes, as kernels lay them out."""
+        row = 2 * self.block_k + CHUNK_BYTES
+        return self.stages_rows(problem) * self.warps * ROW_WARP * row
 
     def workspace(self, problem: Problem) -> tuple[Buffer, ...]:
         """O, l and m of fa1, as registers hold them; which tiles of values are clean."""
@@ -166,6 +190,7 @@ class WgmmaTile(HopperTile):
         own = {
             "PING_PONG": self.ping_pong,
             "STAGES_ROWS": self.stages_rows(problem),
+            "STAGES_BITS": self.stages_bits(problem),
             "BARRIER_BYTES": BARRIER_BYTES,
             "PRODUCER_REGISTERS": 40 if self.warps == 8 else 32,
         }
@@ -191,7 +216,7 @@ _fa1 = partial(WgmmaTile, algo="fa1")
 
 # fmt: off
 ROWS = (
-    *_both(max_dim=64,  block_k=128, warps=12, stages=4, ping_pong=True, modified=False,
+    *_both(max_dim=64,  block_k=128, warps=12, stages=4, ping_pong=True, modified=False, spans=True,
            rate=657, item_time=1.63, start_time=8.2),
     *_both(max_dim=64,  block_k=96,  warps=12, stages=4, ping_pong=True,
            rate=638, item_time=1.50, start_time=8.2),
@@ -200,7 +225,7 @@ ROWS = (
     *_both(max_dim=64,  block_k=128, warps=4,  stages=6,
            rate=373, item_time=1.28, start_time=6.5),
     *_both(max_dim=128, block_k=80,  warps=12, stages=4, ping_pong=True, loads=False, drops=False,
-           rate=867, item_time=1.97, start_time=8.2),
+           spans=True, rate=867, item_time=1.97, start_time=8.2),
     *_both(max_dim=128, block_k=64,  warps=12, stages=4, ping_pong=True,
            rate=840, item_time=1.97, start_time=8.2),
     *_both(max_dim=128, block_k=128, warps=8,  stages=3, ping_pong=True,

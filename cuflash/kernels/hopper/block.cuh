@@ -8,6 +8,7 @@
 #include "hopper/paged_tiles.cuh"
 #include "hopper/producer.cuh"
 #include "hopper/roles.cuh"
+#include "hopper/staged_bits.cuh"
 #include "hopper/staged_rows.cuh"
 #include "hopper/tables.cuh"
 #include "hopper/work_list.cuh"
@@ -35,7 +36,8 @@ struct SharedMemory {
     unsigned char V[STAGES][Tile::Values::BYTES];
     Barriers barriers;
     alignas(16) ItemSlots<Item> items;
-    u32 missing[PAGED ? STAGES : 1];  // which boxes of a slot's keys are on no page
+    StagedBits bits[STAGES_BITS ? STAGES : 1];  // of a mask, for the keys in the slot
+    u32 missing[PAGED ? STAGES : 1];            // which boxes of a slot's keys are on no page
     alignas(16) unsigned char rows[STAGES_ROWS ? WARPS * StagedRows<BLOCK_K>::WARP_BYTES : 16];
 };
 static_assert(BLOCK_Q == CONSUMERS * SLAB, "a consumer has SLAB queries");
@@ -109,9 +111,11 @@ __device__ __forceinline__ void copy_tiles(const Params& p, const Tables& tables
             const Visit visit = item.keys[i];
             tiles.turn_to(p, item, i, reader);
             const int row = visit.tile * BLOCK_K + key_origin(item.head), slot = ring.slot;
+            const bool cut = CLEARS && (SCORE_MAY_HIDE || item.keys.is_cut(visit));
             barriers.K_empty[slot].wait(ring.parity ^ 1);
             const u32 missing = tiles.missing(i);
             if (PAGED && speaks) smem.missing[slot] = missing;
+            if (STAGES_BITS && speaks) smem.bits[slot].load(p, visit, barriers.K_full[slot]);
             tiles.load<Tile::Keys>(i, smem.K[slot], barriers.K_full[slot], &tables.k, row,
                                    item.k_position);
             if (i == 0 && speaks) {  // later than keys: this waits for the last item's scores
@@ -125,7 +129,6 @@ __device__ __forceinline__ void copy_tiles(const Params& p, const Tables& tables
                 Q_parity ^= 1;
             }
             barriers.V_empty[slot].wait(ring.parity ^ 1);
-            const bool cut = CLEARS && (SCORE_MAY_HIDE || item.keys.is_cut(visit));
             if (!cut && speaks) barriers.V_full[slot].arrive();  // for the second warp that clears
             tiles.load<Tile::Values>(i, smem.V[slot],
                                      cut ? barriers.V_landed[slot] : barriers.V_full[slot],

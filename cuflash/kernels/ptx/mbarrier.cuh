@@ -32,6 +32,14 @@ struct Barrier {
                      : "memory");
     }
 
+    // mbarrier.expect_tx: adds to the bytes that the phase waits for.
+    __device__ __forceinline__ void expect(u32 bytes) {
+        asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;"
+                     :
+                     : "l"(address()), "r"(bytes)
+                     : "memory");
+    }
+
     // mbarrier.try_wait.parity: returns when the phase of that parity has ended. The phase before
     // the first counts as ended, with parity 1.
     __device__ __forceinline__ void wait(u32 parity) {

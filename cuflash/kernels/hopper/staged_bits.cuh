@@ -1,0 +1,59 @@
+// The bits of a mask of elements by way of shared memory: the copy engine brings those of a tile with the
+// tile itself, so that nobody waits for memory when the scores are there. Reads the prelude: STAGES_BITS.
+#pragma once
+#include "few_registers.cuh"
+#include "ptx/tma.cuh"
+#include "seams/tile_lists.cuh"
+
+// What a mask shows of a tile, for a slot of shared memory.
+struct StagedBits {
+    static constexpr int WORDS = StoredTile::WORDS;  // of a row
+    static constexpr int BYTES = STAGES_BITS ? MASK_ROWS * WORDS * int(sizeof(u32)) : 0;
+
+    Visit visit;
+    alignas(16) u32 words[STAGES_BITS ? MASK_ROWS * WORDS : 4];
+
+    // Notes a visit, and begins to copy its bits. Who arrives at `full` does so later.
+    template <typename P>
+    __device__ __forceinline__ void load(const P& p, const Visit& of, Barrier& full) {
+        if constexpr (STAGES_BITS) {
+            visit = of;
+            if (of.bits < 0) return;
+            full.expect(BYTES);
+            load_bytes(words, p.mask_bits + i64(of.bits) * (MASK_ROWS * WORDS), BYTES, full);
+        }
+    }
+
+    // Sets a warp's values, whose rows are those from `first_row` on, to `hidden` where the mask hides
+    // them.
+    template <typename Tile, int ROWS, int COLUMNS, typename A>
+    __device__ __forceinline__ void hide(A (&values)[ROWS][COLUMNS], A hidden, const Tile& tile,
+                                         int first_row) const {
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            const u32 shown = read(tile, first_row + tile.row(i));
+#pragma unroll
+            for (int bit = 0; bit < 32; ++bit) {
+                const int j = (bit % 8 / 2 * 4 + bit / 8) * 2 + bit % 2;
+                if (j < COLUMNS && !(shown >> bit & 1)) values[i][j] = hidden;
+            }
+        }
+    }
+
+  private:
+    // What a lane's columns show of a row. Of each eight columns a lane has the same two, so that of
+    // four words its bits make one: a byte of it has bits that one instruction turns into predicates.
+    template <typename Tile>
+    __device__ __forceinline__ u32 read(const Tile& tile, int r) const {
+        static_assert(WORDS <= 4, "a lane's bits of a row are one word");
+        using Row = Vector<u32, WORDS == 3 ? 1 : WORDS>;
+        const Row* const row = reinterpret_cast<const Row*>(words + r * WORDS);
+        u32 shown = 0;
+#pragma unroll
+        for (int w = 0; w < WORDS; ++w) {
+            const u32 word = WORDS == 3 ? row[w].at[0] : row->at[w];
+            shown |= __funnelshift_r(word, word, tile.column(0) - 2 * w) & 0x03030303u << 2 * w;
+        }
+        return afresh(shown);  // else bits are tested where they came from
+    }
+};

@@ -1,0 +1,164 @@
+"""A mask's bits in shared memory, in the forward pass on wgmma; tiles that the band hides."""
+
+import functools
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cases import GROWTHS, growing_scores, random_mask
+from emulated import attention, attention_backward
+from emulator import available
+from emulator.module import EAGER
+from test_emulator_catches import must_be_caught
+from tolerance import assert_backward_close, assert_forward_close
+
+from cuflash import reference
+from cuflash.masks.band import Band
+from cuflash.planning.plan import make_plan
+from cuflash.planning.problem import Device, Problem
+from cuflash.scores.score import softcap
+
+emulated = pytest.mark.skipif(available() is not None, reason=str(available()))
+H200 = Device(90, "NVIDIA H200", multiprocessors=132)
+FEW = Device(90, "NVIDIA H200", multiprocessors=2)
+
+
+def long_plan(dim, backward=False, mask="elements", **more):
+    """Of long sequences in many heads."""
+    sizes = ("bfloat16", (4, 2048 // dim), 4096, 4096, dim, dim)
+    options = {"heads": 2048 // dim, "mask": mask, "band": Band(right=0), "backward": backward}
+    return make_plan(Problem(*sizes, **(options | more)), H200)
+
+
+def test_an_array_of_bool_has_the_tiles_of_plain_calls():
+    for dim, sizes in ((64, (192, 128)), (128, (192, 80))):
+        plan = long_plan(dim)
+        assert (plan.block_q, plan.block_k) == sizes
+        assert "STAGES_BITS = true" in plan.source()
+        assert long_plan(dim, mask="").tile == plan.tile
+        assert "STAGES_BITS = false" in long_plan(dim, mask="").source()
+
+
+def test_what_else_changes_scores_has_tiles_of_powers_of_two():
+    for more in ({"dropout": True}, {"score": softcap(30.0).form}):
+        for dim in (64, 128):
+            tile = long_plan(dim, **more).tile
+            assert all(size & (size - 1) == 0 for size in tile.scored)
+
+
+def test_bits_come_by_shared_memory_where_there_is_room():
+    for dim, staged in ((64, True), (128, False)):
+        plan = long_plan(dim, mask="blocks")
+        assert (plan.block_q, plan.block_k) == (128, 128)
+        assert f"STAGES_BITS = {str(staged).lower()}" in plan.source()
+    computed = Problem("bfloat16", (4, 32), 4096, 4096, 64, 64)
+    assert not long_plan(64).tile.stages_bits(computed)
+
+
+def operands(dim):
+    rng = np.random.default_rng(dim)
+    return [rng.standard_normal((2, 2, 300, dim)).astype(ml_dtypes.bfloat16) for _ in range(4)]
+
+
+def shown():
+    """Tiles of which nothing, all or a part is visible; a row and keys that nobody sees."""
+    mask = random_mask((1, 1, 300, 300), 64, seed=4, shown=0.6, partial=0.5)
+    mask[..., :200, :100] = True
+    mask[..., 3, :] = mask[..., 7] = mask[..., -1] = False
+    return mask
+
+
+def check(dim=64, schedule=0, backward=False, **options):
+    """Several items a block; what is hidden are NaN and infinities."""
+    q, k, v, dout = operands(dim)
+    k[..., 7, :], v[..., 7, :], v[..., -1, :] = np.nan, np.inf, np.nan
+    options = {"mask": shown(), "causal": True} | options
+    where = {"engine": "wgmma", "algo": "fa3", "schedule": schedule, "device": FEW}
+    if not backward:
+        result = attention(q, k, v, row=long_plan(dim).tile, **where, **options)
+        assert "STAGES_BITS = true" in result.plan.source()
+        assert np.isfinite(result.out.astype(np.float32)).all()
+        assert_forward_close(result.out, result.lse, q, k, v, **options)
+        return
+    out, lse = reference.attention(q, k, v, return_lse=True, **options)
+    inputs = dout, q, k, v, out.astype(q.dtype), lse.astype(np.float32)
+    grads = attention_backward(*inputs, row=long_plan(dim, True).tile, **where, **options)
+    assert_backward_close(grads[:3], dout, q, k, v, **options)
+
+
+def check_lost():
+    """Of scores that are worked out again the mask hides those that it hid before."""
+    q, k, v = growing_scores((2, 600, 64), "bfloat16", *GROWTHS["beyond floats at once"])
+    mask = random_mask((1, 600, 600), 64, seed=4, shown=0.6, partial=1)
+    where = {"engine": "wgmma", "algo": "fa3", "device": FEW, "row": long_plan(64).tile}
+    for schedule in (0, 1, EAGER):
+        result = attention(q, k, v, mask=mask, schedule=schedule, **where)
+        assert_forward_close(result.out, result.lse, q, k, v, mask=mask)
+
+
+WAYS = {
+    "causal": {},
+    "no band": {"causal": False},
+    "window": {"causal": False, "window": (100, 30)},
+    "lengths": {"causal": "bottom_right", "kv_lengths": np.int32([300, 150]),
+                "q_lengths": np.int32([260, 300])},
+    "offset": {"causal": True, "q_offset": np.int32([0, 130])},
+}  # fmt: skip
+
+
+@emulated
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("way", WAYS)
+def test_results_are_right(way, dim):
+    check(dim, **WAYS[way])
+
+
+@emulated
+@pytest.mark.parametrize("schedule", [EAGER, 1])
+def test_so_they_are_under_other_schedules(schedule):
+    check(schedule=schedule)
+
+
+@emulated
+def test_so_they_are_of_scores_worked_out_again():
+    check_lost()
+
+
+@emulated
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("way", WAYS)
+def test_gradients_are_right(way):
+    check(backward=True, **WAYS[way])
+
+
+window = functools.partial(check, **WAYS["window"])
+PLANTED = [
+    ("bits are not waited for", r"full\.expect\(BYTES\);", "", check),
+    ("bits are of another tile", r"p\.mask_bits \+ i64\(of\.bits\)", "p.mask_bits + i64(0)", check),
+    ("bits of another slot", r"smem\.bits\[now\.slot\]\.hide", "smem.bits[0].hide", check),
+    ("the visit of another slot", r"smem\.bits\[now\.slot\]\.visit", "smem.bits[0].visit", check),
+    ("bits are overwritten while lanes read",
+     r"__syncwarp\(\);(?=  // all lanes have read what is hidden)", "", check_lost),
+    ("all consumers have the first one's rows", r"tile, consumer \* SLAB\);", "tile, 0);", check),
+    ("columns are those of the lane before", r"tile\.column\(0\) - 2 \* w",
+     "tile.column(0) - 2 * w + 2", check),
+    ("a row of three words is one of four", r"words \+ r \* WORDS", "words + r * 4",
+     functools.partial(check, 128)),
+    ("the band hides a row too many", r"row_last = row_begin \+ MASK_ROWS - 1",
+     "row_last = row_begin - 1", check),
+    ("a window hides too much", r"farthest < i64\(head\.shift\) - p\.band_left",
+     "farthest < i64(head.shift)", window),
+    ("lengths do not count", r"if \(VARLEN \|\| p\.q_lengths.*?return false;", "",
+     functools.partial(check, **WAYS["offset"])),
+    ("keys and queries are exchanged", r"ROWS_ARE_KEYS \? row_begin - column_last : ",
+     "", functools.partial(check, backward=True)),
+]  # fmt: skip
+
+
+@emulated
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize(("text", "wrong", "test"), [x[1:] for x in PLANTED],
+                         ids=[x[0] for x in PLANTED])  # fmt: skip
+def test_planted_bugs_are_caught(monkeypatch, text, wrong, test):
+    must_be_caught(monkeypatch, text, wrong, test)
