@@ -406,6 +406,18 @@ def test_gradients_on_other_architectures(algo, engine, arch):
     assert_backward_close(result[:3], dout, q, k, v, plan=result.plan, causal=True)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(("arch", "dim"), [(80, 40), (86, 136)])
+def test_gradients_in_any_order_where_registers_are_few(arch, dim, causal):
+    """Blocks begin at different tiles of queries, and keep the entry of a visit, not its index."""
+    rng = np.random.default_rng(17)
+    dout, q, k, v = random(rng, "bfloat16", 4, 2, 200, dim)
+    inputs = with_forward("bfloat16", dout, q, k, v, causal=causal)
+    options = {"algo": "fa2", "engine": "mma", "causal": causal, "deterministic": False}
+    result = attention_backward(*inputs, **options, device=Device(arch))
+    assert_backward_close(result[:3], dout, q, k, v, plan=result.plan, causal=causal)
+
+
 # ------------------------------------------------------------------------------ exact laws
 @EACH_BACKWARD_TYPE
 def test_gradients_of_keys_sum_to_zero(algo, engine, dtype):

@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     };
     for (int key_tile = 0; more(key_tile); ++key_tile) {
         Gradients gradients = {};
-        visit_queries(gradients, smem, p, head, key_tile, 0);
+        visit_queries<false, false>(gradients, smem, p, head, key_tile, 0);
         store_key_gradients(gradients, smem, p, head, key_tile);
         __syncthreads();  // nobody reads this key tile any more
     }

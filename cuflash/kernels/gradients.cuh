@@ -67,7 +67,9 @@ struct Gradients {
 };
 
 // Adds to the gradients of the keys of `key_tile`, and to dQ, for all queries that see one of them.
-// The walk over the queries' tiles begins `rotation` tiles further on.
+// The walk over the queries' tiles begins `rotation` tiles further on if it ROTATES. It WALKS from entry
+// to entry of their list, or works out the entry of each visit, which takes more registers.
+template <bool ROTATES, bool WALKS>
 __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned char* smem,
                                               const Params& p, const Head& head, int key_tile,
                                               int rotation) {
@@ -101,7 +103,7 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
     const int warp_row = first_row_of_warp();
     const int first_step = threadIdx.x / 32 % WARP_SPLIT * STEP_Q;
     const int k_block = key_tile * BLOCK_K, k_begin = k_block + warp_row;
-    const QueryTiles<BLOCK_Q> tiles(p, head, key_tile, BLOCK_K, rotation);
+    const QueryTiles<BLOCK_Q, ROTATES> tiles(p, head, key_tile, BLOCK_K, rotation);
     const Element* const dout = p.dout + locate_queries(p, Position(p, head.index), head,
                                                         p.dout_axis_stride, p.dout_row_stride);
     const i64 first_tile = query_tiles_at<BLOCK_Q>(p, head);
@@ -126,8 +128,8 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
                 0, 1, threadIdx.x);
     };
     using AtOnce = Parts<1>;
-    // What leaves warps that share no keys without spills: with a rotation they have few registers.
-    using Beside = Parts<SHARE_P || ORDERED ? KeyTile::BESIDES : 1>;
+    // What leaves warps that share no keys without spills: with an index to rotate they have few registers.
+    using Beside = Parts<SHARE_P || ORDERED || WALKS ? KeyTile::BESIDES : 1>;
 
     load_rows<BLOCK_K, KeyTile, HEAD_DIM>(K_smem, head.k, p.k_row_stride, k_block, head.key_length);
     load_rows<BLOCK_K, ValueTile, HEAD_DIM_V>(V_smem, head.v, p.v_row_stride, k_block,
@@ -144,8 +146,9 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
     values.take_queries(V_smem + warp_row * ValueTile::PITCH);
 
     bool nonfinite = false;  // rows of dO in cut tiles that the products must not see
-    for (int i = 0; i < tiles.count; ++i) {
-        const Visit visit = tiles[i];
+    int entry = tiles.first();
+    for (int i = 0; i < tiles.count; ++i, entry = tiles.after(entry)) {
+        const Visit visit = WALKS ? tiles.list[entry] : tiles[i];
         const int q_begin = visit.tile * BLOCK_Q, stage = i % STAGES;
         const bool more = i + 1 < tiles.count;
         const TileBits bits(p, head, visit.bits, warp_row, k_begin, q_begin);
@@ -156,7 +159,8 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
         const bool weightless = log2_sums[WEIGHTLESS] != Accumulator(0);
         // Infinite keys: their scores with the zeros that stand for queries beyond the length are NaN.
         const bool cut = tiles.is_cut(visit) || nonfinite_keys || weightless || SCORE_MAY_HIDE;
-        const int next_tile = more ? tiles[i + 1].tile : 0;
+        const auto next = [&] { return WALKS ? tiles.list[tiles.after(entry)] : tiles[i + 1]; };
+        const int next_tile = more ? next().tile : 0;
         constexpr bool AMONG_PRODUCTS = STAGES > 1 && KeyTile::BESIDES > 1;
         if (STAGES > 1 && !AMONG_PRODUCTS) {
             if (more) load_queries(AtOnce(), (i + 1) % STAGES, next_tile, 0);

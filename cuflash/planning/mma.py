@@ -192,10 +192,16 @@ _BACKWARD = (
     *_both(max_dim=128, block_q=64, step_q=32, warps=8, slabs=2, split=2, stages=2),
     _fa2(backward=True, max_dim=128, block_q=64, step_q=32, warps=8, slabs=2, split=2, stages=1),
     _fa1(backward=True, max_dim=128, block_q=64, step_q=16, warps=8, slabs=2, split=2, stages=1),
-    *_both(max_dim=128, block_q=64, step_q=32, warps=4, slabs=2, split=2, stages=1, min_blocks=2),
+    _fa2(backward=True, max_dim=128, block_q=64, step_q=32, warps=4, slabs=2, split=2, stages=1,
+         min_blocks=2, load_unroll=1),
+    _fa1(backward=True, max_dim=128, block_q=64, step_q=32, warps=4, slabs=2, split=2, stages=1,
+         min_blocks=2, load_unroll=4),
     *_both(max_dim=256, block_q=64, step_q=16, warps=8, slabs=2, split=4, stages=2),
-    *_both(max_dim=256, block_q=64, step_q=16, warps=8, slabs=2, split=4, stages=1),
-    *_both(max_dim=256, block_q=32, step_q=16, warps=4, slabs=1, split=2, stages=1, load_unroll=1),
+    *_both(max_dim=256, block_q=64, step_q=16, warps=8, slabs=2, split=4, stages=1, load_unroll=1),
+    _fa2(backward=True, max_dim=256, block_q=32, step_q=16, warps=4, slabs=1, split=2, stages=1,
+         load_unroll=8),
+    _fa1(backward=True, max_dim=256, block_q=32, step_q=16, warps=4, slabs=1, split=2, stages=1,
+         load_unroll=1),
 )
 # Rates are the sweep's of 2048 and 4096 tokens, without the loads and stores of an item.
 _DOUBLE = (

@@ -93,7 +93,7 @@ struct QuerySlabs {
 
 // Query tiles of SIZE queries that the `row`-th tile of keys visits, last one first. With
 // `rotation` the walk begins that many tiles further on and comes round to the others at the end.
-template <int SIZE>
+template <int SIZE, bool ROTATES = true>
 struct QueryTiles {
     TileList list;
     int end, count, start;       // entries [end - count, end); the first visit is the start-th
@@ -115,6 +115,11 @@ struct QueryTiles {
     __device__ __forceinline__ Visit operator[](int i) const {
         i += start;
         return list[end - 1 - (i < count ? i : i - count)];
+    }
+    // The same walk from entry to entry.
+    __device__ __forceinline__ int first() const { return end - 1 - start; }
+    __device__ __forceinline__ int after(int entry) const {
+        return !ROTATES || entry > end - count ? entry - 1 : end - 1;
     }
     __device__ __forceinline__ bool is_cut(const Visit& visit) const {
         return visit.bits >= 0 || visit.tile < uncut_begin || visit.tile >= uncut_end;
