@@ -75,6 +75,7 @@ class Kernel(NamedTuple):
     page_size: int = 0
     dropout: bool = False
     sequences: int | None = None
+    any_order: bool = False
 
     def __str__(self):
         text = f"{self.row}, D {self.head_dim}, {self.dtype}, {self.arch}"
@@ -83,12 +84,13 @@ class Kernel(NamedTuple):
         text += f", pages of {self.page_size}" if self.page_size else ""
         text += ", dropout" if self.dropout else ""
         text += ", packed sequences" if self.sequences else ""
+        text += ", any order" if self.any_order else ""
         return f"{text}, {self.name}" if self.name else text
 
     @property
     def problem(self) -> Problem:
         made = problem(self.dtype, self.head_dim, self.row.backward, self.mask)
-        made = dataclasses.replace(made, dropout=self.dropout)
+        made = dataclasses.replace(made, dropout=self.dropout, deterministic=not self.any_order)
         if self.row.packed > 1:
             made = dataclasses.replace(made, group=self.row.packed)
         if self.page_size:
@@ -164,6 +166,9 @@ def every_row() -> list[Kernel]:
     turns = [x for x in simt if x.dtype == ("float32", "float64")[rows.index(x.row) % 2]]
     # What masks and softcap add is alike from row to row: one of four rows has either.
     made = mma + masked(mma[::4]) + capped(mma[1::4]) + split(mma)[::4] + paged(mma)[::4]
+    any_order = in_any_order(mma)
+    made += any_order + capped(any_order)[::4] + masked(any_order)[:-2:3] + packed(any_order)[1::4]
+    made += dropping(any_order)[2::4]
     made += dropping([x for x in mma if x.row.engine == "mma"])[::5]  # wgmma's: test_dropout.py
     made += [*packed(mma)[::6], mma[0]._replace(sequences=64, name="sequence_starts")]
     planes = [x for x in kernels("sm_90a", ["float32"]) if x.row.kernel == PLANES]
@@ -210,6 +215,17 @@ def masked(made: list[Kernel]) -> list[Kernel]:
     return main + [main[0]._replace(name=name) for name in ("mask_tiles", "mask_lists")]
 
 
+def in_any_order(made: list[Kernel]) -> list[Kernel]:
+    """The main kernels of fa2's gradients on mma and halves, of `made`, that add in any order."""
+    main = [x for x in made if x.row.backward and not x.name and x.row.algo == "fa2"]
+    return [x._replace(any_order=True) for x in main if x.row.engine == "mma" and is_half(x)]
+
+
+def is_half(kernel: Kernel) -> bool:
+    """Whether it is of the type of halves that is measured on its architecture."""
+    return kernel.dtype == ("float16" if kernel.arch == "sm_75" else "bfloat16")
+
+
 def split(made: list[Kernel]) -> list[Kernel]:
     """The forward kernels of `made` with packed heads and parts of the keys, and their merging."""
     rows = [x for x in made if x.row.has_variants and not x.name]
@@ -242,6 +258,22 @@ def one_row_each() -> list[Kernel]:
             continue
         made.append(Kernel(plan.tile, dtype, arch, 64))
     return made
+
+
+def gradients_elsewhere() -> list[Kernel]:
+    """For the other architectures what does the work of fa2's gradients on mma, in the row that
+    each head dim gets, in order and in any order.
+    """
+    rows = []
+    for arch, dim in itertools.product(ARCHES, (32, 64, 128, 256)):
+        halves = "float16" if arch == "sm_75" else "bfloat16"
+        try:
+            plan = make_plan(problem(halves, dim, True), device(arch), "fa2", "mma")
+        except NotImplementedError:
+            continue
+        rows.append(Kernel(plan.tile, halves, arch, plan.tile.max_dim))
+    rows = list(dict.fromkeys(rows))
+    return rows + in_any_order(rows)
 
 
 def compiled(kernel: Kernel, compiler=None) -> Compiled:
@@ -289,6 +321,12 @@ def test_the_kernel_that_a_first_call_waits_for_is_short(dim, most):
     assert len(machine_code(plan.source(plan.kernel), "sm_90a")) / 16 <= most
 
 
+@pytest.mark.one_in(10)
+@pytest.mark.parametrize("kernel", gradients_elsewhere(), ids=str)
+def test_cost_of_gradients_on_other_architectures(kernel):
+    check(kernel)
+
+
 def test_every_architecture_has_its_kernels():
     for backward in (False, True):
         rows = [x for x in one_row_each() if x.row.backward == backward]
@@ -299,10 +337,13 @@ def test_every_architecture_has_its_kernels():
 def whole_matrix() -> dict[str, Kernel]:
     """All kernels that may have a budget, by name."""
     made = [kernel for arch in (*ARCHES, "sm_90a") for kernel in kernels(arch, ITEM_BYTES)]
+    made += in_any_order(made)
     halves = kernels("sm_90a", ["bfloat16"])
     halves = [x for x in halves if x.row.engine != "simt"]
     made += masked(halves) + capped(halves) + split(halves) + paged(halves) + dropping(halves)
     made += packed(halves)
+    any_order = in_any_order(halves)
+    made += masked(any_order)[:-2] + capped(any_order) + dropping(any_order) + packed(any_order)
     made += split([x for x in kernels("sm_90a", ["float32", "float64"]) if x.row.engine == "simt"])
     others = [x for x in kernels("sm_90a", ["float32", "float64"]) if x.row.engine == "mma"]
     made += varied([x for x in others if not x.name])
@@ -365,9 +406,9 @@ def test_odd_problems_compile(plan):
 @pytest.mark.parametrize("row", [row for row in TILES if row.threads], ids=str)
 def test_whole_matrix_compiles(row, arch):
     """All rows, architectures and types."""
-    for kernel in kernels(arch, row.dtypes):
-        if kernel.row is row:
-            check(kernel)
+    made = [x for x in kernels(arch, row.dtypes) if x.row is row]
+    for kernel in made + in_any_order(made):
+        check(kernel)
 
 
 @pytest.mark.full
@@ -397,5 +438,5 @@ if __name__ == "__main__":
     measure_budgets(
         kernels(chosen[0], ["bfloat16", "float32", "float64"])
         if chosen
-        else [*every_row(), *one_row_each()]
+        else [*every_row(), *one_row_each(), *gradients_elsewhere()]
     )
