@@ -95,7 +95,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) mask_tiles(const __grid_co
     const i64 column_begin = i64(column_tile) * MASK_COLUMNS;
     const i64 row_begin = i64(row_tile) * MASK_ROWS;
     if (is_hidden(p, row_begin, column_begin)) {
-        if (threadIdx.x == 0) p.mask_states[blockIdx.x] = HIDDEN;
+        if (threadIdx.x == 0) p.mask_states[blockIdx.x] = OUTSIDE;
         return;
     }
     const unsigned char* const mask = p.mask + locate_list(p, row / p.mask_rows) +

@@ -8,7 +8,7 @@
 #include "seams/sequence.cuh"
 
 // What a mask shows of a tile, which the band may hide from all heads.
-enum { EMPTY, PARTIAL, FULL, HIDDEN };
+enum { EMPTY, PARTIAL, FULL, OUTSIDE };
 
 struct Visit {
     int tile;
