@@ -714,7 +714,10 @@ def test_grid_is_what_the_papers_say(algo, engine):
 
 @EACH_BACKWARD_KERNEL
 def test_backward_grid_is_what_the_papers_say(algo, engine):
-    """fa1: one block per head, fa2: one per head and key tile. Counted by the emulator."""
+    """fa1: one block per head, fa2: one per head and key tile. Counted by the emulator.
+
+    On wgmma this problem is short: beside a head's blocks for keys it has one for its queries.
+    """
     dtype, dim = DTYPES[engine][0], DIMS[engine]
     block_k = tile_of(algo, engine, dtype, backward=True).block_k
     rng = np.random.default_rng(18)
@@ -724,7 +727,8 @@ def test_backward_grid_is_what_the_papers_say(algo, engine):
     )
     inputs = with_forward(dtype, dout, q, k, v)
     result = attention_backward(*inputs, algo=algo, engine=engine, mode="fast")
-    assert result.stats["blocks"] == result.plan.grid == (3 if algo == "fa1" else 3 * 3)
+    blocks = {"fa1": 1, "fa2": 3, "fa3": 3}[algo] + (result.plan.kernel == "hopper_backward_short")
+    assert result.stats["blocks"] == result.plan.grid == 3 * blocks
 
 
 EDGES = """

@@ -205,7 +205,7 @@ class Call:
             lengths={name: spec.dtype.name for name, spec in lengths.items() if spec is not None},
             mask=mask_kind,
             mask_form=self._mask_form(predicate, mask, device),
-            mask_evenness=mask_evenness,
+            mask_evenness=mask_evenness if self.backward else 1.0,
             page_size=self.page_size,
             page_table=table.dtype.name if table else "",
             aligned=aligned and all(spec.rows_are_aligned() for spec in rows),

@@ -44,7 +44,7 @@ def find_call(
     key = (kind, options, types, tuple(arguments.forms), arguments.mask_kind, aligned, device)
     if arguments.predicate is not None:
         key += (arguments.predicate.key,)
-    if kind.backward:  # forward's plan does not depend on it
+    if kind.backward:
         key += (arguments.mask_evenness,)
     try:
         call = _calls.get(key)

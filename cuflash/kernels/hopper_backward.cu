@@ -206,16 +206,22 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
         if (!SCORE_IS_MODIFIED && is_first) barriers.K_checked.wait(items / GROUP % 2);
         if (smem.row_stats[slot][NONFINITE] != 0 || has_nonfinite_keys()) {
             if (is_first && has_nonfinite_keys()) change_tiles(clear_keys);
-            const auto hide = [&](int group, PackedGroup& P, PackedGroup& dS) {
+            const auto hide = [&](int group, PackedGroup& P, PackedGroup&) {
                 if (DROPS && !GradientStep::PACKS_AT_ONCE &&
                     facts.is_cut)  // what is dropped as well is +0
                     now.hide(P, group, bits_of(now));
+            };
+            const auto hide_weightless = [&](int group, PackedGroup& P, PackedGroup&) {
                 now.hide_weightless(P, group, log2_sums);
+            };
+            const auto hide_keys = [&](int, PackedGroup& P, PackedGroup& dS) {
                 if (!SCORE_IS_MODIFIED && has_nonfinite_keys())
                     now.hide_keys(P, dS, smem.cleared_keys, consumer * SLAB);
+            };
+            const auto hide_gradients = [&](int, PackedGroup& P, PackedGroup& dS) {
                 now.hide_gradients(dS, P);
             };
-            now.change_groups(P_pairs, dS_pairs, hide);
+            now.change_groups(P_pairs, dS_pairs, hide, hide_weightless, hide_keys, hide_gradients);
             clear_queries(slot);
         }
 
