@@ -262,18 +262,19 @@ struct GradientStep {
 
     // What is rare is done to packed numbers by a loop of `changes(group, P, dS)...` in which registers
     // turn: it is short then. Without the loop it took NVRTC a third of its time. Modified scores and
-    // dropout leave no registers for one: there one change comes behind the other.
+    // dropout leave no registers for one, and modified scores none for all changes of a group at once.
     template <typename... Changes>
     static __device__ __forceinline__ void change_groups(Packed& P, Packed& dS,
                                                          const Changes&... changes) {
-        if constexpr (SCORE_IS_MODIFIED || DROPS) {
+        if constexpr (SCORE_IS_MODIFIED && !DROPS) {
             const auto change_all = [&](const auto& change) {
 #pragma unroll
                 for (int group = 0; group < GROUPS; ++group) change(group, P[group], dS[group]);
             };
             (change_all(changes), ...);
         } else {
-#pragma unroll 1
+            constexpr int UNROLLED = DROPS ? GROUPS : 1;
+#pragma unroll UNROLLED
             for (int group = 0; group < GROUPS; ++group) {
                 (changes(group, P[0], dS[0]), ...);
                 turn(P), turn(dS);
