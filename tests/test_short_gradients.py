@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cases import H200
 from compile_kernels import compile_source, require_nvrtc
-from emulated import attention_backward
+from emulated import attention, attention_backward, attention_varlen, attention_varlen_backward
 from emulator import EAGER, EmulatorError, available
 from tolerance import assert_backward_close
 
@@ -77,9 +77,16 @@ def test_the_device_decides():
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_registers_suffice(dtype, d):
     require_nvrtc()
-    plan = make_plan(dataclasses.replace(problem(d), dtype=dtype), H200)
-    compiled = compile_source(without_comments(plan.source(SHORT)), "sm_90a")
-    assert (compiled.stack, compiled.spills, compiled.messages) == (0, 0, ())
+    one = dataclasses.replace(problem(d), dtype=dtype)
+    packed = dataclasses.replace(
+        one, sequences=2, longest=(512, 512), offsets="int64", leading=(4,), own_heads=(4, 4)
+    )
+    for made in (make_plan(one, H200), make_plan(packed, H200)):
+        names = [x.name for x in made.kernels if x.name.startswith("hopper")]
+        assert made.tile.max_dim == 128 and len(names) == (1 if made.kernel == SHORT else 2)
+        for name in names:
+            compiled = compile_source(without_comments(made.source(name)), "sm_90a")
+            assert (compiled.stack, compiled.spills, compiled.messages) == (0, 0, ()), name
 
 
 def gradients(
@@ -120,6 +127,35 @@ def gradients(
 def test_gradients(options):
     """The same bits under all schedules."""
     assert len({tuple(gradients(schedule=seed, **options)) for seed in (EAGER, 0, 1)}) == 1
+
+
+@EMULATED
+@pytest.mark.parametrize(
+    ("heads", "dims", "n", "options"),
+    [((2, 2), (64, 64), 300, {"causal": True}), ((2, 1), (40, 96), 70, {"window": 30})],
+)
+def test_packed_sequences_of_one_length_have_the_same_bits(heads, dims, n, options):
+    """Although they take two kernels, and know their queries from another one."""
+    count, (d, e) = 3, dims
+    rng = np.random.default_rng(0)
+    sizes = (heads[0], n, d), (heads[1], n, d), (heads[1], n, e), (heads[0], n, e)
+    batch = [rng.standard_normal((count, *size)).astype(np.float16) for size in sizes]
+    packed = [x.swapaxes(1, 2).reshape(count * n, x.shape[1], x.shape[3]) for x in batch]
+    starts = np.arange(0, count * n + 1, n)
+    options = {"algo": "fa2", "engine": "wgmma", "enable_gqa": True, "device": H200, **options}
+    out = attention(*batch[:3], **options)
+    dlse = rng.standard_normal(out.lse.shape).astype(np.float32)
+    grads = attention_backward(batch[3], *batch[:3], out.out, out.lse, dlse=dlse, **options)
+    mine = attention_varlen(*packed[:3], starts, starts, **options)
+    options["dlse"] = np.ascontiguousarray(dlse.swapaxes(0, 1).reshape(mine.lse.shape))
+    own = attention_varlen_backward(
+        packed[3], *packed[:3], mine.out, mine.lse, starts, starts, **options
+    )
+    assert grads.plan.kernel == SHORT
+    names = [kernel.name for kernel in own.plan.kernels]
+    assert names[:4] == ["sequence_starts", ROWS, "hopper_backward_keys", "hopper_backward_queries"]
+    for a, b in zip(own[:3], grads[:3], strict=True):
+        assert a.tobytes() == b.swapaxes(1, 2).reshape(a.shape).tobytes()
 
 
 def nonfinite(q, k, v, dout):

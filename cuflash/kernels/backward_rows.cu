@@ -22,9 +22,6 @@
 #include "seams/position.cuh"
 #include "seams/sequence.cuh"
 
-constexpr int lanes_of_row(int lanes = 1) {
-    return lanes >= CHUNKS<HEAD_DIM_V> || lanes == 32 ? lanes : lanes_of_row(2 * lanes);
-}
 constexpr int LANES = lanes_of_row(), AT_ONCE = SIDE_THREADS / LANES;  // rows
 static_assert(STATS_Q == BLOCK_Q, "the plan's tiles in the workspace are those of the kernel");
 constexpr int DQ_SUMS = tile_bytes::dq_sum / int(sizeof(Accumulator));

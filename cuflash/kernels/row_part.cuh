@@ -8,6 +8,11 @@
 template <int D>
 constexpr int CHUNKS = divide_up(D, CHUNK<Element>);
 
+// As many lanes as there are chunks, or 32: they multiply two rows of dO and O.
+constexpr int lanes_of_row(int lanes = 1) {
+    return lanes >= CHUNKS<HEAD_DIM_V> || lanes == 32 ? lanes : lanes_of_row(2 * lanes);
+}
+
 // A lane's part of a row of D numbers: every LANES-th chunk.
 template <int D, int LANES>
 struct PartOfRow {
@@ -30,16 +35,31 @@ struct PartOfRow {
             }
         }
     }
-    // This lane's part of the product of two rows.
-    __device__ __forceinline__ Accumulator times(const PartOfRow& other) const {
+    // This lane's part of the product of two rows, or of this part the `first` of every `stride` chunks.
+    __device__ __forceinline__ Accumulator times(const PartOfRow& other, int first = 0,
+                                                 int stride = 1) const {
         Accumulator sum = Accumulator(0);
 #pragma unroll
-        for (int c = 0; c < COUNT; ++c)
+        for (int c = first; c < COUNT; c += stride)
 #pragma unroll
             for (int e = 0; e < CHUNK<Element>; ++e)
                 sum = multiply_add(Accumulator(widen(chunks[c].at[e])),
                                    Accumulator(widen(other.chunks[c].at[e])), sum);
         return sum;
+    }
+    // The product of two rows, with the bits that it has where `OTHERS` lanes
+    // multiply a part each: a lane here stands for some of them.
+    template <int OTHERS>
+    __device__ __forceinline__ Accumulator product_as_by(const PartOfRow& other) const {
+        constexpr int SHARE = OTHERS > LANES ? OTHERS / LANES : 1;
+        Accumulator sums[SHARE];
+#pragma unroll
+        for (int s = 0; s < SHARE; ++s) sums[s] = row_sum<LANES>(times(other, s, SHARE));
+#pragma unroll
+        for (int width = 1; width < SHARE; width *= 2)
+#pragma unroll
+            for (int s = 0; s < SHARE; s += 2 * width) sums[s] += sums[s + width];
+        return sums[0];
     }
     // Whether there is an infinity or NaN, or numbers too large to be sure.
     __device__ __forceinline__ bool may_be_nonfinite() const { return !is_finite(times(*this)); }

@@ -217,6 +217,7 @@ class WgmmaGradientTile(HopperGradientTile):
             "CHAINED": self.chains(problem) > 0,
             "GROUP": self.group(problem),
             "ROTATION": 2,
+            "HEADS_ROTATE": True,
             "TICKETS": 1 + len(walked(problem)),
             "TURNS": TURNS,
             "TURNED_BYTES": self.turned_bytes(problem),

@@ -69,4 +69,25 @@ class WgmmaShortTile(WgmmaKeysTile):
         return f"{super().products(problem)}\n{self.queries.products(problem)}"
 
 
-ROWS = (WgmmaShortTile(algo="fa2", max_dim=128, block_q=QUERIES),)
+@dataclass(frozen=True, kw_only=True)
+class WgmmaShortPackedTile(WgmmaKeysTile):
+    """The same for packed sequences, as two kernels: where in the arrays a sequence lies is known
+    too late for one.
+
+    The sums are those of the one kernel, so gradients of a batch have the same bits when packed.
+    """
+
+    modified: bool = False
+    drops: bool = False
+
+    def reject(self, problem: Problem, device: Device) -> str:
+        """Why this row cannot or should not serve, or an empty string."""
+        if not problem.is_packed:
+            return "for short problems: those that are packed"
+        return ROWS[0].reject(problem.typical, device) or super().reject(problem, device)
+
+
+ROWS = (
+    WgmmaShortTile(algo="fa2", max_dim=128, block_q=QUERIES),
+    WgmmaShortPackedTile(algo="fa2", max_dim=128, block_q=QUERIES),
+)

@@ -124,6 +124,7 @@ class WgmmaKeysTile(WgmmaGradientTile):
         """Sizes that the kernels read."""
         return super().constants(problem) | {
             "ROTATION": 1,
+            "HEADS_ROTATE": False,
             "TICKETS": 2,
             "PRODUCER_REGISTERS": 40,
         }

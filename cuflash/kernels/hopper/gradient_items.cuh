@@ -28,8 +28,9 @@ struct alignas(16) KeyItem {
         const Head& head = located.head;
         opens = number_in_group == 0, closes = number_in_group == GROUP - 1;
         key_tile = row_at(p, head, tile, tile);
-        // Blocks that may add in any order begin at different tiles of dQ and seldom meet.
-        const int rotation = ORDERED ? 0 : ROTATION * key_tile + head.index;
+        // Blocks that may add in any order begin at different tiles of dQ and seldom meet. Where each
+        // has its own sums, these must not depend on which head of a batch it is.
+        const int rotation = ORDERED ? 0 : ROTATION * key_tile + (HEADS_ROTATE ? head.index : 0);
         queries = QueryTiles<BLOCK_Q>(p, head, key_tile, BLOCK_K, rotation);
         if (!located.is_held()) queries.count = 0;
     }

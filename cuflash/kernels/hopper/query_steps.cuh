@@ -44,7 +44,8 @@ struct QueryStats {
             nonfinite |= exists && of_tile[NONFINITE] != Accumulator(0);
         }
     }
-    // As backward_rows.cu: the four lanes that have scores of a query each multiply a part of its row.
+    // As backward_rows.cu, with the same bits: gradients of packed sequences have them from there. The
+    // four lanes that have scores of a query each multiply a part of its row.
     // Rows without weight are not looked at, and others need not be: nothing is hidden in whole tiles.
     __device__ __forceinline__ void work_out(const Params& p, const Head& head,
                                              const QueryScores& tile, int q_begin) {
@@ -71,7 +72,8 @@ struct QueryStats {
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             const bool empty = log_sum[i] == -infinity<Accumulator>();
-            const Accumulator product = row_sum<4>(out_part[i].times(dout_part[i]));
+            const Accumulator product =
+                out_part[i].template product_as_by<lanes_of_row()>(dout_part[i]);
             log2_sums[i] = log2_sum_of_row(p, log_sum[i]);
             deltas[i] = empty ? Accumulator(0) : delta_of_kept(p, product - dlse[i]);
             nonfinite |= empty && q_begin + tile.row(i) < p.query_length;
