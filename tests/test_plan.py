@@ -78,7 +78,9 @@ def test_grid_is_a_block_per_head_or_per_query_tile(row, leading, n):
 @pytest.mark.one_in(3)
 @pytest.mark.no_cover
 @pytest.mark.parametrize(
-    "row", [x for x in BACKWARD_ROWS if not isinstance(x, (PlanesKeysTile, WgmmaShortTile))], ids=str
+    "row",
+    [x for x in BACKWARD_ROWS if not isinstance(x, (PlanesKeysTile, WgmmaShortTile))],
+    ids=str,
 )
 @given(st.lists(st.integers(0, 5), max_size=3), st.integers(0, 1000), st.integers(0, 1000))
 def test_backward_grid_is_a_block_per_head_or_per_key_tile(row, leading, n, m):
