@@ -1084,25 +1084,30 @@ def test_an_address_without_a_view_gets_one(monkeypatch):
 
 def test_the_results_kept_are_of_commits_and_benchmarks_of_this_repository():
     known = json.loads((BENCH / "results" / "benchmarks.json").read_text())
-    paths = list((BENCH / "results" / "nvidia-h200").glob("*-*.json"))
+    paths = list((BENCH / "results").glob("*/*-*.json"))
     assert len(paths) >= 6
     for path in paths:
         text = json.loads(path.read_text())
         assert path.name.startswith(text["commit_hash"][:8])
+        assert text["params"]["machine"] == path.parent.name
         assert set(text["results"]) <= set(known)
         assert path.stat().st_size < 100_000
 
 
 def test_the_readme_counts_the_results_kept():
-    counts = []
-    for path in (BENCH / "results" / "nvidia-h200").glob("*-*.json"):
+    counts = {"nvidia-h200": [], "nvidia-h100": []}
+    for path in (BENCH / "results").glob("*/*-*.json"):
         text = json.loads(path.read_text())
         column = text["result_columns"].index("result")
         found = (values[column] or [] for values in text["results"].values())
-        counts.append(sum(x is not None and x == x for values in found for x in values))
+        count = sum(x is not None and x == x for values in found for x in values)
+        counts[path.parent.name].append(count)
     words = " ".join((BENCH / "README.md").read_text().split())
-    assert f"holds the history: {len(counts)} commits from the first kernels on, " in words
-    assert f"{min(counts)} to {max(counts)} figures each, {sum(counts)} in all" in words
+    h200, h100 = counts.values()
+    assert f"holds the history: {len(h200)} commits from the first kernels on, " in words
+    assert f"{min(h200)} to {max(h200)} figures each, {sum(h200)} in all" in words
+    assert len(h100) == 1
+    assert f"`results/nvidia-h100` holds {sum(h100)} figures of one commit" in words
 
 
 @pytest.fixture
