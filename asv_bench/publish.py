@@ -7,15 +7,19 @@ asv's pages load their scripts from other sites. Here these come from the npm re
 html/vendor, and the pages are made to load them from there. They must be served: opened as files
 they cannot read the graphs' data.
 
-A graph opens on fa2 and fa3, commits at even distances, times on a logarithmic axis. asv has no
-setting for that: without a view in the address it takes the first values of each parameter, which
-is fa1, and a linear axis. The legend lies where a logarithmic axis has room, at the bottom.
+A graph opens on fa2 and fa3, on the machine with the longest history, commits at even distances,
+times on a logarithmic axis. asv has no setting for that: without a view in the address it takes all
+machines, the first values of each parameter, which is fa1, and a linear axis. The legend lies where
+a logarithmic axis has room, at the bottom. A point opens its commit: where asv.conf.json names no
+site that shows commits, a page in html/commits with what git says of it.
 """
 
 from __future__ import annotations
 
 import argparse
+import collections
 import functools
+import html
 import http.server
 import json
 import re
@@ -57,6 +61,11 @@ open_on_view();
 window.addEventListener("hashchange", open_on_view);
 </script>
 """
+COMMIT = """<!DOCTYPE html>
+<meta charset="utf-8">
+<title>{title}</title>
+<pre>{text}</pre>
+"""
 OUTSIDE = re.compile(r'<(script|link) [^>]*?(src|href)="https://[^"]*/([^"/]+)"[^>]*>')
 
 
@@ -84,7 +93,15 @@ def localise(page: str) -> str:
     return OUTSIDE.sub(tag, page)
 
 
-def views(benchmarks) -> dict[str, str]:
+def find_machines(results: Path) -> dict[str, str]:
+    """Of each benchmark the machine that has figures of most commits."""
+    counts: collections.Counter[tuple[str, str]] = collections.Counter()
+    for path in sorted(results.glob("*/*-*.json")):
+        counts.update((name, path.parent.name) for name in json.loads(path.read_text())["results"])
+    return {name: machine for (name, machine), _ in reversed(counts.most_common())}
+
+
+def views(benchmarks, machines: dict[str, str]) -> dict[str, str]:
     """What asv's address of each benchmark says after "?" for the graph to open on."""
     found = {}
     for name, benchmark in benchmarks.items():
@@ -95,7 +112,8 @@ def views(benchmarks) -> dict[str, str]:
             if parameter != "algo":
                 chosen[parameter] = values[: max(1, MOST_LINES // lines)]
                 lines *= len(chosen[parameter])
-        query = [("x-axis-scale", "even")]
+        query = [("machine", machines[name])] if name in machines else []
+        query.append(("x-axis-scale", "even"))
         if benchmark["unit"] == "seconds":
             query.append(("y-axis-scale", "log"))
         if latest:
@@ -105,28 +123,29 @@ def views(benchmarks) -> dict[str, str]:
     return found
 
 
-def with_views(page: str, benchmarks) -> str:
+def with_views(page: str, opened: dict[str, str]) -> str:
     """The page with a script that opens each graph on its view, before all others."""
-    script = OPENING.replace("VIEWS", json.dumps(views(benchmarks), indent=1))
+    script = OPENING.replace("VIEWS", json.dumps(opened, indent=1))
     return page.replace("<script", script + "<script", 1)
 
 
 def with_legend_below(script: str) -> str:
     """The script of asv's graphs with the legend in the lower left corner, not the upper."""
-    return replaced(script, 'position: "nw"', 'position: "sw"')
-
-
-def without_dead_links(script: str) -> str:
-    """The script in which a point opens its commit's page, if asv.conf.json says where that is."""
-    opens = "if (previous_hash !== commit_hash"
-    return replaced(script, opens, f'{opens} && $.asv.main_json.show_commit_url !== "#"')
-
-
-def replaced(script: str, old: str, new: str) -> str:
-    """A script of asv's with one place changed."""
+    old = 'position: "nw"'
     if script.count(old) != 1:
         raise SystemExit(f"asv's graphdisplay.js has {script.count(old)} times {old}, not once")
-    return script.replace(old, new)
+    return script.replace(old, 'position: "sw"')
+
+
+def write_commits(folder: Path, index) -> None:
+    """A page for each commit of the graphs, under the part of its hash that asv links to."""
+    for commit in index["revision_to_hash"].values():
+        command = ["git", "-C", str(HERE), "show", "--stat=100", "--date=iso",
+                   "--format=commit %H%n%ad%n%n%B", commit]  # fmt: skip
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        page = folder / commit[: index["hash_length"]] / "index.html"
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(COMMIT.format(title=commit, text=html.escape(done.stdout)))
 
 
 def main() -> None:
@@ -141,12 +160,17 @@ def main() -> None:
     vendor.mkdir(exist_ok=True)
     for name, path in FILES.items():
         shutil.copy(packages / path, vendor / name)
-    index = HTML / "index.html"
-    benchmarks = json.loads((HTML / "index.json").read_text())["benchmarks"]
-    index.write_text(with_views(localise(index.read_text()), benchmarks))
+    index = json.loads((HTML / "index.json").read_text())
+    if index["show_commit_url"] == "#":
+        index["show_commit_url"] = "commits/"
+        write_commits(HTML / "commits", index)
+        (HTML / "index.json").write_text(json.dumps(index))
+    start = HTML / "index.html"
+    opened = views(index["benchmarks"], find_machines(HERE / "results"))
+    start.write_text(with_views(localise(start.read_text()), opened))
     graphs = HTML / "graphdisplay.js"
-    graphs.write_text(without_dead_links(with_legend_below(graphs.read_text())))
-    print(f"{index}: to be served, for example by --serve 8080")
+    graphs.write_text(with_legend_below(graphs.read_text()))
+    print(f"{start}: to be served, for example by --serve 8080")
     if options.serve is not None:
         handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=HTML)
         server = http.server.ThreadingHTTPServer(("localhost", options.serve), handler)

@@ -6,6 +6,7 @@
 import contextlib
 import dataclasses
 import functools
+import html
 import importlib
 import json
 import math
@@ -1015,7 +1016,7 @@ def test_graphs_open_on_the_fastest_and_times_on_a_logarithmic_axis(monkeypatch)
     publish = importlib.import_module("publish")
     known = json.loads((BENCH / "results" / "benchmarks.json").read_text())
     del known["version"]
-    found = {name: parse_qs(view) for name, view in publish.views(known).items()}
+    found = {name: parse_qs(view) for name, view in publish.views(known, {}).items()}
     assert found["forward.Forward.track_seconds"] == {
         "p-problem": known["forward.Forward.track_seconds"]["params"][0][:4],
         "p-causal": ["False"],
@@ -1039,16 +1040,40 @@ def test_graphs_open_on_the_fastest_and_times_on_a_logarithmic_axis(monkeypatch)
         assert "'fa1'" not in view.get("p-algo", ())
 
 
-def test_the_legend_moves_and_points_without_pages_open_none_or_it_is_said_why_not(monkeypatch):
+def test_the_legend_moves_or_it_is_said_why_not(monkeypatch):
     monkeypatch.syspath_prepend(BENCH)
     publish = importlib.import_module("publish")
     assert publish.with_legend_below('a {position: "nw"} b') == 'a {position: "sw"} b'
     with pytest.raises(SystemExit, match="has 0 times"):
         publish.with_legend_below("another version")
-    script = publish.without_dead_links("if (previous_hash !== commit_hash) {")
-    assert script == (
-        'if (previous_hash !== commit_hash && $.asv.main_json.show_commit_url !== "#") {'
-    )
+
+
+def test_every_commit_of_the_graphs_has_a_page(monkeypatch, tmp_path):
+    if not (BENCH.parent / ".git").exists():
+        pytest.skip("this is no git checkout")
+    monkeypatch.syspath_prepend(BENCH)
+    publish = importlib.import_module("publish")
+    commit = git(BENCH, "rev-parse", "HEAD")
+    publish.write_commits(tmp_path, {"revision_to_hash": {"7": commit}, "hash_length": 8})
+    (page,) = tmp_path.glob("*/index.html")
+    assert page.parent.name == commit[:8]
+    subject = html.escape(git(BENCH, "show", "-s", "--format=%s", "HEAD"))
+    assert f"<pre>commit {commit}\n" in page.read_text()
+    assert f"\n\n{subject}\n" in page.read_text()
+
+
+def test_a_graph_opens_on_the_machine_with_most_commits(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(BENCH)
+    publish = importlib.import_module("publish")
+    for path, names in {"a/1-x": "pq", "a/2-x": "p", "b/1-x": "pq", "b/2-x": "q"}.items():
+        kept = tmp_path / f"{path}.json"
+        kept.parent.mkdir(exist_ok=True)
+        kept.write_text(json.dumps({"results": {key: [] for key in names}}))
+    assert publish.find_machines(tmp_path) == {"p": "a", "q": "b"}
+    kinds = {"param_names": ["n"], "params": [["1"]], "unit": "bytes"}
+    assert publish.views({"p": kinds, "r": kinds}, {"p": "a"}) == {
+        "p": "machine=a&x-axis-scale=even", "r": "x-axis-scale=even"
+    }  # fmt: skip
 
 
 OPENED = """
@@ -1070,7 +1095,8 @@ def test_an_address_without_a_view_gets_one(monkeypatch):
     monkeypatch.syspath_prepend(BENCH)
     publish = importlib.import_module("publish")
     kinds = {"param_names": ["algo"], "params": [["'fa1'", "'fa2'"]], "unit": "seconds"}
-    page = publish.with_views('<head><script src="asv.js"></script></head>', {"a.B": kinds})
+    opened = publish.views({"a.B": kinds}, {})
+    page = publish.with_views('<head><script src="asv.js"></script></head>', opened)
     head, script, rest = re.fullmatch(r"(<head>)<script>(.*?)</script>\n(.*)", page, re.S).groups()
     assert (head, rest) == ("<head>", '<script src="asv.js"></script></head>')
     hashes = ["#a.B", "#a.B?p-algo=1", "", "#/summarylist", "#a.B"]
@@ -1154,7 +1180,8 @@ def look():
 def test_published_pages(look, tmp_path):
     """The grid lists every benchmark; a graph draws lines from the first commit to the last.
 
-    It opens on fa2 and fa3, on a logarithmic axis, with the legend beside the lines.
+    It opens on fa2 and fa3, on the machine with the longest history, on a logarithmic axis, with
+    the legend beside the lines. The list of what changed leads to the pages of commits.
 
     One test: it writes into the checkout, and tests run side by side.
     """
@@ -1163,6 +1190,10 @@ def test_published_pages(look, tmp_path):
     known = json.loads((BENCH / "results" / "benchmarks.json").read_text())
     for name in set(known) - {"version"}:
         assert name.split(".", 1)[1] in page, name
+    changed = look("#summarylist?machine=nvidia-h200&cpu=NVIDIA+H200", "--dump-dom")
+    links = set(re.findall(r'href="(commits/\w+)"', changed))
+    assert links
+    assert all((BENCH / "html" / link / "index.html").exists() for link in links)
     page = look("#forward.Forward.track_seconds", "--dump-dom")
     for name in ("log-scale", "even-spacing"):
         assert re.search(rf'<a id="{name}" class="[^"]*\bactive\b', page)
