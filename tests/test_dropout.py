@@ -465,7 +465,7 @@ PLANTED = [
     ("all heads have the same bits", r"u32\(head\.head\)", "0"),
     ("all entries have the same bits", r"u32\(head\.batch\)", "0"),
     ("the upper half of the seed is ignored", r"u32\(key >> 32\)", "0"),
-    ("one round less", r"philox<DROPOUT_ROUNDS>", "philox<DROPOUT_ROUNDS - 1>"),
+    ("one round less", r"philox<DROPOUT_ROUNDS, ROUNDS>", "philox<DROPOUT_ROUNDS - 1, ROUNDS>"),
     ("words are not turned for upper queries", r"16 \* upper_query", "0"),
     ("words are not turned for upper keys", r"8 \* upper_key", "0"),
     ("words are turned to the right", r"<< bits \| word >>", ">> bits | word <<"),

@@ -88,6 +88,10 @@ __device__ __forceinline__ void add_nonfinite_values(const Params& p, const Item
     }
 }
 
+// Whether dropout's calls of a lane's rows stay in registers from tile to tile: where sums, scores and
+// weights leave enough of them.
+constexpr bool HOLDS_CALLS = CONSUMER_REGISTERS - 2 * Tile::VALUE_COLUMNS - 3 * Tile::COLUMNS >= 48;
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     hopper_forward(const __grid_constant__ Params p, const __grid_constant__ Tables tables) {
     extern __shared__ __align__(1024) unsigned char bytes[];
@@ -139,6 +143,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     RowsOfKeys<Tile, BLOCK_K> rows(smem.rows, (threadIdx.x - WARPGROUP) / 32);  // of an array
     LoadedBits<Columns, Tile::ROWS, Tile::COLUMNS> bits;                        // of the mask
     ScoreLine<Tile> line;
+    RowCalls<Tile::ROWS> calls;  // of dropout
     const auto bring_rows = [&](const Visit& visit) {
         rows.bring(p, head, row_begin + tile.row(0) / 8 * 8, visit.tile * BLOCK_K);
     };
@@ -204,7 +209,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if constexpr (PAGED || STAGES_BITS) __syncwarp();  // all lanes have read what is hidden
         if (speaks) barriers.K_empty[now.slot].arrive();
         const int k_begin = visit.tile * BLOCK_K;
-        drop_probabilities(S_regs, tile, p, head, row_begin, k_begin);
+        if (!HOLDS_CALLS) calls.find(tile, p, head, row_begin);
+        drop_probabilities(S_regs, calls, tile, p, row_begin, k_begin);
         settle(S_regs);
         now.advance();
         return stale;
@@ -258,6 +264,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         softmax = Softmax();
         clear_rows(O_regs);
         line.find(tile, p, head, row_begin);
+        if (HOLDS_CALLS) calls.find(tile, p, head, row_begin);
         const int passed_by = part.before + part.after;
         if (keys.count() + passed_by > 0) {
             barriers.Q_full[consumer].wait(parity);

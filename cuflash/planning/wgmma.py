@@ -216,8 +216,8 @@ _fa1 = partial(WgmmaTile, algo="fa1")
 
 # fmt: off
 ROWS = (
-    *_both(max_dim=64,  block_k=128, warps=12, stages=4, ping_pong=True, modified=False, spans=True,
-           rate=657, item_time=1.63, start_time=8.2),
+    *_both(max_dim=64,  block_k=128, warps=12, stages=4, ping_pong=True,
+           modified=False, drops=False, spans=True, rate=657, item_time=1.63, start_time=8.2),
     *_both(max_dim=64,  block_k=96,  warps=12, stages=4, ping_pong=True,
            rate=638, item_time=1.50, start_time=8.2),
     *_both(max_dim=64,  block_k=128, warps=8,  stages=4, ping_pong=True,

@@ -430,6 +430,12 @@ def _(asm, m, ops):
     return f"{target} = {a} + {b};"
 
 
+@_ptx(r"mul\.wide\.u32")
+def _(asm, m, ops):
+    target, a, b = map(asm.value, ops)
+    return f"{target} = (emu_u64){a} * {b};"
+
+
 @_ptx(r"cvt\.rn(?:\.satfinite)?\.(bf16x2|f16x2)\.f32")
 def _(asm, m, ops):
     target, high, low = asm.value(ops[0], "r"), asm.value(ops[1], "f"), asm.value(ops[2], "f")

@@ -21,16 +21,33 @@
 
 using RandomWords = Vector<u32, 4>;
 
-// Philox4x32 (Salmon et al. 2011): 128 random bits for a counter.
-template <int ROUNDS>
+// mul.wide.u32: a product of 64 bits. Of one whose halves are used far apart, or shifted, the compiler
+// would make two.
+struct WideProduct {
+    u32 low, high;
+
+    __device__ __forceinline__ WideProduct(u32 a, u32 b) {
+        u64 product;
+        asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
+        low = u32(product), high = u32(product >> 32);
+    }
+};
+
+// Philox4x32 (Salmon et al. 2011): 128 random bits for a counter. These are its rounds from the FIRST on.
+constexpr u32 FIRST_FACTOR = 0xd2511f53u, THIRD_FACTOR = 0xcd9e8d57u;
+__device__ __forceinline__ u32 low_key(u64 key, int round) {
+    return u32(key) + round * 0x9e3779b9u;
+}
+__device__ __forceinline__ u32 high_key(u64 key, int round) {
+    return u32(key >> 32) + round * 0xbb67ae85u;
+}
+template <int ROUNDS, int FIRST>
 __device__ __forceinline__ RandomWords philox(RandomWords counter, u64 key) {
-    u32 low_key = u32(key), high_key = u32(key >> 32);
 #pragma unroll
-    for (int round = 0; round < ROUNDS; ++round) {
-        const u32 first = counter.at[0], second = counter.at[2];
-        counter = {__umulhi(0xcd9e8d57u, second) ^ counter.at[1] ^ low_key, 0xcd9e8d57u * second,
-                   __umulhi(0xd2511f53u, first) ^ counter.at[3] ^ high_key, 0xd2511f53u * first};
-        low_key += 0x9e3779b9u, high_key += 0xbb67ae85u;
+    for (int round = FIRST; round < ROUNDS; ++round) {
+        const WideProduct first(FIRST_FACTOR, counter.at[0]), third(THIRD_FACTOR, counter.at[2]);
+        counter = {third.high ^ counter.at[1] ^ low_key(key, round), third.low,
+                   first.high ^ counter.at[3] ^ high_key(key, round), first.low};
     }
     return counter;
 }
@@ -42,19 +59,48 @@ __device__ __forceinline__ u64 find_seed(const P& p) {
 }
 
 // The number of a query among those that have calls of their own, and of a key. 16 queries further on it
-// is 8 more, 32 keys further on 4 more.
-__device__ __forceinline__ u32 query_number(int q) { return u32(q) / 16 * 8 + u32(q) % 8; }
-__device__ __forceinline__ u32 key_number(int k) { return u32(k) / 32 * 4 + u32(k) % 8 / 2; }
-
-// The words of one call. Where the operands are part of a larger call's, p says where they begin in it.
+// is 8 more, 32 keys further on 4 more. Where the operands are part of a larger call's, p says where they
+// begin in it.
 template <typename P>
-__device__ __forceinline__ RandomWords draw_words(const P& p, u64 seed, const Head& head,
-                                                  u32 of_query, u32 of_key) {
-    return philox<DROPOUT_ROUNDS>(
-        {of_query + u32(p.first_query_number), of_key + u32(p.first_key_number),
-         u32(head.head) + u32(p.first_head), u32(head.batch)},
-        seed);
+__device__ __forceinline__ u32 query_number(const P& p, int q) {
+    return u32(q) / 16 * 8 + u32(q) % 8 + u32(p.first_query_number);
 }
+template <typename P>
+__device__ __forceinline__ u32 key_number(const P& p, int k) {
+    return u32(k) / 32 * 4 + u32(k) % 8 / 2 + u32(p.first_key_number);
+}
+
+// The calls of a query: what their first three rounds have in common. Of six products that leaves two, one
+// of which depends on the key alone.
+struct QueryCalls {
+    static constexpr int ROUNDS = 3;
+    u64 seed;
+    // What the products of these rounds are xored with, by the round and the word; and the last word.
+    u32 first_of_1, third_of_2, first_of_3, third_of_3, fourth_of_3;
+
+    QueryCalls() = default;
+    template <typename P>
+    __device__ __forceinline__ QueryCalls(const P& p, u64 seed, const Head& head, u32 of_query)
+        : seed(seed) {
+        const WideProduct of_head(THIRD_FACTOR, u32(head.head) + u32(p.first_head));
+        const WideProduct one(FIRST_FACTOR, of_query);
+        const WideProduct two(THIRD_FACTOR, one.high ^ u32(head.batch) ^ high_key(seed, 0));
+        const WideProduct three(FIRST_FACTOR, two.high ^ of_head.low ^ low_key(seed, 1));
+        first_of_1 = of_head.high ^ low_key(seed, 0);
+        third_of_2 = one.low ^ high_key(seed, 1);
+        first_of_3 = two.low ^ low_key(seed, 2);
+        third_of_3 = three.high ^ high_key(seed, 2);
+        fourth_of_3 = three.low;
+    }
+
+    // The words of the call with this key.
+    __device__ __forceinline__ RandomWords draw(u32 of_key) const {
+        const WideProduct first(FIRST_FACTOR, first_of_1 ^ of_key);
+        const WideProduct third(THIRD_FACTOR, third_of_2 ^ first.high);
+        return philox<DROPOUT_ROUNDS, ROUNDS>(
+            {first_of_3 ^ third.high, third.low, third_of_3 ^ first.low, fourth_of_3}, seed);
+    }
+};
 
 // Which word is that of a key with these remainders by 2 and, divided by 8, by 2.
 constexpr __host__ __device__ int word_of(int odd, int upper) { return 2 * odd + upper; }
@@ -77,7 +123,8 @@ __device__ __forceinline__ bool stays(const P& p, u32 word) {
 template <typename P>
 __device__ __forceinline__ bool keep(const P& p, const Head& head, int q, int k) {
     if constexpr (DROPS) {
-        const RandomWords words = draw_words(p, find_seed(p), head, query_number(q), key_number(k));
+        const QueryCalls calls(p, find_seed(p), head, query_number(p, q));
+        const RandomWords words = calls.draw(key_number(p, k));
         const bool upper = k / 8 % 2 != 0;  // no index, for which words would have to be in memory
         const u32 even_word = upper ? words.at[word_of(0, 1)] : words.at[word_of(0, 0)];
         const u32 odd_word = upper ? words.at[word_of(1, 1)] : words.at[word_of(1, 0)];
@@ -108,13 +155,40 @@ __device__ __forceinline__ Accumulator delta_of_kept(const P& p, Accumulator del
     return delta;
 }
 
+// The calls of a lane's rows in tiles on tensor cores: of each of them, or of two that are 8 apart, but
+// where packed heads lie between them.
+template <int ROWS>
+struct RowCalls {
+    static constexpr int SHARING = PACKED > 1 ? 1 : 2;
+    QueryCalls calls[DROPS ? ROWS / SHARING : 1];
+    u32 first_key;  // the number of the lane's first key, in a tile that begins at key 0
+
+    template <typename Tile, typename P>
+    __device__ __forceinline__ void find(const Tile& tile, const P& p, const Head& head,
+                                         int row_begin) {
+        if constexpr (DROPS) {
+            const u64 seed = uniform(find_seed(p));
+            first_key = key_number(p, tile.column(0));
+#pragma unroll
+            for (int i = 0; i < ROWS; i += SHARING) {
+                // Kept from tile to tile where nobody holds them, they would take registers.
+                const int row = afresh(row_begin + tile.row(i));
+                calls[i / SHARING] =
+                    QueryCalls(p, seed, row_head(head, row), query_number(p, query_of(row)));
+            }
+        }
+    }
+    __device__ __forceinline__ const QueryCalls& operator[](int i) const {
+        return calls[i / SHARING];
+    }
+};
+
 // Calls use(i, j, kept) for each of a lane's pairs in a tile on tensor cores, of which column 0 is in
 // the lower 16 of 32 keys or, with UPPER_FIRST, in the upper ones.
 template <bool UPPER_FIRST, int ROWS, int COLUMNS, typename Tile, typename P, typename Use>
-__device__ __forceinline__ void each_drawn(const Tile& tile, const P& p, const Head& head,
-                                           int row_begin, int k_begin, const Use& use) {
-    const u64 seed = uniform(find_seed(p));
-    const u32 first_key = key_number(k_begin + tile.column(0));
+__device__ __forceinline__ void each_drawn(const RowCalls<ROWS>& calls, const Tile& tile,
+                                           const P& p, int row_begin, int k_begin, const Use& use) {
+    const u32 first_key = calls.first_key + u32(k_begin) / 32 * 4;
 #pragma unroll
     for (int first = 0; first < ROWS; first += 2)
 #pragma unroll
@@ -122,13 +196,9 @@ __device__ __forceinline__ void each_drawn(const Tile& tile, const P& p, const H
             RandomWords words;
 #pragma unroll
             for (int i = first; i < first + 2; ++i) {
-                // Kept from tile to tile, its number and product would take registers.
-                const int row = afresh(row_begin + tile.row(i)), q = query_of(row);
-                // Packed heads lie between a lane's queries.
-                if (i == first || PACKED > 1)
-                    words = draw_words(p, seed, row_head(head, row), query_number(q),
-                                       first_key + 4 * block);
-                const bool upper_query = PACKED > 1 ? q / 8 % 2 != 0 : i > first;
+                if (i == first || PACKED > 1) words = calls[i].draw(first_key + 4 * block);
+                const bool upper_query =
+                    PACKED > 1 ? query_of(row_begin + tile.row(i)) / 8 % 2 != 0 : i > first;
 #pragma unroll
                 for (int e = 0; e < 8; ++e) {
                     const int j = 8 * block - 4 * UPPER_FIRST + e;
@@ -140,13 +210,27 @@ __device__ __forceinline__ void each_drawn(const Tile& tile, const P& p, const H
         }
 }
 
-// Calls use(i, j, kept) for each of a lane's pairs in a tile: row i is of the query of row
+// Calls use(i, j, kept) for each of a lane's pairs in a tile on tensor cores: row i is of the query of row
 // row_begin + tile.row(i), column j of key k_begin + tile.column(j). Tiles begin at multiples of their
 // width.
 template <int ROWS, int COLUMNS, typename Tile, typename P, typename Use>
+__device__ __forceinline__ void each_kept(const RowCalls<ROWS>& calls, const Tile& tile, const P& p,
+                                          int row_begin, int k_begin, const Use& use) {
+    if (COLUMNS % 8 == 0 || k_begin / 16 % 2 == 0)
+        each_drawn<false, ROWS, COLUMNS>(calls, tile, p, row_begin, k_begin, use);
+    else
+        each_drawn<true, ROWS, COLUMNS>(calls, tile, p, row_begin, k_begin, use);
+}
+
+// The same in any tile.
+template <int ROWS, int COLUMNS, typename Tile, typename P, typename Use>
 __device__ __forceinline__ void each_kept(const Tile& tile, const P& p, const Head& head,
                                           int row_begin, int k_begin, const Use& use) {
-    if constexpr (!Tile::IS_OF_TENSOR_CORES) {
+    if constexpr (Tile::IS_OF_TENSOR_CORES) {
+        RowCalls<ROWS> calls;
+        calls.find(tile, p, head, row_begin);
+        each_kept<ROWS, COLUMNS>(calls, tile, p, row_begin, k_begin, use);
+    } else {
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             const int row = row_begin + tile.row(i);
@@ -154,10 +238,6 @@ __device__ __forceinline__ void each_kept(const Tile& tile, const P& p, const He
             for (int j = 0; j < COLUMNS; ++j)
                 use(i, j, keep(p, row_head(head, row), query_of(row), k_begin + tile.column(j)));
         }
-    } else if (COLUMNS % 8 == 0 || k_begin / 16 % 2 == 0) {
-        each_drawn<false, ROWS, COLUMNS>(tile, p, head, row_begin, k_begin, use);
-    } else {
-        each_drawn<true, ROWS, COLUMNS>(tile, p, head, row_begin, k_begin, use);
     }
 }
 
@@ -214,12 +294,12 @@ struct KeptPairs {
         for (int i = 0; i < ROWS; i += 2) {
             const int k = k_begin + tile.row(i);
             const bool odd = k % 2 != 0;
-            const u32 first_query = query_number(q_begin + tile.column(0) + odd);
+            const u32 first_query = query_number(p, q_begin + tile.column(0) + odd);
             const int turn = turn_of(false, k / 16 % 2 != 0);
 #pragma unroll
             for (int j = 0; j < COLUMNS; j += 4) {
-                const RandomWords words =
-                    draw_words(p, seed, head, first_query + 2 * j, key_number(k));
+                const QueryCalls calls(p, seed, head, first_query + 2 * j);
+                const RandomWords words = calls.draw(key_number(p, k));
 #pragma unroll
                 for (int upper = 0; upper < 2; ++upper) {
                     const u32 of_even = words.at[word_of(0, upper)],

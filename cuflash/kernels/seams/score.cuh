@@ -154,3 +154,13 @@ __device__ __forceinline__ void drop_probabilities(Accumulator (&P)[ROWS][COLUMN
             if (!kept) P[i][j] = Accumulator(0);
         });
 }
+// The same, with the calls of all its rows.
+template <typename Tile, int ROWS, int COLUMNS>
+__device__ __forceinline__ void drop_probabilities(Accumulator (&P)[ROWS][COLUMNS],
+                                                   const RowCalls<ROWS>& calls, const Tile& tile,
+                                                   const Params& p, int row_begin, int k_begin) {
+    if constexpr (DROPS)
+        each_kept<ROWS, COLUMNS>(calls, tile, p, row_begin, k_begin, [&](int i, int j, bool kept) {
+            if (!kept) P[i][j] = Accumulator(0);
+        });
+}
