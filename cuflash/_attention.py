@@ -582,15 +582,21 @@ def attention_backward(
     offset, offsets = split_offset(q_offset)
     names = as_names(wrt)
     arrays = backward_arrays(inputs, grads_out, q_lengths, kv_lengths, offsets, names)
-    text, scored = split_scores(q, score_mod, bias, sinks, alibi_slopes)
-    share, number, seeds = split_dropout(q, dropout_p, seed)
-    arrays |= starts | scored | seeds
-    options = Options(
+    arrays |= starts
+    text = None
+    if not (score_mod is None and bias is None and sinks is None and alibi_slopes is None):
+        text, scored = split_scores(q, score_mod, bias, sinks, alibi_slopes)
+        arrays |= scored
+    share, number = 0.0, None
+    if dropout_p != 0 or seed is not None:
+        share, number, seeds = split_dropout(q, dropout_p, seed)
+        arrays |= seeds
+    asked = (
         algo, engine, causal, as_window(window), offset, softcap, scale, enable_gqa, deterministic,
-        score_mod=text, dropout_p=share, longest=longest, wrt=names,
+        None, text, share, longest, names, False,
     )  # fmt: skip
     arguments = Arguments(BackwardCall.operands, arrays, as_mask(mask), workspace, number, names)
-    results = run_call(BackwardCall, arguments, options, 3 + len(names))
+    results = run_call(BackwardCall, arguments, as_options(asked), 3 + len(names))
     given = grads_out or (None,) * len(results)
     return tuple(x if mine is None else mine for x, mine in zip(results, given))
 

@@ -15,7 +15,7 @@ from .calls.arguments import (
 )
 from .calls.arrays import as_mask, as_window, split_offset
 from .calls.call import BackwardCall, ForwardCall
-from .calls.packed import heads_first_in, pack_arrays
+from .calls.packed import packed_queries
 from .calls.run import find_call
 from .keywords import explains_keywords
 from .planning.plan import Plan
@@ -130,10 +130,10 @@ def plan(
         raise TypeError(f"device={device!r}: give a cuflash.Device, or None for the arrays' own")
     offset, offsets = split_offset(q_offset)
     if cu_seqlens_q is not None:
-        packed: Any = pack_arrays(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, page_table
+        queries: Any = packed_queries(
+            q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, page_table
         )
-        (q, k, v), out = packed, heads_first_in(out)
+        q = queries
     elif not (cu_seqlens_k is None and max_seqlen_q is None and max_seqlen_k is None):
         raise ValueError("cu_seqlens_k, max_seqlen_q and max_seqlen_k go with cu_seqlens_q")
     q, starts, longest = unpacked(q)

@@ -13,7 +13,7 @@ import numpy as np
 from .calls.arguments import Arguments, Options, split_dropout, split_scores
 from .calls.arrays import as_integers, as_mask, as_window, of_batch, split_offset
 from .calls.call import BackwardCall, Call, ForwardCall
-from .calls.packed import packed_specs
+from .calls.packed import packed_specs, starts_specs
 from .calls.run import launch_module
 from .extras import compiling
 from .keywords import explains_keywords
@@ -230,9 +230,9 @@ def precompile(
                 specs = (Spec.contiguous(shape, element) for shape in triple)
                 given, longest = dict(zip("qkv", specs)), None
                 if cu_seqlens_q is not None:
-                    given, longest = packed_specs(
-                        given, cu_seqlens_q, *others_of_packed, page_table is not None
-                    )
+                    is_paged = page_table is not None
+                    starts, longest = starts_specs(cu_seqlens_q, *others_of_packed, is_paged)
+                    given = packed_specs(given, is_paged) | starts
                 given |= others
                 for kind, asked in kinds:
                     call = kind(

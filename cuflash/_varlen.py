@@ -6,7 +6,7 @@ import inspect
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from ._attention import attention, attention_backward, attention_vjp
-from .calls.packed import heads_first, pack_arrays, packed_gradient, packed_out
+from .calls.packed import packed_queries
 from .keywords import takes_options_of
 from .planning.plan import choice_for_gradients
 
@@ -182,19 +182,12 @@ def attention_varlen(
     >>> np.allclose(out[2:].swapaxes(0, 1), cuflash.attention(*last, causal=True), atol=1e-6)
     True
     """
-    longest = max_seqlen_q, max_seqlen_k
-    page_table = options.get("page_table")
-    arrays = pack_arrays(q, k, v, cu_seqlens_q, cu_seqlens_k, *longest, page_table)
-    pair = out if isinstance(out, tuple) and len(out) == 2 and return_lse else (out, None)
-    if pair[0] is not None and (isinstance(pair[0], tuple) or (return_lse and pair is not out)):
-        return _attention(*arrays, out=out, return_lse=return_lse, **options)  # says what is wrong
-    written = packed_out(arrays, pair[0])
-    goal: Any = heads_first(written)
-    if return_lse:
-        goal = goal, pair[1]
-    results = _attention(*arrays, return_lse=return_lse, out=goal, workspace=workspace, **options)
-    mine = written if pair[0] is None else pair[0]
-    return (mine, results[1]) if return_lse else mine
+    queries = packed_queries(
+        q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options.get("page_table")
+    )
+    return _attention(
+        queries, k, v, return_lse=return_lse, out=out, workspace=workspace, **options
+    )
 
 
 @overload
@@ -295,22 +288,11 @@ def attention_varlen_backward(
     >>> np.allclose(dv[:2].sum(0), dout[:2].sum(0))
     True
     """
-    if grads_out is not None and not (isinstance(grads_out, tuple) and len(grads_out) >= 3):
-        return _backward(dout, q, k, v, out, lse, grads_out=grads_out)  # says what is wrong
-    arrays = pack_arrays(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    dout, out = (packed_out(arrays, x, name) for name, x in (("dout", dout), ("out", out)))
-    named = dict(zip(("dq", "dk", "dv"), grads_out or (None,) * 3))
-    own = dict(zip(named, (arrays.q.q, arrays.k, arrays.v)))
-    written = {name: packed_gradient(name, own[name], x) for name, x in named.items()}
-    asked: dict[str, Any] = {**options}
-    others = grads_out[3:] if grads_out else (None,) * len(asked.get("wrt", ()))
-    goal = *(heads_first(x) for x in written.values()), *others
-    results = _backward(
-        heads_first(dout), *arrays, heads_first(out), lse, dlse=dlse, grads_out=goal,
-        workspace=workspace, **asked,
+    queries = packed_queries(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    return _backward(
+        dout, queries, k, v, out, lse, dlse=dlse, grads_out=grads_out, workspace=workspace,
+        **options,
     )  # fmt: skip
-    mine = (written[name] if x is None else x for name, x in named.items())
-    return *mine, *results[3:]
 
 
 @overload

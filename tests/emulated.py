@@ -25,7 +25,7 @@ from cuflash.calls.arguments import (
 from cuflash.calls.arrays import as_integers, as_mask, conform, split_offset
 from cuflash.calls.call import BackwardCall, ForwardCall
 from cuflash.calls.merge import MergeCall
-from cuflash.calls.packed import heads_first, pack_arrays
+from cuflash.calls.packed import packed_queries
 from cuflash.calls.run import find_call
 from cuflash.gpu.arguments import pack
 from cuflash.gpu.tensor_maps import tables_bytes, tensor_maps
@@ -83,9 +83,8 @@ def attention_varlen(
     offsets, as where they are on a device.
     """
     starts, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-    arrays = _packed(q, k, v, starts, longest, options.get("page_table"), checked)
-    result = attention(*arrays, out=None if out is None else heads_first(out), **options)
-    return result._replace(out=heads_first(result.out) if out is None else out)
+    queries = _packed(q, k, starts, longest, options.get("page_table"), checked)
+    return attention(queries, k, v, out=out, **options)
 
 
 class Gradients(NamedTuple):
@@ -133,19 +132,17 @@ def attention_varlen_backward(
 ):  # fmt: skip
     """attention_varlen_backward() as :func:`attention_varlen` here."""
     starts, longest = (cu_seqlens_q, cu_seqlens_k), (max_seqlen_q, max_seqlen_k)
-    arrays = _packed(q, k, v, starts, longest, None, checked)
-    result = attention_backward(heads_first(dout), *arrays, heads_first(out), lse, **options)
-    grads = {name: heads_first(getattr(result, name)) for name in ("dq", "dk", "dv")}
-    return result._replace(**grads)
+    queries = _packed(q, k, starts, longest, None, checked)
+    return attention_backward(dout, queries, k, v, out, lse, **options)
 
 
-def _packed(q, k, v, starts, longest, page_table, checked):
-    """The arrays of packed sequences; those that say where they begin unchecked, if wanted."""
+def _packed(q, k, starts, longest, page_table, checked):
+    """Queries of packed sequences; what says where these begin unchecked, if wanted."""
     if checked:
-        return pack_arrays(q, k, v, *starts, *longest, page_table)
-    arrays = pack_arrays(q, k, v, *map(np.zeros_like, starts), *longest, page_table)
-    arrays.q.starts.update(zip(("cu_seqlens_q", "cu_seqlens_k"), starts, strict=True))
-    return arrays
+        return packed_queries(q, k, *starts, *longest, page_table)
+    queries = packed_queries(q, k, *map(np.zeros_like, starts), *longest, page_table)
+    queries.starts.update(zip(("cu_seqlens_q", "cu_seqlens_k"), starts, strict=True))
+    return queries
 
 
 def append_kv(
@@ -222,6 +219,7 @@ def _run(
             arrays[name] = np.empty(spec.shape, spec.dtype)
             fresh.add(name)
         results[name] = arrays[name]
+    arrays, written = call.heads_first(arrays), call.heads_first(results)
     for name, spec in call.copied:
         arrays[name] = conform(arrays[name], spec)
     for name, spec in call.staged:
@@ -247,7 +245,7 @@ def _run(
     stats = _launch(plan, params, tables, memory, mode, schedule, truncates)
     for name, _ in call.staged:
         if name in results:
-            results[name][...] = arrays[name]
+            written[name][...] = arrays[name]
     padding = [None] * (len(call.results) - count)
     return *results.values(), *padding, plan, stats
 

@@ -930,7 +930,7 @@ def test_merge_launches_nothing(launch):
 @pytest.mark.parametrize("masked", [False, True])
 def test_pointers_of_packed_sequences(launch, masked):
     """Forward with everything that has a pointer, and backward."""
-    q, k, starts = make(3, 20, 64), make(3, 20, 64), make(5, dtype=np.int32)
+    q, k, starts = make(20, 3, 64), make(20, 3, 64), make(5, dtype=np.int32)
     arguments = {
         "q": q, "k": k, "v": k, "cu_seqlens_q": starts, "cu_seqlens_k": starts,
         "kv_lengths": make(4, dtype=np.int64),
@@ -942,7 +942,7 @@ def test_pointers_of_packed_sequences(launch, masked):
         launch.launched.clear()
         given = arguments
         if kind.backward:
-            rows = {name: make(3, 20, 64) for name in ("dout", "out")}
+            rows = {name: make(20, 3, 64) for name in ("dout", "out")}
             given = {**arguments, **rows, "lse": make(3, 20, dtype=np.float32)}
         named = {
             x: given[x] for x in (*kind.operands, "cu_seqlens_q", "cu_seqlens_k") if x in given
@@ -957,6 +957,7 @@ def test_pointers_of_packed_sequences(launch, masked):
             assert params[name] == x.data.ptr, name
         for (name, _), x in zip(call.results, results, strict=True):
             assert params[name] == x.data.ptr
+            assert x.shape == ((3, 20) if name == "lse" else (20, 3, 64))
         assert (params["mask"] == mask.data.ptr) if masked else not call.plan.problem.mask
         assert params["query_starts"] != 0
         assert params["key_starts"] - params["query_starts"] == 256

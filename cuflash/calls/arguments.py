@@ -72,7 +72,8 @@ class PackedQueries(NamedTuple):
     """Queries of several sequences, one behind another, in the place of q.
 
     With them come the operands that say where sequences begin, and the most queries and keys of
-    one, None for as many as there are.
+    one, None for as many as there are. All arrays of the call whose rows are tokens are then as
+    callers have them: (tokens, heads, columns).
     """
 
     q: Any

@@ -32,7 +32,7 @@ from ..scores.score import checked_scale
 from ..scores.wanted import Target, make_target, operand_given, titles_of
 from .arguments import Options
 from .arrays import OF_BATCH
-from .packed import sequences_of
+from .packed import sequences_of, tokens_first
 
 SPLIT_STEP = 16  # keys
 # Axes behind the leading ones; 2 of all others.
@@ -113,7 +113,7 @@ class Call:
     titles : dict of str to str
         What errors call the results.
     results : tuple of Copy
-        What is returned, and its spec where the caller gives no array for it.
+        What is returned, and the spec of the array that is made where the caller gives none.
     copied : tuple of Copy
         What is read from a copy.
     staged : tuple of Copy
@@ -121,6 +121,9 @@ class Call:
     apart : tuple of Apart
     anywhere : tuple of str
         Operands that need not lie on multiples of the largest item's size.
+    tokens_first : frozenset of str
+        Operands of packed sequences: the caller's arrays have tokens ahead of heads, specs have
+        heads ahead of tokens.
     launch : function or None
         Of a GPU's kernels, once they are compiled.
     """
@@ -128,7 +131,7 @@ class Call:
     __slots__ = (
         "anywhere", "apart", "captured", "copied", "dropout_p", "has_lists", "is_empty", "launch",
         "layout", "lse_dtype", "mask_held", "out_dtype", "page_size", "plan", "results", "scale",
-        "score", "staged", "targets", "titles", "workspace_bytes",
+        "score", "staged", "targets", "titles", "tokens_first", "workspace_bytes",
     )  # fmt: skip
     operands: ClassVar[tuple[str, ...]]  # in the order of the kernels' pointers
     matrices: ClassVar[tuple[str, ...]]  # those among them whose rows kernels load in chunks
@@ -151,7 +154,9 @@ class Call:
             k, v = (unpaged(x, table, sequences is not None) for x in (k, v))
         check_shapes(q, k, v)
         packing, longest = None, (q.shape[-2], k.shape[-2])
+        self.tokens_first: frozenset[str] = frozenset()
         if sequences is not None:
+            self.tokens_first = tokens_first(is_paged=table is not None)
             packing = Packing.of(sequences, longest, options.longest or (None, None))
             longest = packing.longest
         self.out_dtype = result_dtype(q.dtype, k.dtype, v.dtype)
@@ -246,12 +251,16 @@ class Call:
         read = (conformed(spec, self.out_dtype) for spec in inputs)
         expected = self._expected(inputs, make_layout(*read, **broadcast))
         expected |= {name: Spec.contiguous(x.shape, x.dtype) for name, x in wanted.items()}
+        made = {
+            name: Spec.contiguous(self._turned(name, spec).shape, spec.dtype)
+            for name, spec in expected.items()
+        }
         for name, spec in expected.items():
             if name in given:
                 self._check(name, given[name], spec)
-        known = {name: given.get(name, spec) for name, spec in expected.items()}
+        known = {name: given.get(name, self._turned(name, spec)) for name, spec in made.items()}
         specs = {name: self._seen(name, spec, device) for name, spec in known.items()}
-        self.results = tuple(Copy(name, expected[name]) for name in self.titles)
+        self.results = tuple(Copy(name, made[name]) for name in self.titles)
         named = (*self.operands, *wanted)
         changed = [name for name in named if name in specs and specs[name] != known[name]]
         scored = {name: spec for name, spec in given.items() if is_score_operand(name)}
@@ -280,7 +289,17 @@ class Call:
         pairs = [(result, other) for result in written for other in read]
         return pairs + [(a, b) for i, a in enumerate(written) for b in written[:i]]
 
+    def heads_first(self, arrays: dict[str, Any]) -> dict[str, Any]:
+        """The caller's arrays, as views with the axes that specs have."""
+        turned = self.tokens_first
+        return {name: x.swapaxes(0, 1) if name in turned else x for name, x in arrays.items()}
+
+    def _turned(self, name: str, spec: Spec) -> Spec:
+        """From the axes of the caller's array to those of specs, or back."""
+        return spec.heads_first() if name in self.tokens_first else spec
+
     def _check(self, name: str, spec: Spec, expected: Spec) -> None:
+        spec, expected = self._turned(name, spec), self._turned(name, expected)
         if name in self.titles:
             check_out(self.titles[name], spec, expected.shape, expected.dtype)
         elif name not in "qkv":

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..operands.checks import checked_integer
-from ..operands.dtypes import result_dtype
 from ..operands.spec import Spec
 from .arguments import PackedQueries
-from .arrays import as_array, as_integers, beside, integers_of_one_type, memory_module
+from .arrays import array_types, as_array, as_integers, beside, integers_of_one_type
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -22,12 +21,13 @@ if TYPE_CHECKING:
 _OF_QUERIES = ("q", "out", "lse", "dout", "dlse", "dq")
 _OF_KEYS = ("k", "v", "dk", "dv")
 _ROWS_LAST = ("lse", "dlse")  # those whose last axis is that of rows
+_READ = (np.dtype(np.int32), np.dtype(np.int64))  # types of offsets
 
 
 def checked_longest(name: str, value: object) -> int | None:
     """`max_seqlen_q` or `max_seqlen_k` as an int or None."""
-    if value is None:
-        return None
+    if value is None or (type(value) is int and value >= 0):
+        return value
     wanted = "give the most tokens that a sequence may have, or None"
     number = checked_integer(name, value, wanted)
     if number < 0:
@@ -35,26 +35,52 @@ def checked_longest(name: str, value: object) -> int | None:
     return number
 
 
-def checked_starts(
-    q: AnyArray, given: dict[str, Integers], tokens: dict[str, int],
-    longest: dict[str, int | None],
-) -> dict[str, Array]:  # fmt: skip
-    """Where sequences begin, as arrays of one type beside `q`.
-
-    `given` maps the arguments' names to what was given, `tokens` and `longest` to how many tokens
-    there are and the most that a sequence may have.
+def packed_queries(
+    q: AnyArray, k: AnyArray, cu_seqlens_q: Integers, cu_seqlens_k: Integers | None,
+    max_seqlen_q: object = None, max_seqlen_k: object = None, page_table: object = None,
+) -> PackedQueries:  # fmt: skip
+    """Queries of packed sequences with what says where these begin, and how long they may be.
 
     Raises
     ------
     ValueError, TypeError
         For what cannot be offsets; their values are looked at where these are on the host.
     """
+    longest, is_paged = (max_seqlen_q, max_seqlen_k), page_table is not None
+    given, most = _starts_and_longest(cu_seqlens_q, cu_seqlens_k, longest, is_paged)
+    starts = given if _are_ready(*given.values()) else _checked_starts(q, k, given, most)
+    return PackedQueries(q, starts, tuple(most.values()))
+
+
+def _are_ready(first: Any, other: Any = None) -> bool:
+    """Whether a device's kernels read these offsets where they are: most calls', one by one."""
+    if array_types.get(type(first), True) or not first.shape:
+        return False
+    as_first = other is None or other is first or (
+        type(other) is type(first) and other.shape == first.shape and other.dtype == first.dtype
+        and other.strides == first.strides
+    )  # fmt: skip
+    return as_first and first.dtype in _READ and first.strides == (first.itemsize,)
+
+
+def _checked_starts(
+    q: AnyArray, k: AnyArray, given: dict[str, Integers], longest: dict[str, int | None]
+) -> dict[str, Array]:
+    """Where sequences begin, as arrays of one type beside `q`.
+
+    `given` maps the arguments' names to what was given, `longest` to the most tokens that a
+    sequence may have.
+    """
     starts = _as_starts(given)
+    like = as_array("q", q)
+    operands = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), (("q", like), ("k", k))))
     for name, x in starts.items():
         if isinstance(x, np.ndarray):
-            _check_values(name, x, tokens[name], longest[name])
+            operand, rows = operands[name]
+            shape = as_array(operand, rows).shape
+            _check_axes(operand, shape)
+            _check_values(name, x, shape[0], longest[name])
     whole = {name: x if _is_contiguous(x) else x[:] + 0 for name, x in starts.items()}
-    like = as_array("q", q)
     here: dict[str, Array] = {}
     for name, x in integers_of_one_type(whole).items():
         twice = name != "cu_seqlens_q" and given[name] is given["cu_seqlens_q"]
@@ -121,61 +147,35 @@ def sequences_of(arrays: dict[str, Any], is_paged: bool) -> Iterator[dict[str, A
         yield own
 
 
-class PackedArrays(NamedTuple):
-    """q, k and v of packed sequences as a call takes them: heads ahead of tokens."""
-
-    q: PackedQueries
-    k: Any
-    v: Any
-
-
-def pack_arrays(
-    q: AnyArray, k: AnyArray, v: AnyArray, cu_seqlens_q: Integers, cu_seqlens_k: Integers | None,
-    max_seqlen_q: object = None, max_seqlen_k: object = None, page_table: object = None,
-) -> PackedArrays:  # fmt: skip
-    """The arrays of packed sequences, with what says where these begin.
-
-    Raises
-    ------
-    ValueError, TypeError
-        If they do not fit.
-    """
-    arrays = {name: as_array(name, x) for name, x in zip("qkv", (q, k, v))}
-    is_paged = page_table is not None
-    _check_shapes({name: x.shape for name, x in arrays.items()}, is_paged)
-    longest = max_seqlen_q, max_seqlen_k
-    given, most = _starts_and_longest(cu_seqlens_q, cu_seqlens_k, longest, is_paged)
-    tokens = {f"cu_seqlens_{name}": arrays[name].shape[0] for name in "qk"}
-    starts = checked_starts(arrays["q"], given, tokens, most)
-    mine = PackedQueries(
-        heads_first(arrays["q"]), starts, (most["cu_seqlens_q"], most["cu_seqlens_k"])
-    )
-    if is_paged:
-        return PackedArrays(mine, arrays["k"], arrays["v"])
-    return PackedArrays(mine, heads_first(arrays["k"]), heads_first(arrays["v"]))
-
-
-def packed_specs(
-    specs: dict[str, Spec], cu_seqlens_q: Integers, cu_seqlens_k: Integers | None,
-    max_seqlen_q: object, max_seqlen_k: object, is_paged: bool,
-) -> tuple[dict[str, Spec], tuple[int | None, int | None]]:  # fmt: skip
-    """The same of operands that are not there, and offsets of any values; and how long sequences
-    may be.
-    """
-    _check_shapes({name: x.shape for name, x in specs.items()}, is_paged)
+def starts_specs(
+    cu_seqlens_q: Integers, cu_seqlens_k: Integers | None, max_seqlen_q: object,
+    max_seqlen_k: object, is_paged: bool,
+) -> tuple[dict[str, Spec], tuple[int | None, ...]]:  # fmt: skip
+    """Those of offsets of any values, and how long sequences may be."""
     longest = max_seqlen_q, max_seqlen_k
     given, most = _starts_and_longest(cu_seqlens_q, cu_seqlens_k, longest, is_paged)
     starts = integers_of_one_type(_as_starts(given))
-    found = {name: Spec.contiguous(x.shape, x.dtype) for name, x in starts.items()}
-    for name, x in specs.items():
-        turned = name == "q" or not is_paged
-        found[name] = Spec(_exchanged(x.shape), _exchanged(x.strides), x.dtype) if turned else x
-    return found, (most["cu_seqlens_q"], most["cu_seqlens_k"])
+    specs = {name: Spec.contiguous(x.shape, x.dtype) for name, x in starts.items()}
+    return specs, tuple(most.values())
 
 
-def _exchanged(axes: tuple[int, ...]) -> tuple[int, ...]:
-    tokens, heads, columns = axes
-    return heads, tokens, columns
+def tokens_first(is_paged: bool) -> frozenset[str]:
+    """Operands of packed sequences that have axes (tokens, heads, columns)."""
+    rows = frozenset((*_OF_QUERIES, *_OF_KEYS)) - frozenset(_ROWS_LAST)
+    return rows - {"k", "v"} if is_paged else rows
+
+
+def packed_specs(specs: dict[str, Spec], is_paged: bool) -> dict[str, Spec]:
+    """Those of operands as callers have them, with heads ahead of tokens.
+
+    Raises
+    ------
+    ValueError
+        Where the shapes of q, k and v do not fit.
+    """
+    _check_shapes({name: specs[name].shape for name in "qkv"}, is_paged)
+    turned = tokens_first(is_paged)
+    return {name: x.heads_first() if name in turned else x for name, x in specs.items()}
 
 
 def _starts_and_longest(
@@ -200,27 +200,18 @@ def _starts_and_longest(
     return given, {"cu_seqlens_q": most, "cu_seqlens_k": most_keys}
 
 
-def heads_first(x: Any) -> Any:
-    """A view of (tokens, heads, columns) as (heads, tokens, columns), or back."""
-    return x.swapaxes(0, 1)
-
-
-def heads_first_in(out: Any) -> Any:
-    """The same of an array, of those of a tuple that are no rows of numbers, or of None."""
-    if isinstance(out, tuple):
-        return tuple(heads_first_in(x) for x in out)
-    return out if out is None or len(out.shape) != 3 else heads_first(as_array("out", out))
+def _check_axes(name: str, shape: tuple[int, ...]) -> None:
+    if len(shape) != 3:
+        raise ValueError(
+            f"{name} has shape {shape}: packed sequences need axes (tokens, heads, head dim)"
+        )
 
 
 def _check_shapes(shapes: dict[str, tuple[int, ...]], is_paged: bool) -> None:
     """Raise a ValueError where the shapes of q, k and v do not fit."""
     names = "q" if is_paged else "qkv"  # pools are checked where those of a batch are
     for name in names:
-        if len(shapes[name]) != 3:
-            raise ValueError(
-                f"{name} has shape {shapes[name]}: packed sequences need axes (tokens, heads, "
-                "head dim)"
-            )
+        _check_axes(name, shapes[name])
     if is_paged:
         return
     q, k, v = (shapes[name] for name in "qkv")
@@ -230,36 +221,3 @@ def _check_shapes(shapes: dict[str, tuple[int, ...]], is_paged: bool) -> None:
         )
     if k[:2] != v[:2]:
         raise ValueError(f"k and v have shapes {k} and {v}: tokens and heads must be as many")
-
-
-def packed_out(arrays: PackedArrays, out: Any, name: str = "out") -> Any:
-    """The array that results go to, of tokens ahead of heads: `out`, checked, or a new one."""
-    q, k, v = arrays.q.q, arrays.k, arrays.v
-    heads = max(q.shape[0], k.shape[-3])
-    shape = (q.shape[1], heads, v.shape[-1])
-    if out is None:
-        return new_array(q, shape, result_dtype(q.dtype, k.dtype, v.dtype))
-    out = as_array(name, out)
-    if out.shape != shape:
-        raise ValueError(f"{name} has shape {out.shape}: it must be {shape}")
-    return out
-
-
-def packed_gradient(name: str, like: Array, given: Any) -> Any:
-    """The array that the gradient of an operand, whose heads come first, goes to."""
-    heads, tokens, columns = like.shape
-    shape = (tokens, heads, columns)
-    if given is None:
-        return new_array(like, shape, like.dtype)
-    given = as_array(name, given)
-    if given.shape != shape:
-        raise ValueError(f"{name} has shape {given.shape}: it must be {shape}")
-    return given
-
-
-def new_array(like: Array, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-    """An uninitialised array where `like` is."""
-    if isinstance(like, np.ndarray):
-        return np.empty(shape, dtype)
-    with like.device:
-        return memory_module().empty(shape, dtype)

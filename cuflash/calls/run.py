@@ -15,6 +15,7 @@ from ..planning.problem import CPU, Device
 from .arguments import Arguments, Options
 from .arrays import check_devices, conform, host_results, memory_module
 from .call import Call, keep_apart
+from .packed import packed_specs
 
 _logger = logging.getLogger("cuflash")
 _LARGEST_ITEM = 8  # bytes
@@ -44,7 +45,7 @@ def find_call(
     key = (kind, options, types, tuple(arguments.forms), arguments.mask_kind, aligned, device)
     if arguments.predicate is not None:
         key += (arguments.predicate.key,)
-    if kind.backward:
+    if kind.backward and arguments.mask_kind == "blocks":
         key += (arguments.mask_evenness,)
     try:
         call = _calls.get(key)
@@ -63,8 +64,11 @@ def _new_call(
     if device is None:
         number = arguments.device_id
         device = CPU if number is None else launch_module().device_facts(number)
+    specs = arguments.specs()
+    if options.longest is not None:
+        specs = packed_specs(specs, "page_table" in specs)
     call = kind(
-        arguments.specs(), options, device, arguments.mask_kind, aligned, arguments.predicate,
+        specs, options, device, arguments.mask_kind, aligned, arguments.predicate,
         arguments.mask_evenness,
     )  # fmt: skip
     plan = call.plan
@@ -130,13 +134,13 @@ def _run_host(call: Call, arguments: Arguments, count: int) -> list[Any]:
             "NumPy arrays leave it out"
         )
     results = host_results(dict(call.results[:count]), arguments.arrays, call.titles)
-    arrays = arguments.arrays | results
+    arrays = call.heads_first(arguments.arrays | results)
     for name, spec in call.copied:
         arrays[name] = conform(arrays[name], spec)
     for name, spec in call.staged:
         arrays[name] = np.empty(spec.shape, spec.dtype)
     call.run_host(arrays, arguments.mask, arguments.seed)
     with np.errstate(all="ignore"):  # half precision may overflow
-        for name, _ in call.staged:
-            results[name][...] = arrays[name]
+        for name, x in call.heads_first({name: results[name] for name, _ in call.staged}).items():
+            x[...] = arrays[name]
     return list(results.values())

@@ -336,11 +336,12 @@ def _launch_with_copies(
     call: Call, launch: Launcher, arguments: Arguments, base: int, results: list[Any]
 ) -> None:
     """Launch where a kernel cannot read or write the caller's arrays themselves."""
-    copies = {name: conform(arguments.arrays[name], spec) for name, spec in call.copied}
+    given = call.heads_first({name: arguments.arrays[name] for name, _ in call.copied})
+    copies = {name: conform(given[name], spec) for name, spec in call.copied}
     stages = {name: empty(spec.shape, spec.dtype) for name, spec in call.staged}
     for name, x in (copies | stages).items():
         arguments.addresses[name] = x.data.ptr
     launch(arguments.addresses, base)
-    for (name, _), x in zip(call.results, results):
-        if name in stages:
-            x[...] = stages[name]
+    written = {name: x for (name, _), x in zip(call.results, results) if name in stages}
+    for name, x in call.heads_first(written).items():
+        x[...] = stages[name]

@@ -49,6 +49,16 @@ class Spec(NamedTuple):
         low = sum(r for r in reach if r < 0)
         return low, sum(r for r in reach if r > 0) + self.dtype.itemsize
 
+    def heads_first(self) -> Spec:
+        """That of a view of (tokens, heads, columns) as (heads, tokens, columns), or back.
+
+        Itself where there are not three axes.
+        """
+        if len(self.shape) != 3:
+            return self
+        (a, b, *shape), (c, d, *strides) = self.shape, self.strides
+        return Spec((b, a, *shape), (d, c, *strides), self.dtype)
+
     def rows_are_aligned(self) -> bool:
         """Whether rows lie a multiple of 16 bytes apart."""
         return all(s % CHUNK_BYTES == 0 for n, s in zip(self.shape[:-1], self.strides) if n > 1)
