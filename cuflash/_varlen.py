@@ -185,9 +185,7 @@ def attention_varlen(
     queries = packed_queries(
         q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, options.get("page_table")
     )
-    return _attention(
-        queries, k, v, return_lse=return_lse, out=out, workspace=workspace, **options
-    )
+    return _attention(queries, k, v, return_lse=return_lse, out=out, workspace=workspace, **options)
 
 
 @overload

@@ -331,6 +331,42 @@ def test_an_error_in_the_middle_reaches_all(monkeypatch):
         assert (str(error), error.rank) == ("rank 1 raised MemoryError: no room", 1)
 
 
+def test_an_error_while_words_are_on_their_way_reaches_all(monkeypatch):
+    whole = distributed.ring.Results
+
+    def broken(task, *args):
+        if task.rank == 1:
+            raise MemoryError("no room")
+        return whole(task, *args)
+
+    monkeypatch.setattr(distributed.ring, "Results", broken)
+    for error in errors_of(3, lambda comm: call(comm, method="ring")):
+        assert (str(error), error.rank) == ("rank 1 raised MemoryError: no room", 1)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_nothing_is_sent_before_all_agree(monkeypatch, method):
+    whole, started = LocalComm.start, []
+
+    def start(comm, *parcels):
+        started.append(comm.rank)
+        return whole(comm, *parcels)
+
+    monkeypatch.setattr(LocalComm, "start", start)
+
+    def rank(comm):
+        with pytest.raises(ValueError, match="causal differs between ranks"):
+            call(comm, method=method, causal=comm.rank == 1)
+        comm.tell("all have raised")
+        before = len(started)
+        comm.tell("all have counted")
+        call(comm, method=method)
+        return before
+
+    assert LocalComm.run(2, rank) == [0, 0]
+    assert set(started) == {0, 1}
+
+
 def test_a_rank_that_does_not_arrive_is_named():
     begin = time.monotonic()
     found = errors_of(3, lambda comm: comm.rank == 1 or call(comm), timeout=0.3)

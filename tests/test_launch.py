@@ -15,6 +15,7 @@ import cuflash
 import cuflash.gpu
 from cuflash.calls import append, arrays, merge
 from cuflash.calls import run as calls
+from cuflash.calls.again import Again, form_of
 from cuflash.calls.arguments import Arguments, Options, forward_arrays, split_dropout, split_scores
 from cuflash.calls.arrays import of_batch, split_offset
 from cuflash.calls.call import BackwardCall, ForwardCall
@@ -210,6 +211,76 @@ def test_pointers_of_a_backward_call(launch, algo):
     assert all(a <= b for (_, a), (b, _) in itertools.pairwise(spans))
     assert spans[-1][1] - spans[0][0] == plan.workspace_bytes
     assert all(params[name] == 0 for name in parts if name not in sizes)
+
+
+@pytest.mark.parametrize("kind", [ForwardCall, BackwardCall])
+def test_a_call_again_with_arrays_elsewhere(launch, monkeypatch, kind):
+    """It launches what the call itself would launch for the same parts of other arrays."""
+    monkeypatch.setattr(launch, "device_facts", lambda number: H200)
+    options = OPTIONS._replace(window=(40, 0), q_offset=3)
+    count = 3 if kind.backward else 2
+
+    def wholes():
+        given = backward_operands()
+        if kind.backward:
+            return given
+        return {name: given[name] for name in ("q", "k", "v", "out", "lse")}
+
+    def parts(given):
+        keys = slice(32, 80)
+        found = {
+            name: part(x, (..., keys if name in "kv" else slice(16, 64), slice(None)))
+            for name, x in given.items()
+            if name != "lse"
+        }
+        return found | {"lse": part(given["lse"], (..., slice(16, 64)))}
+
+    given = wholes()
+    arguments = Arguments(kind.operands, parts(given))
+    assert Again.of(kind, arguments, options, given, count) is None  # nothing is compiled yet
+    run_call(kind, arguments, options, count)
+    again = Again.of(kind, Arguments(kind.operands, parts(given)), options, given, count)
+    others = wholes()
+    launch.launched.clear()
+    made = again.run(others)
+    assert [x.shape for x in made] == (
+        [(2, 8, 48, 64), *[(2, 4, 48, 64)] * 2] if kind.backward else []
+    )
+    plan = again.call.plan
+    assert [x[:4] for x in launch.launched] == [
+        (x.name, (x.grid,), (x.threads,), x.shared_bytes) for x in plan.kernels
+    ]
+    params = launch.launched[-1][-1]
+    for name, x in parts(others).items():
+        assert params[name] == x.data.ptr, name
+    for name, x in zip(("dq", "dk", "dv"), made):
+        assert params[name] == x.data.ptr
+
+
+def part(x, index):
+    """A view, at the address that CuPy would give it."""
+    made = Array(x.values[index])
+    inside = made.values.ctypes.data - x.values.ctypes.data
+    made.data.ptr = x.data.ptr + inside
+    return made
+
+
+def test_calls_that_cannot_be_run_again(launch, monkeypatch):
+    monkeypatch.setattr(launch, "device_facts", lambda number: H200)
+    copied = {"q": make(2, 8, 100, 64), "k": columns(2, 4, 90, 64), "v": make(2, 4, 90, 64)}
+    plain = {**copied, "k": make(2, 4, 90, 64)}
+    for given, more in ((copied, {}), (plain, {"dropout_p": 0.5}), (plain, {})):
+        seed = 3 if more else None
+        options = OPTIONS._replace(**more)
+        run_call(ForwardCall, Arguments(ForwardCall.operands, dict(given), seed=seed), options, 1)
+        arguments = Arguments(ForwardCall.operands, dict(given), seed=seed)
+        again = Again.of(ForwardCall, arguments, options, given, 1)
+        assert (again is not None) == (given is plain and not more)
+    assert form_of({"q": np.zeros((3, 4))}) is None
+    assert form_of({"q": plain["q"]}) == form_of({"q": make(2, 8, 100, 64)})
+    assert form_of({"q": plain["q"]}) != form_of({"q": make(2, 8, 101, 64)})
+    plain["q"].data.ptr += 8
+    assert form_of({"q": plain["q"]}) is None
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -376,7 +376,9 @@ def test_errors_of_gradients():
     backward = cuflash.attention_varlen_backward
     with pytest.raises(ValueError, match=r"dout has shape \(4, 9, 8\): it must be \(9, 4, 8\)"):
         backward(out.swapaxes(0, 1), *arrays[1:], enable_gqa=True)
-    with pytest.raises(ValueError, match=r"dk \(.*\) has shape \(2, 8, 16\): it must be \(8, 2, 16\)"):
+    with pytest.raises(
+        ValueError, match=r"dk \(.*\) has shape \(2, 8, 16\): it must be \(8, 2, 16\)"
+    ):
         backward(*arrays, enable_gqa=True, grads_out=(None, K.swapaxes(0, 1).copy(), None))
     with pytest.raises(TypeError, match=r"grads_out is a list: give a triple"):
         backward(*arrays, enable_gqa=True, grads_out=[None, None, None])

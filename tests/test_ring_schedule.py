@@ -232,5 +232,5 @@ def test_steps_whose_transfers_take_room_have_kernels_that_yield():
 
 def test_who_asks_for_an_algorithm_gets_it():
     for asked, taken in ((None, "fa2"), ("fa1", "fa1"), ("fa3", "fa3")):
-        own = Task(*[None] * (len(Task._fields) - 1), {"algo": asked})
+        own = Task(**dict.fromkeys(Task._fields) | {"options": {"algo": asked}})
         assert own.yielding().options == {"algo": taken}

@@ -6,7 +6,7 @@ from cases import numpy_dtype
 
 pytestmark = pytest.mark.gpu
 
-WIDTHS = (64, 36, 5, 1)  # of which the last two have no words of four halves
+WIDTHS = (64, 36, 5, 1)  # of which only the first has words of 16 bytes in all types
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
@@ -15,7 +15,7 @@ WIDTHS = (64, 36, 5, 1)  # of which the last two have no words of four halves
 def test_rows_are_added_and_rounded_once(dtype, width, first):
     import cupy
 
-    from cuflash.gpu.sums import add_to
+    from cuflash.gpu.lines import add_to
 
     name = numpy_dtype(dtype)
     host = np.random.default_rng(0).standard_normal((2, 3, 40, width)).astype(name)
@@ -42,7 +42,7 @@ def test_rows_are_added_and_rounded_once(dtype, width, first):
 def test_copies_have_the_same_bits(dtype, width, first):
     import cupy
 
-    from cuflash.gpu import words
+    from cuflash.gpu import lines
 
     name = numpy_dtype(dtype)
     count = 3 * 40 * width
@@ -51,11 +51,12 @@ def test_copies_have_the_same_bits(dtype, width, first):
     memory[first:] = cupy.asarray(host)
     x = memory[first:].reshape(3, 40, width)
     part = slice(5, 21)
-    copy = words.contiguous(x[:, part])
+    copy = lines.contiguous(x[:, part])
     assert copy.flags.c_contiguous
     assert copy.dtype == name
     wanted = host.reshape(x.shape)[:, part]
     np.testing.assert_array_equal(copy.get().view(np.uint8), wanted.copy().view(np.uint8))
-    assert words.contiguous(x).data.ptr == x.data.ptr
-    by_words = width * name.itemsize % 16 == 0 and not first
-    assert (words.in_words(x[:, part], np.dtype(np.complex128)) is not None) == by_words
+    assert lines.contiguous(x).data.ptr == x.data.ptr
+    numbers = first + 5 * width, 16 * width, 40 * width  # before a line, of it, to the next
+    by_lines = not any(n * name.itemsize % 16 for n in numbers)
+    assert (lines.lines_of(x[:, part]) is not None) == by_lines

@@ -46,15 +46,15 @@ def packed_queries(
     ValueError, TypeError
         For what cannot be offsets; their values are looked at where these are on the host.
     """
-    longest, is_paged = (max_seqlen_q, max_seqlen_k), page_table is not None
-    given, most = _starts_and_longest(cu_seqlens_q, cu_seqlens_k, longest, is_paged)
+    longest = max_seqlen_q, max_seqlen_k
+    given, most = _starts_and_longest(cu_seqlens_q, cu_seqlens_k, longest, page_table is not None)
     starts = given if _are_ready(*given.values()) else _checked_starts(q, k, given, most)
-    return PackedQueries(q, starts, tuple(most.values()))
+    return PackedQueries(q, starts, most)
 
 
 def _are_ready(first: Any, other: Any = None) -> bool:
     """Whether a device's kernels read these offsets where they are: most calls', one by one."""
-    if array_types.get(type(first), True) or not first.shape:
+    if array_types.get(type(first), True) or not (first.shape and first.shape[0]):
         return False
     as_first = other is None or other is first or (
         type(other) is type(first) and other.shape == first.shape and other.dtype == first.dtype
@@ -64,22 +64,20 @@ def _are_ready(first: Any, other: Any = None) -> bool:
 
 
 def _checked_starts(
-    q: AnyArray, k: AnyArray, given: dict[str, Integers], longest: dict[str, int | None]
+    q: AnyArray, k: AnyArray, given: dict[str, Integers], longest: tuple[int | None, int | None]
 ) -> dict[str, Array]:
     """Where sequences begin, as arrays of one type beside `q`.
 
-    `given` maps the arguments' names to what was given, `longest` to the most tokens that a
-    sequence may have.
+    `given` maps the arguments' names to what was given; `longest` are the most queries and keys
+    that a sequence may have.
     """
     starts = _as_starts(given)
     like = as_array("q", q)
-    operands = dict(zip(("cu_seqlens_q", "cu_seqlens_k"), (("q", like), ("k", k))))
-    for name, x in starts.items():
+    for (name, x), operand, rows, most in zip(starts.items(), "qk", (like, k), longest):
         if isinstance(x, np.ndarray):
-            operand, rows = operands[name]
             shape = as_array(operand, rows).shape
             _check_axes(operand, shape)
-            _check_values(name, x, shape[0], longest[name])
+            _check_values(name, x, shape[0], most)
     whole = {name: x if _is_contiguous(x) else x[:] + 0 for name, x in starts.items()}
     here: dict[str, Array] = {}
     for name, x in integers_of_one_type(whole).items():
@@ -150,13 +148,13 @@ def sequences_of(arrays: dict[str, Any], is_paged: bool) -> Iterator[dict[str, A
 def starts_specs(
     cu_seqlens_q: Integers, cu_seqlens_k: Integers | None, max_seqlen_q: object,
     max_seqlen_k: object, is_paged: bool,
-) -> tuple[dict[str, Spec], tuple[int | None, ...]]:  # fmt: skip
+) -> tuple[dict[str, Spec], tuple[int | None, int | None]]:  # fmt: skip
     """Those of offsets of any values, and how long sequences may be."""
     longest = max_seqlen_q, max_seqlen_k
     given, most = _starts_and_longest(cu_seqlens_q, cu_seqlens_k, longest, is_paged)
     starts = integers_of_one_type(_as_starts(given))
     specs = {name: Spec.contiguous(x.shape, x.dtype) for name, x in starts.items()}
-    return specs, tuple(most.values())
+    return specs, most
 
 
 def tokens_first(is_paged: bool) -> frozenset[str]:
@@ -181,7 +179,7 @@ def packed_specs(specs: dict[str, Spec], is_paged: bool) -> dict[str, Spec]:
 def _starts_and_longest(
     cu_seqlens_q: Integers, cu_seqlens_k: Integers | None, longest: tuple[object, object],
     is_paged: bool,
-) -> tuple[dict[str, Integers], dict[str, int | None]]:  # fmt: skip
+) -> tuple[dict[str, Integers], tuple[int | None, int | None]]:  # fmt: skip
     """Offsets, and the most tokens of a sequence, where some may be those of queries."""
     most = checked_longest("max_seqlen_q", longest[0])
     most_keys = checked_longest("max_seqlen_k", longest[1])
@@ -197,7 +195,7 @@ def _starts_and_longest(
         most_keys = most if most_keys is None else most_keys
     else:
         given["cu_seqlens_k"] = cu_seqlens_k
-    return given, {"cu_seqlens_q": most, "cu_seqlens_k": most_keys}
+    return given, (most, most_keys)
 
 
 def _check_axes(name: str, shape: tuple[int, ...]) -> None:

@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from .blocks import backward_block, forward_block
 from .schedule import Block
 from .shards import contiguous, empty_like, joined, part_of
-from .task import Task, backward_block, forward_block
+from .task import Task
 from .totals import Results
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def _to_sequence(comm: Communicator, task: Task, arrays: Sequence[Any]) -> list[
         return contiguous(x[..., rank * count : (rank + 1) * count, :, :])
 
     pieces = [[heads_of(x, r) for r in range(task.size)] for x in arrays]
+    task.confirm()
     return [joined(parts, -2, task.layout) for parts in exchanged(comm, pieces)]
 
 
@@ -79,7 +81,7 @@ def forward(comm: Communicator, task: Task, q: Any, k: Any, v: Any) -> tuple[Any
     arrays = _to_sequence(comm, task, (q, k, v))
     results = Results(mine, arrays[0], v.shape[-1], [block])
     whole = arrays[0], arrays[1], arrays[2]
-    forward_block(mine, block, whole, 0, results.place(block.rows), heads)
+    forward_block(mine, block, whole, 0, results.slot(block.rows), heads)
     out, lse = results.merged()
     out, lse = _to_heads(comm, task, (out, lse[..., None]))
     return out, lse[..., 0]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol, TypeAlias
 
 from .machine import Machine
@@ -91,6 +92,7 @@ class Communicator:
         if not timeout > 0:
             raise ValueError(f"timeout={timeout}: give seconds, more than 0")
         self.rank, self.size, self.timeout = rank, size, timeout
+        self._common: Exception | None = None  # the last error that all ranks have raised
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(rank {self.rank} of {self.size})"
@@ -106,6 +108,11 @@ class Communicator:
     def tell(self, words: Any) -> list[Any]:
         """What each rank has told, by rank: numbers, strings, lists and dictionaries."""
         raise NotImplementedError
+
+    def begin_to_tell(self, words: Any) -> Callable[[], list[Any]]:
+        """What :meth:`tell` does in two steps: a function that waits for what each has told."""
+        told = self.tell(words)
+        return lambda: told
 
     def fail(self, error: RankError) -> None:
         """Make all ranks fail with this error, unless they already fail with another."""
@@ -125,36 +132,61 @@ class Communicator:
 
         Raises
         ------
+        ValueError, TypeError, NotImplementedError, RankError
+            As what :meth:`begin_to_agree` returns.
+        """
+        self.begin_to_agree(facts, error)()
+
+    def begin_to_agree(
+        self, facts: dict[str, str], error: Exception | None = None
+    ) -> Callable[[], None]:
+        """Say what :meth:`agree` compares; a function that waits for the others and compares.
+
+        What a rank does in between may concern nobody but itself. The function raises:
+
+        Raises
+        ------
         ValueError, TypeError, NotImplementedError
             Of a rank that has found one, or for facts that differ. The ranks can go on.
         RankError
             For any other error.
         """
+        short = "" if error else _digest(*facts.items())
+        told = self.begin_to_tell(short)
+
+        def compare() -> None:
+            if told().count(short) < self.size or error is not None:
+                self._common = self._difference(facts, error)
+                raise self._common from error
+
+        return compare
+
+    def _difference(self, facts: dict[str, str], error: Exception | None) -> Exception:
+        """The error that all ranks raise, where one has an error or facts differ."""
         own = Statement(facts) if error is None else Statement({}, type(error).__name__, str(error))
-        short = "" if error else hashlib.sha256(repr(facts).encode()).hexdigest()
-        told = self.tell(short)
-        if short and told.count(short) == self.size:
-            return
         statements = [Statement(*x) for x in self.tell(list(own))]
         for rank, said in enumerate(statements):
             if said.kind in self._KINDS:
-                raise self._KINDS[said.kind](f"rank {rank}: {said.text}") from error
+                return self._KINDS[said.kind](f"rank {rank}: {said.text}")
             if said.kind:
-                raise RankError(rank, f"raised {said.kind}: {said.text}") from error
+                return RankError(rank, f"raised {said.kind}: {said.text}")
         for name in statements[0].facts:
             found = [said.facts.get(name, "absent") for said in statements]
             if len(set(found)) > 1:
-                raise ValueError(f"{name} differs between ranks: {_listing(found)}")
+                return ValueError(f"{name} differs between ranks: {_listing(found)}")
+        raise AssertionError("what has no difference has the same digest")
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """A part of a call in which an error of one rank makes all fail."""
+        """A part of a call in which an error of one rank makes all fail, unless all have it."""
         self.check()
         try:
             yield
         except RankError:
             raise
         except Exception as error:
+            if error is self._common:
+                raise
             self._fail_with(error)
 
     def _fail_with(self, error: Exception) -> NoReturn:
@@ -164,6 +196,12 @@ class Communicator:
         except RankError as spread:
             raise spread from error
         raise error
+
+
+@functools.lru_cache(maxsize=256)
+def _digest(*facts: tuple[str, str]) -> str:
+    """A short text that differs where facts do."""
+    return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
 def _listing(found: list[str]) -> str:

@@ -6,7 +6,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from . import all_to_all, gather, ring
-from .task import Call, agreed
+from .task import Call, proposed
 
 if TYPE_CHECKING:
     from ..masks.block_mask import BlockMask
@@ -114,7 +114,7 @@ def attention(
         "algo": algo, "engine": engine, "softcap": softcap, "scale": scale,
         "enable_gqa": enable_gqa,
     }  # fmt: skip
-    task = agreed(
+    task = proposed(
         Call(
             "attention", comm, {"q": q, "k": k, "v": v}, layout, method, causal, window, mask,
             dropout_p, seed, options,
@@ -200,7 +200,7 @@ def attention_backward(
         "algo": algo, "engine": engine, "softcap": softcap, "scale": scale,
         "enable_gqa": enable_gqa,
     }  # fmt: skip
-    task = agreed(
+    task = proposed(
         Call(
             "attention_backward", comm, arrays, layout, method, causal, window, mask, dropout_p,
             seed, options,

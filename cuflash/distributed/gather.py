@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from .all_to_all import exchanged
+from .blocks import backward_block, forward_block
 from .schedule import Block, blocks_of
 from .shards import contiguous, joined, part_of, spans
-from .task import Task, backward_block, forward_block
+from .task import Task
 from .totals import GradientSum, Results
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ def blocks(task: Task, rank: int) -> tuple[Block, ...]:
 def _gathered(comm: Communicator, task: Task, k: Any, v: Any) -> tuple[Any, Any]:
     """Keys and values of the whole sequence."""
     pieces = [[contiguous(x)] * task.size for x in (k, v)]
+    task.confirm()
     whole = [joined(parts, -2, task.layout) for parts in exchanged(comm, pieces)]
     return whole[0], whole[1]
 
@@ -34,7 +36,7 @@ def forward(comm: Communicator, task: Task, q: Any, k: Any, v: Any) -> tuple[Any
     own = blocks(task, task.rank)
     results = Results(task, q, v.shape[-1], own)
     for block in own:
-        forward_block(task, block, (q, *keys), 0, results.place(block.rows))
+        forward_block(task, block, (q, *keys), 0, results.slot(block.rows))
     return results.merged()
 
 

@@ -1,7 +1,9 @@
 """Ranks that are processes: words between them over sockets, and news of those that fail or leave.
 
-Rank 0 has a hub, to which all ranks, itself included, hold one connection. Messages are JSON, each
-behind its length:
+Rank 0 has a hub, to which all ranks, itself included, hold one connection. What rank 0 tells and is
+told takes the short way, by a call. Who waits for words reads what comes, and on rank 0 answers for
+the hub: no other thread has to wake up for that, and to get hold of the interpreter first. While
+nobody waits, a thread looks for news now and then. Messages are JSON, each behind its length:
 
     to the hub      [rank, size, port]    once, at the start: the port that was asked for
                     ["tell", words]       for all; the hub answers when all ranks have told
@@ -57,27 +59,52 @@ class HostGroup:
     ):  # fmt: skip
         self.rank, self.timeout = rank, timeout
         self.error: RankError | None = None
-        self.on_failure: Callable[[], None] = lambda: None  # called by a thread of the group's own
+        self.on_failure: Callable[[], None] = lambda: None  # called by who hears of it
         self._told: queue.Queue[list[Any] | None] = queue.Queue()
-        self._sending, self._ended = threading.Lock(), threading.Event()
+        self._sending, self._reading = threading.Lock(), threading.Lock()
+        self._ended = threading.Event()
         self._leaves = False
+        self._last = RankError(0, _ENDED)  # what it means if the connection ends now
         address = address or address_of_environment()
-        if rank == 0:
-            _Hub(address, size, timeout)
+        self._hub = _Hub(address, size, timeout, self._told.put) if rank == 0 else None
         self._socket = _connected(address, [rank, size, address[1]], timeout)
         # By which the hub's host, and so the others, reach this one.
         self.own_host = str(self._socket.getsockname()[0])
-        threading.Thread(target=self._listen, daemon=True).start()
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._socket, selectors.EVENT_READ)
+        threading.Thread(target=self._watch, daemon=True).start()
 
     def tell(self, words: Any) -> list[Any]:
         """What each rank has told, by rank."""
+        self.say(words)
+        return self.hear()
+
+    def say(self, words: Any) -> None:
+        """Tell all ranks, which is to be followed by :meth:`hear`."""
         self.check()
-        self._send(["tell", words])
-        with contextlib.suppress(queue.Empty):
-            # The hub is to notice first that a rank is late.
-            told = self._told.get(timeout=self.timeout + 2)
-            if told is not None:
-                return told
+        if self._hub is None:
+            self._send(["tell", words])
+        else:
+            self._hub.tell(0, json.loads(json.dumps(words)))  # as others hear them
+
+    def hear(self) -> list[Any]:
+        """What each rank has told, by rank, once all have."""
+        end = time.monotonic() + self.timeout + 2  # the hub is to notice first that a rank is late
+        while time.monotonic() < end:
+            ended = self._ended.is_set()  # with words, maybe, that came before the end
+            with contextlib.suppress(queue.Empty):
+                told = self._told.get_nowait()
+                if told is not None:
+                    return told
+            if ended:
+                break
+            if self._hub is not None:
+                self._hub.look(_TICK)
+            elif self._reading.acquire(timeout=_TICK):
+                try:
+                    self._read(_TICK)
+                finally:
+                    self._reading.release()
         self.check()
         self.error = RankError(0, f"has not answered in {self.timeout:g} s")
         raise self.error
@@ -103,27 +130,43 @@ class HostGroup:
         """End the connection: this rank will make no more calls."""
         self._leaves = True
         self._send(["leave"])
+        if self._hub is not None:  # the process may end now
+            self._hub.look(0)
 
     def _send(self, message: list[Any]) -> None:
-        with self._sending, contextlib.suppress(OSError):  # the listening thread tells why
+        with self._sending, contextlib.suppress(OSError):  # who reads is told why
             _send(self._socket, message)
 
-    def _listen(self) -> None:
-        """Take what the hub says, in a thread."""
-        error = RankError(0, _ENDED)
-        with self._socket, contextlib.suppress(OSError, EOFError):
-            while True:
-                kind, *rest = _receive(self._socket)
-                if kind == "told":
-                    self._told.put(rest[0])
-                    continue
-                error = RankError(*rest[0])
-                self._leaves = self._leaves or kind == "leave"
-                if kind == "fail":
-                    break
-        self._end(
-            RankError(self.rank, _LEFT) if error.message == _ENDED and self._leaves else error
-        )
+    def _watch(self) -> None:
+        """Take what the hub says while nobody waits for it, in a thread."""
+        while not self._ended.wait(_TICK):
+            if self._reading.acquire(blocking=False):
+                try:
+                    while self._read(0):
+                        pass
+                finally:
+                    self._reading.release()
+
+    def _read(self, timeout: float) -> bool:
+        """Take a message that has come, or comes in time; False where there is none."""
+        if self._ended.is_set() or not self._selector.select(timeout):
+            return False
+        message = None
+        with contextlib.suppress(OSError, EOFError):
+            message = _receive(self._socket)
+        if message is not None and message[0] == "told":
+            self._told.put(message[1])
+            return True
+        if message is not None:
+            self._last = RankError(*message[1])
+            if message[0] == "leave":
+                self._leaves = True
+                return True
+        self._selector.close()
+        self._socket.close()
+        has_left = self._last.message == _ENDED and self._leaves
+        self._end(RankError(self.rank, _LEFT) if has_left else self._last)
+        return False
 
     def _end(self, error: RankError) -> None:
         """Keep the error; unless ranks have left in peace, let no transfer go on."""
@@ -135,38 +178,60 @@ class HostGroup:
 
 
 class _Hub:
-    """Takes what ranks say, and answers, in a thread of rank 0."""
+    """Takes what ranks say, and answers, in whichever thread of rank 0 looks."""
 
-    def __init__(self, address: tuple[str, int], size: int, timeout: float):
+    def __init__(
+        self, address: tuple[str, int], size: int, timeout: float,
+        answer: Callable[[list[Any]], None],
+    ):  # fmt: skip
         self.size, self.timeout = size, timeout
+        self.answer = answer  # to rank 0, whose words come and go by no socket
+        self.lock = threading.RLock()  # of who looks
         self.server, self.port = _server(address, size), address[1]
         self.ranks: dict[socket.socket, int] = {}
         self.told: list[deque[Any]] = [deque() for _ in range(size)]
         self.gone: dict[int, bool] = {}  # and whether it said so
         self.since = time.monotonic()  # when the oldest words came that wait for others
         self.error: RankError | None = None
+        self.selector = selectors.DefaultSelector()
+        self.selector.register(self.server, selectors.EVENT_READ)
         threading.Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
-        selector = selectors.DefaultSelector()
-        selector.register(self.server, selectors.EVENT_READ)
+        """Look for messages: at once until all ranks are there, then for what nobody waits for."""
         while len(self.gone) < self.size:
-            for key, _ in selector.select(_TICK):
+            if len(self.ranks) + len(self.gone) < self.size:
+                self.look(_TICK)
+            else:
+                time.sleep(_TICK)
+                if self.lock.acquire(blocking=False):
+                    try:
+                        self.look(0)
+                    finally:
+                        self.lock.release()
+        with self.lock:
+            self.selector.close()
+            for connection in self.ranks:
+                connection.close()
+            self.server.close()
+
+    def look(self, timeout: float) -> None:
+        """Do what messages say that have come, or come in time."""
+        with self.lock:
+            if len(self.gone) == self.size:
+                return
+            for key, _ in self.selector.select(timeout):
                 if key.fileobj is self.server:
                     connection, _ = self.server.accept()
                     _at_once(connection)
                     connection.settimeout(_PATIENCE)  # until it is known to be a rank's
-                    selector.register(connection, selectors.EVENT_READ)
+                    self.selector.register(connection, selectors.EVENT_READ)
                 else:
                     connection = key.fileobj  # type: ignore[assignment]
                     if not self._hear(connection):
-                        selector.unregister(connection)
+                        self.selector.unregister(connection)
                         connection.close()
             self._look_for_late()
-        selector.close()
-        for connection in self.ranks:
-            connection.close()
-        self.server.close()
 
     def _hear(self, connection: socket.socket) -> bool:
         """Take one message; False where there is no more."""
@@ -201,18 +266,25 @@ class _Hub:
         elif message[0] == "fail":
             self._fail(RankError(*message[1]))
         else:
+            self.tell(rank, message[1])
+        return True
+
+    def tell(self, rank: int, words: Any) -> None:
+        """Take what a rank tells all others."""
+        with self.lock:
             if not any(self.told):
                 self.since = time.monotonic()
-            self.told[rank].append(message[1])
+            self.told[rank].append(words)
             self._answer()
-        return True
 
     def _answer(self) -> None:
         """Answer if all have told; fail if one that has not has left."""
         if self.error is not None:
             return
         if all(self.told):
-            self._say(["told", [words.popleft() for words in self.told]])
+            told = [words.popleft() for words in self.told]
+            self._say(["told", told], but=0)
+            self.answer(told)
             self.since = time.monotonic()
         elif any(self.told):
             late = [rank for rank, words in enumerate(self.told) if not words and rank in self.gone]
@@ -231,9 +303,10 @@ class _Hub:
             self.error = error
             self._say(["fail", [error.rank, error.message]])
 
-    def _say(self, message: list[Any]) -> None:
+    def _say(self, message: list[Any], but: int | None = None) -> None:
         # Rank 0 is the last to hear: its process may end then, and the hub with it.
-        for connection in sorted(self.ranks, key=self.ranks.__getitem__, reverse=True):
+        ranks = {rank: connection for connection, rank in self.ranks.items() if rank != but}
+        for _, connection in sorted(ranks.items(), reverse=True):
             with contextlib.suppress(OSError):
                 _send(connection, message)
 

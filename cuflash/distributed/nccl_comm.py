@@ -99,6 +99,7 @@ class NcclComm(ProcessComm):
         self._device = int(cupy.cuda.runtime.getDevice())
         # Before blocks of a kernel that is to begin at the same time: these would fill the device.
         self._stream = cupy.cuda.Stream(non_blocking=True, priority=-1)
+        self._ready = cupy.cuda.Event(disable_timing=True)  # of the last transfer to begin
         self._under_way: deque[tuple[Any, tuple[int, ...]]] = deque()
         self._aborting = threading.Lock()
         self._is_aborted = False
@@ -115,9 +116,8 @@ class NcclComm(ProcessComm):
         sends, receives = ([x for x in parcels if x[1].nbytes] for parcels in (sends, receives))
         if not (sends or receives):
             return Nothing()
-        ready = cupy.cuda.Event(disable_timing=True)
-        ready.record()
-        self._stream.wait_event(ready)
+        self._ready.record()
+        self._stream.wait_event(self._ready)
         begun = cupy.cuda.Event(disable_timing=True)
         begun.record(self._stream)
         nccl.groupStart()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from .communicator import Communicator, RankError
@@ -16,6 +17,11 @@ class ProcessComm(Communicator):
     def tell(self, words: Any) -> list[Any]:
         """What each rank has told, by rank."""
         return self.group.tell(words)
+
+    def begin_to_tell(self, words: Any) -> Callable[[], list[Any]]:
+        """Tell; a function that waits for what each rank has told."""
+        self.group.say(words)
+        return self.group.hear
 
     def fail(self, error: RankError) -> None:
         """Make all ranks fail with this error, unless they already fail with another."""

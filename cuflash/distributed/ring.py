@@ -17,11 +17,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .communicator import Transfer
+from .blocks import backward_block, forward_block
+from .communicator import Parcel, Transfer
 from .estimate import AHEAD, crowded_steps
 from .schedule import Step, ring_steps
 from .shards import contiguous, empty_like
-from .task import Task, backward_block, forward_block
+from .task import Task
 from .totals import GradientSum, Results
 
 if TYPE_CHECKING:
@@ -35,22 +36,32 @@ class _Keys:
         self.comm, self.steps, self.own = comm, steps, (k, v)
         self.sent: dict[range, list[Any]] = {}  # contiguous copies of spans that are sent
         self.coming: dict[int, tuple[Transfer, tuple[Any, Any]]] = {}
-        for number in range(1, 1 + AHEAD):
-            self.begin(number)
+        self.first = [self._parcels(number) for number in range(1, min(1 + AHEAD, len(steps)))]
+
+    def begin_first(self) -> None:
+        """Begin the transfers ahead of all work."""
+        for number, parcels in enumerate(self.first, 1):
+            self._start(number, *parcels)
+        self.first.clear()
         if self.coming:
             # A kernel that fills the device would keep the transfer waiting for its end.
             self.coming[1][0].lead()
 
     def begin(self, number: int) -> None:
         """Begin the transfer of a step, if there is one."""
-        if number >= len(self.steps):
-            return
+        if number < len(self.steps):
+            self._start(number, *self._parcels(number))
+
+    def _parcels(self, number: int) -> tuple[list[Parcel], tuple[Any, Any]]:
+        """What a step sends, and memory for what comes."""
         step = self.steps[number]
-        columns = len(step.receive)
-        buffers = [empty_like(x, (*x.shape[:-2], columns, x.shape[-1])) for x in self.own]
-        sends = [(step.target, x) for x in self._span(step.send)]
-        receives = [(step.source, x) for x in buffers if columns]
-        self.coming[number] = self.comm.start(sends, receives), (buffers[0], buffers[1])
+        k, v = (_room(x, len(step.receive)) for x in self.own)
+        return [(step.target, x) for x in self._span(step.send)], (k, v)
+
+    def _start(self, number: int, sends: list[Parcel], buffers: tuple[Any, Any]) -> None:
+        step = self.steps[number]
+        receives = [(step.source, x) for x in buffers if step.receive]
+        self.coming[number] = self.comm.start(sends, receives), buffers
 
     def _span(self, span: range) -> list[Any]:
         if not span:
@@ -75,11 +86,13 @@ def forward(comm: Communicator, task: Task, q: Any, k: Any, v: Any) -> tuple[Any
     keys = _Keys(comm, steps, k, v)
     results = Results(task, q, v.shape[-1], [x for step in steps for x in step.blocks])
     crowded = crowded_steps(task.sizes, comm.machine, task.rank)
+    task.confirm()
+    keys.begin_first()
     for number, step in enumerate(steps):
         own, first = keys.of(number)
         mine = task.yielding() if crowded[number] else task
         for block in step.blocks:
-            forward_block(mine, block, (q, *own), first, results.place(block.rows))
+            forward_block(mine, block, (q, *own), first, results.slot(block.rows))
         del own
         if number:
             keys.begin(number + AHEAD)
@@ -98,6 +111,8 @@ def backward(
     count = len(steps[0].blocks) + sum(1 for x in steps if x.send)
     own_sums = [GradientSum(x, x.shape, x.dtype, task.lse_dtype, count) for x in (k, v)]
     returning: list[tuple[Transfer, range, list[Any]]] = []
+    task.confirm()
+    keys.begin_first()
     for number, step in enumerate(steps):
         there, first = keys.of(number)
         sums = own_sums if number == 0 else _sums_of(task, step, (k, v))

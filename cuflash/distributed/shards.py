@@ -8,7 +8,9 @@ span, and as much work as any other.
 
 from __future__ import annotations
 
+import functools
 import itertools
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
@@ -217,6 +219,14 @@ def checked_axis(axis: int, axes: int) -> int:
     return axis if axis < 0 else axis - axes
 
 
+@functools.cache
+def lines_module() -> ModuleType:
+    """`cuflash.gpu.lines`, which imports CuPy: a CPU does without."""
+    from ..gpu import lines
+
+    return lines
+
+
 def module_of(x: Any) -> Any:
     """NumPy or CuPy, whichever made the array."""
     if isinstance(x, np.ndarray):
@@ -235,9 +245,7 @@ def contiguous(x: Any) -> Any:
     """The array itself, or a copy in C order."""
     if isinstance(x, np.ndarray):
         return np.ascontiguousarray(x)
-    from ..gpu import words
-
-    return words.contiguous(x)
+    return lines_module().contiguous(x)
 
 
 def add_to(total: Any, part: Any) -> None:
@@ -245,6 +253,4 @@ def add_to(total: Any, part: Any) -> None:
     if isinstance(total, np.ndarray):
         np.add(total, part, out=total)
     else:
-        from ..gpu import sums
-
-        sums.add_to(total, part)
+        lines_module().add_to(total, part)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 
-from .._attention import attention, attention_backward
 from .._plan import plan
 from ..calls.arrays import as_array
 from ..dropout import KEY_BLOCK, QUERY_BLOCK, PlacedSeed
@@ -20,6 +20,7 @@ from .schedule import Block, Sight
 from .shards import check_length, checked_layout
 
 if TYPE_CHECKING:
+    from ..calls.again import Again
     from .communicator import Communicator
 
 _MOST_TASKS = 256  # that are remembered
@@ -28,8 +29,12 @@ _tasks: dict[tuple[object, ...], tuple[Task, dict[str, str]]] = {}
 Method: TypeAlias = Literal["ring", "ulysses", "gather"]
 
 
+def _nothing() -> None:
+    """Nobody is asked."""
+
+
 class Task(NamedTuple):
-    """What is to be done, as all ranks have agreed.
+    """What is to be done.
 
     Attributes
     ----------
@@ -52,6 +57,11 @@ class Task(NamedTuple):
     seed : int or array, optional
     options : dict
         What all calls of `attention` have in common.
+    again : dict
+        Calls that have run, of this task and of others like it: see :mod:`.blocks`.
+    confirm : function
+        Waits until all ranks have said that they do the same. To be called ahead of the first
+        transfer: what concerns this rank alone is better done while the others' words are coming.
     """
 
     rank: int
@@ -69,6 +79,8 @@ class Task(NamedTuple):
     dropout_p: float
     seed: Any
     options: dict[str, Any]
+    again: dict[tuple[object, ...] | None, Again]
+    confirm: Callable[[], None]
 
     def yielding(self) -> Task:
         """The same with kernels that leave room on the device, where nobody has asked for one.
@@ -97,44 +109,6 @@ class Task(NamedTuple):
         return options
 
 
-def forward_block(
-    task: Task, block: Block, arrays: tuple[Any, Any, Any], first_column: int,
-    out: tuple[Any, Any], heads: range | None = None,
-) -> None:  # fmt: skip
-    """Compute a block of q, k and v, of which keys begin at `first_column`."""
-    q, k, v = arrays
-    columns = _columns(block, first_column)
-    attention(
-        q[..., _rows(block), :], k[..., columns, :], v[..., columns, :],
-        out=out, return_lse=True, **task.options_of(block, heads),
-    )  # fmt: skip
-
-
-def backward_block(
-    task: Task, block: Block, given: dict[str, Any], keys: tuple[Any, Any], first_column: int,
-    deterministic: bool, heads: range | None = None,
-) -> tuple[Any, Any, Any]:  # fmt: skip
-    """Gradients of a block; `given` has q, dout, out, lse and dlse of all of the rank's rows."""
-    rows, columns = _rows(block), _columns(block, first_column)
-    q, dout, out = (given[name][..., rows, :] for name in ("q", "dout", "out"))
-    dlse = given["dlse"]
-    k, v = (x[..., columns, :] for x in keys)
-    dq, dk, dv = attention_backward(
-        dout, q, k, v, out, given["lse"][..., rows],
-        dlse=None if dlse is None else dlse[..., rows], deterministic=deterministic,
-        **task.options_of(block, heads),
-    )  # fmt: skip
-    return dq, dk, dv
-
-
-def _rows(block: Block) -> slice:
-    return slice(block.rows.start, block.rows.stop)
-
-
-def _columns(block: Block, first: int) -> slice:
-    return slice(block.columns.start - first, block.columns.stop - first)
-
-
 class Call(NamedTuple):
     """A call's arguments before the ranks have agreed.
 
@@ -155,8 +129,10 @@ class Call(NamedTuple):
     options: dict[str, Any]  # softcap, scale, enable_gqa, algo, engine
 
 
-def agreed(call: Call) -> Task:
-    """The task, once all ranks have said that they have the same.
+def proposed(call: Call) -> Task:
+    """The task, which this rank has told the others; its `confirm` is still to be called.
+
+    Both that and this function, where this rank finds something wrong, raise:
 
     Raises
     ------
@@ -172,9 +148,11 @@ def agreed(call: Call) -> Task:
         task, facts = _known(call)
     except Exception as found:
         error = found
-    call.comm.agree(facts, error)
+    confirm = call.comm.begin_to_agree(facts, error)
+    if task is None:
+        confirm()
     assert task is not None
-    return task
+    return task._replace(confirm=confirm)
 
 
 def _known(call: Call) -> tuple[Task, dict[str, str]]:
@@ -260,7 +238,7 @@ def checked(call: Call) -> Task:
         raise ValueError(f"method='ulysses': {refused}; give 'ring', 'gather' or None")
     return Task(
         call.comm.rank, size, arrays, layout, method, sizes, found, sight, sizes.heads, leading,
-        dtype, lse_dtype, float(call.dropout_p), call.seed, call.options,
+        dtype, lse_dtype, float(call.dropout_p), call.seed, call.options, {}, _nothing,
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .._merge import merge
-from ..calls.arguments import Joined
+from .blocks import Slot
 from .shards import add_to, empty_like
 
 if TYPE_CHECKING:
@@ -43,13 +43,16 @@ class Results:
         count = 1 if self.joins else max(1, min(slots, MOST_SLOTS))
         self.task = task
         self.used: list[list[range]] = [[] for _ in range(count)]
-        shape = (count, *task.leading, rows)
-        self.outs = empty_like(like, (*shape, value_dim), task.dtype)
-        self.lses = empty_like(like, shape, task.lse_dtype)
+        shape = (*task.leading, rows)
+        several = (count,) if count > 1 else ()
+        self.outs = empty_like(like, (*several, *shape, value_dim), task.dtype)
+        self.lses = empty_like(like, (*several, *shape), task.lse_dtype)
+        first = Slot(self.outs, self.lses)
+        self.slots = list(map(Slot, self.outs, self.lses)) if several else [first]
         self.total: tuple[Any, Any] | None = None
         if slots > MOST_SLOTS:
-            total = empty_like(like, self.outs.shape[1:], task.lse_dtype)
-            self.total = total, empty_like(like, shape[1:], task.lse_dtype)
+            total = empty_like(like, (*shape, value_dim), task.lse_dtype)
+            self.total = total, empty_like(like, shape, task.lse_dtype)
             self.total[0].fill(0)
             self.total[1].fill(-np.inf)
         if count > 1 or not covers(_rows_before_any_again(blocks), rows):
@@ -57,17 +60,16 @@ class Results:
             if count == 1:
                 self.outs.fill(0)
 
-    def place(self, rows: range) -> tuple[Any, Any]:
+    def slot(self, rows: range) -> Slot:
         """Where out and lse of some rows go."""
         number = _first_free(self.used, rows)
-        part = slice(rows.start, rows.stop)
         if self.joins and number:
-            return Joined(self.outs[0][..., part, :], self.lses[0][..., part])
+            return self.slots[0]._replace(joins=True)
         if number == len(self.used):
             self._merge_into_total()
             number = 0
         self.used[number].append(rows)
-        return self.outs[number][..., part, :], self.lses[number][..., part]
+        return self.slots[number]
 
     def _merge_into_total(self) -> None:
         assert self.total is not None
@@ -82,7 +84,7 @@ class Results:
             self._merge_into_total()
             return self.total[0].astype(self.task.dtype), self.total[1]
         if len(self.used) == 1:
-            return self.outs[0], self.lses[0]
+            return self.outs, self.lses
         return merge(self.outs, self.lses)
 
 

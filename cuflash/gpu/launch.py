@@ -40,7 +40,7 @@ from .tables import tables_of
 
 if TYPE_CHECKING:
     from ..calls.arguments import Arguments
-    from ..calls.call import Call
+    from ..calls.call import Call, Copy
     from ..planning.append import AppendPlan
     from ..planning.merge import MergePlan
 
@@ -272,6 +272,27 @@ def run(call: Call, arguments: Arguments, count: int) -> list[Any]:
         _launch_with_copies(call, launch, arguments, base, results)
     else:
         launch(addresses, base)
+    return results
+
+
+def run_again(
+    call: Call, addresses: dict[str, int], made: Sequence[Copy], device_id: int
+) -> list[Any]:
+    """Run a call that has run before, on the current stream; returns the results that it makes.
+
+    All other operands lie at the `addresses`, as kernels read and write them.
+    """
+    if cupy.cuda.runtime.getDevice() != device_id:
+        with cupy.cuda.Device(device_id):
+            return run_again(call, addresses, made, device_id)
+    results = []
+    for name, spec in made:
+        x = empty(spec.shape, spec.dtype)
+        addresses[name] = x.data.ptr
+        results.append(x)
+    held = workspace(call.workspace_bytes, None, device_id) if call.workspace_bytes else None
+    assert call.launch is not None
+    call.launch(addresses, 0 if held is None else held.data.ptr)
     return results
 
 
