@@ -34,8 +34,9 @@ if TYPE_CHECKING:
     Row = NDArray[np.floating[Any]]  # lse of arrays of NumPy
     Triple = tuple[NDArray[Scalar], NDArray[Scalar], NDArray[Scalar]]
 
-_attention: Any = attention  # whose types know nothing of packed sequences
-_backward: Any = attention_backward
+# Their types know nothing of packed sequences, and keywords have been looked at.
+_attention: Any = inspect.unwrap(attention)
+_backward: Any = inspect.unwrap(attention_backward)
 _FORWARD, _BACKWARD = (frozenset(inspect.signature(x).parameters) for x in (_attention, _backward))
 
 

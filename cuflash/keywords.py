@@ -123,16 +123,16 @@ def takes_options_of(
             for name, x in inspect.signature(other).parameters.items()
             if x.kind is x.KEYWORD_ONLY and name not in named and name not in without
         }
-        known = {*named, *forwarded}
+        known = frozenset((*named, *forwarded))
 
         @functools.wraps(function)
         def call(*args: Params.args, **options: Params.kwargs) -> Result:
-            for name in options:
-                if name not in known:
-                    _explain(call, options)
-                    raise TypeError(
-                        f"{function.__name__}() got an unexpected keyword argument {name!r}"
-                    )
+            if not options.keys() <= known:
+                _explain(call, options)
+                name = next(x for x in options if x not in known)
+                raise TypeError(
+                    f"{function.__name__}() got an unexpected keyword argument {name!r}"
+                )
             return function(*args, **options)
 
         signature = own.replace(parameters=[*named.values(), *forwarded.values()])
