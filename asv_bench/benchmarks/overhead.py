@@ -32,6 +32,43 @@ class Overhead:
     track_against_bare_launch.unit = "x its time"
 
 
+class PackedOverhead:
+    """The host's time for 8 packed sequences of 128 tokens against that for them as a batch."""
+
+    version = "1"
+    params = ([False, True],)
+    param_names = ("backward",)
+
+    def setup(self, backward):
+        cupy = gpu.need_gpu()
+        count, heads, tokens, dim = 8, 8, 128, 64
+        shape = 1, heads, count * tokens, dim
+        draw = [gpu.draw(shape, "bf16", "bnhd").cupy for _ in range(4)]
+        q, k, v, dout = packed = [x[0].swapaxes(0, 1) for x in draw]
+        batch = [x.reshape(count, tokens, heads, dim).swapaxes(1, 2) for x in packed]
+        starts = cupy.arange(count + 1, dtype="int32") * tokens
+        options = {"causal": True, "max_seqlen_q": tokens, "max_seqlen_k": tokens}
+        out, lse = cuflash.attention_varlen(q, k, v, starts, return_lse=True, **options)
+        made = cuflash.attention(*batch[:3], causal=True, return_lse=True)
+        calls = [
+            lambda: cuflash.attention_varlen(q, k, v, starts, **options),
+            lambda: cuflash.attention(*batch[:3], causal=True),
+        ]
+        if backward:
+            calls = [
+                lambda: cuflash.attention_varlen_backward(
+                    dout, q, k, v, out, lse, starts, **options
+                ),
+                lambda: cuflash.attention_backward(batch[3], *batch[:3], *made, causal=True),
+            ]
+        self.packed, self.batch = gpu.host_times(calls, 10)
+
+    def track_against_a_batch(self, backward):
+        return gpu.samples(a / b for a, b in zip(self.packed, self.batch))
+
+    track_against_a_batch.unit = "x its time"
+
+
 class HostOverhead:
     """The NumPy engine on a problem of next to no arithmetic."""
 
