@@ -13,7 +13,7 @@ from .hopper import BARRIER_BYTES, MOST_SHARED, WARPGROUP_ROWS, HopperTile
 from .launches import Buffer, Launch, MapBox
 from .problem import Device, Problem
 from .products import product
-from .tile import ceil_div
+from .tile import MULTIPROCESSORS, ceil_div
 
 ROW_WARP = 16  # rows of a tile of scores that a warp has
 MANY_LOOKS = 8  # tiles of queries: so many looks cost more than a kernel that clears marks
@@ -105,6 +105,18 @@ class WgmmaTile(HopperTile):
         tiles = self.query_tiles(problem) // self.group_tiles(problem)
         lead = tiles * self.block_q - problem.query_length * self.packed
         return lead - lead % DROPOUT_BLOCK if problem.dropout and self.packed == 1 else lead
+
+    def section(self, problem: Problem, cached: float) -> int:
+        """As many as blocks begin with, if a head's tiles visit all keys: few heads' keys come from
+        memory at a time. One, where the tiles take equally long; else short ones come last.
+        """
+        wanted = super().section(problem, cached)
+        all_keys = problem.band.is_open and not (problem.mask or problem.is_packed)
+        if not (self.persists and all_keys) or problem.score.loads:
+            return wanted
+        if self.query_lead(problem) < WARPGROUP_ROWS and not problem.q_lengths:
+            return 1
+        return min(wanted, ceil_div(MULTIPROCESSORS, max(1, self.query_tiles(problem))))
 
     def shared(self, problem: Problem) -> tuple[Buffer, ...]:
         """Tiles as the copy engine lays them out, and barriers."""
