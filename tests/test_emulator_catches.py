@@ -1053,6 +1053,8 @@ def test_blocks_that_wait_for_later_ones_are_found(monkeypatch, bug):
 # Long rows: copies get ahead of the products, and a block works on several items.
 LOST = "beyond floats at once"
 HOPPER = [
+    ("barriers are used before they are there", r"meet\(BEGUN, THREADS\);", "", {}),
+    ("items have no barriers", r"if \(threadIdx\.x == PLANNING_THREAD\) init_items\(\);", "", {}),
     ("scores are used before they are there", r"wait_products<1>\(S_regs\);", "settle(S_regs);",
      {}),
     ("keys are given back before they are read", r"(turns\.await\(\);)",

@@ -101,8 +101,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Barriers& barriers = smem.barriers;
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
     if (PAGED) check_shared_base(bytes);
-    begin_block(tables, [&] { barriers.init(), smem.items.init(ITEM_READERS); });
-    if (VARLEN || CLEAN_PARTS > 0) await_kernel_before();  // else it is the first one
+    const auto init_barriers = [&] { barriers.init(); };
+    const auto init_items = [&] { smem.items.init(ITEM_READERS); };
+    constexpr bool FOLLOWS = VARLEN || CLEAN_PARTS > 0;  // else it is the first kernel
+    if constexpr (FOLLOWS || PAGED)  // of pages who copies has no register for more
+        begin_block(tables, [&] { init_barriers(), init_items(); });
+    else
+        begin_block(tables, init_barriers, init_items);
+    if (FOLLOWS) await_kernel_before();
 
     if (warpgroup == 0) {
         if constexpr (MOVES_REGISTERS) release_registers<PRODUCER_REGISTERS>();
