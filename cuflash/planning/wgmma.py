@@ -234,6 +234,8 @@ ROWS = (
            rate=638, item_time=1.50, start_time=8.2),
     *_both(max_dim=64,  block_k=128, warps=8,  stages=4, ping_pong=True,
            rate=529, item_time=1.41, start_time=7.8),
+    *_both(max_dim=64,  block_k=112, warps=8,  stages=4, ping_pong=True,
+           rate=492, item_time=1.41, start_time=8.0),
     *_both(max_dim=64,  block_k=128, warps=4,  stages=6,
            rate=373, item_time=1.28, start_time=6.5),
     *_both(max_dim=128, block_k=80,  warps=12, stages=4, ping_pong=True, loads=False, drops=False,
