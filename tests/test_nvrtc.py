@@ -321,6 +321,15 @@ def test_the_kernel_that_a_first_call_waits_for_is_short(dim, most):
     assert len(machine_code(plan.source(plan.kernel), "sm_90a")) / 16 <= most
 
 
+def test_lanes_with_one_row_draw_dropout():
+    """Elsewhere two rows share what is drawn."""
+    rows = [x for x in kernels("sm_90a", ["float32"]) if x.row.engine == "simt"]
+    forward = [x for x in rows if x.row.lane_rows == 1 and not x.row.backward]
+    assert forward
+    for kernel in dropping(forward):
+        check(kernel)
+
+
 @pytest.mark.one_in(10)
 @pytest.mark.parametrize("kernel", gradients_elsewhere(), ids=str)
 def test_cost_of_gradients_on_other_architectures(kernel):

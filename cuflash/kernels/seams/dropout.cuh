@@ -160,7 +160,7 @@ __device__ __forceinline__ Accumulator delta_of_kept(const P& p, Accumulator del
 template <int ROWS>
 struct RowCalls {
     static constexpr int SHARING = PACKED > 1 ? 1 : 2;
-    QueryCalls calls[DROPS ? ROWS / SHARING : 1];
+    QueryCalls calls[DROPS && ROWS >= SHARING ? ROWS / SHARING : 1];
     u32 first_key;  // the number of the lane's first key, in a tile that begins at key 0
 
     template <typename Tile, typename P>
