@@ -437,19 +437,22 @@ def test_heads_come_one_by_one_where_their_tiles_take_equally_long():
     assert section() == section(197) == section(kv_lengths="int32") == 1
     assert section(192) == 64  # of two tiles; sections are of one size
     assert section(q_lengths="int32") == 32
-    for more in {"band": Band(right=0)}, {"algo": "fa2"}, {"mask": "blocks"}:
+    assert section(band=Band(right=0)) == 32 < section(1025, band=Band(right=0))
+    for more in {"band": Band(left=100, right=0)}, {"algo": "fa2"}, {"mask": "blocks"}:
         assert section(**more) > 64, more
 
 
-def test_ordered_blocks_of_a_mask_are_of_all_heads():
+def test_ordered_blocks_of_a_mask_of_blocks_are_of_all_heads():
+    """An array of bool leaves most tiles in the order of a call without it."""
+
     def section(**more):
         p = backward("float16", (4, 64), 4096, 4096, **more)
         return make_plan(p, H200, "fa2", "mma").section
 
+    assert section(mask="blocks") == 256
+    assert section(mask="elements") == section() < 256
     for mask in ("blocks", "elements"):
-        assert section(mask=mask) == 256
         assert 1 <= section(mask=mask, deterministic=False) == section(deterministic=False) < 64
-    assert section() < 256
     p = problem("float16", (4, 64), 4096, 4096)
     masked = dataclasses.replace(p, mask="blocks")
     assert make_plan(p, H200).section < make_plan(masked, H200).section < 64

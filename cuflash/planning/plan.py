@@ -238,15 +238,16 @@ class Plan:
         """Heads that are worked on at a time, which share the L2 cache.
 
         Sections are of about one size: a small last one would leave multiprocessors idle. With a
-        mask, blocks that add in order are of all heads, so that few of one head run at a time:
-        these meet a tile of dQ in another order than they started, and wait (on an H200, 0.76 to
-        0.82 of the speed of any order, against 0.49 to 0.70 with sections). Where that order is
-        planned, blocks take chains head by head.
+        mask of blocks, blocks that add in order are of all heads, so that few of one head run at a
+        time: these meet a tile of dQ in another order than they started, and wait (on an H200, 0.76
+        to 0.82 of the speed of any order, against 0.49 to 0.70 with sections). Where that order is
+        planned, blocks take chains head by head. An array of bool mostly leaves tiles in the order
+        of a call without it.
         """
         p, group = self.problem, self.tile.group(self.problem)
         if self.chains:
             return 1
-        if p.mask and self.is_ordered:
+        if p.mask == "blocks" and self.is_ordered:
             return max(1, p.head_count)
         groups = p.head_count // group
         cached = self.device.cache_bytes / 2 / max(1, self.tile.cached_bytes(p) * group)

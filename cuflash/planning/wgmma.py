@@ -16,6 +16,7 @@ from .products import product
 from .tile import MULTIPROCESSORS, ceil_div
 
 ROW_WARP = 16  # rows of a tile of scores that a warp has
+SHORT_HEAD = 8  # tiles of queries; what longer heads gain under a causal mask was not measured
 MANY_LOOKS = 8  # tiles of queries: so many looks cost more than a kernel that clears marks
 
 
@@ -109,14 +110,18 @@ class WgmmaTile(HopperTile):
     def section(self, problem: Problem, cached: float) -> int:
         """As many as blocks begin with, if a head's tiles visit all keys: few heads' keys come from
         memory at a time. One, where the tiles take equally long; else short ones come last.
+
+        Of windows, and of long heads under a causal mask, as many as the cache holds.
         """
         wanted = super().section(problem, cached)
-        all_keys = problem.band.is_open and not (problem.mask or problem.is_packed)
-        if not (self.persists and all_keys) or problem.score.loads:
+        if not self.persists or problem.mask or problem.is_packed or problem.score.loads:
             return wanted
-        if self.query_lead(problem) < WARPGROUP_ROWS and not problem.q_lengths:
+        band, tiles = problem.band, max(1, self.query_tiles(problem))
+        if not band.is_open and (band.left is not None or tiles > SHORT_HEAD):
+            return wanted
+        if band.is_open and self.query_lead(problem) < WARPGROUP_ROWS and not problem.q_lengths:
             return 1
-        return min(wanted, ceil_div(MULTIPROCESSORS, max(1, self.query_tiles(problem))))
+        return min(wanted, ceil_div(MULTIPROCESSORS, tiles))
 
     def shared(self, problem: Problem) -> tuple[Buffer, ...]:
         """Tiles as the copy engine lays them out, and barriers."""
