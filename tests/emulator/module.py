@@ -118,7 +118,8 @@ class Module:
         compiled = target.with_suffix(".o")
         include = ["-include", str(build.INCLUDE / "cuda_on_cpu.h")]
         build.run(["g++", *flags, *include, "-c", str(text), "-o", str(compiled)])
-        build.run(["g++", "-shared", str(compiled), "-o", str(target)])
+        # Of libraries it needs what the process has loaded, the runtime among them.
+        build.run(["g++", "-shared", "-nostdlib", str(compiled), "-o", str(target)])
 
     def launch(
         self, kernel, grid, block, args, shared_bytes=0, seed=0, memory=None, truncates=False,

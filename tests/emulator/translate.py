@@ -105,8 +105,10 @@ def translate(text):
         end = _closing(text, match.end())
         body = text[match.end() : end - 1]
         semicolon = text.index(";", end)
-        where = _place(text, match.start())
-        code = _Statement(body, bool(match[1]), number, where).code()
+        try:
+            code = _Statement(body, bool(match[1]), number).code()
+        except NotImplementedError as error:
+            raise NotImplementedError(f"{_place(text, match.start())}: {error}") from None
         lines = text.count("\n", match.start(), semicolon)
         pieces += [text[done : match.start()], f"{{ {code} }}", "\n" * lines]
         done = semicolon + 1
@@ -116,13 +118,14 @@ def translate(text):
 def _shared_pointer(text, match):
     if "__shared__" not in match[1]:
         return match[0]
-    opened = []
-    for brace in re.finditer(r'(extern\s*"C"|namespace[\s\w:]*)?\s*(\{|\})', text[: match.start()]):
-        if brace[2] == "{":
-            opened.append(brace[1] is None)
+    opened = []  # where braces that are still open begin
+    for brace in re.finditer(r"[{}]", text[: match.start()]):
+        if brace[0] == "{":
+            opened.append(brace.start())
         else:
             opened.pop()
-    if not any(opened):
+    outside = re.compile(r'(?:extern\s*"C"|namespace[\s\w:]*)\s*$')
+    if all(outside.search(text[max(0, at - 200) : at]) for at in opened):
         place = _place(text, match.start())
         raise NotImplementedError(f"{place}: shared memory declared outside a function")
     return f"{match[2]}* {match[3]} = ({match[2]}*)emu_shared_memory();"
@@ -149,9 +152,9 @@ _SPECIAL = {"laneid": "emu_lane()"}
 class _Statement:
     """One asm statement: its operands and its instructions."""
 
-    def __init__(self, body, volatile, number, where):
+    def __init__(self, body, volatile, number):
         sections = [*_split(body, ":"), "", "", ""]
-        self.text, self.where, self.number = _literal(sections[0]), where, number
+        self.text, self.number = _literal(sections[0]), number
         self.volatile, self.clobbers = volatile, _literal(sections[3])
         self.letters, self.locals, self.arrays, self.setup = [], {}, {}, []
         for output, section in ((True, sections[1]), (False, sections[2])):
@@ -160,7 +163,7 @@ class _Statement:
                     self._declare(part.strip(), output)
 
     def fail(self, message):
-        raise NotImplementedError(f"{self.where}: {message}: {' '.join(self.text.split())}")
+        raise NotImplementedError(f"{message}: {' '.join(self.text.split())}")
 
     def _declare(self, part, output):
         match = re.fullmatch(r'"([^"]*)"\s*\((.*)\)', part, re.S)
