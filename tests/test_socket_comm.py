@@ -15,6 +15,9 @@ import cuflash
 from cuflash import distributed
 from cuflash.distributed import RankError, SocketComm, host_group
 
+# What takes milliseconds may take many seconds on a busy machine. Nobody waits that long in vain.
+PATIENCE = 60.0
+
 
 def free_address():
     with socket.socket() as probe:
@@ -22,7 +25,7 @@ def free_address():
         return probe.getsockname()
 
 
-def run(size, function, timeout=20.0):
+def run(size, function, timeout=PATIENCE):
     """What each rank returns or raises."""
     address = free_address()
 
@@ -77,7 +80,7 @@ def failing(comm, act):
     try:
         return distributed.attention(x, x, x, comm=comm, method="ring")
     except RankError as error:
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < PATIENCE / 2
         return error
 
 
@@ -120,7 +123,7 @@ def test_a_rank_that_does_not_arrive_is_named(late):
 
     def rank(comm):
         if comm.rank == late:
-            ended.wait(10)
+            ended.wait(PATIENCE)
             return None
         begin = time.monotonic()
         try:
@@ -133,7 +136,7 @@ def test_a_rank_that_does_not_arrive_is_named(late):
     told = [x for x in run(2, rank, timeout=0.5) if x]
     ((message, seconds),) = told
     assert message == f"rank {late} has not arrived at a call in which others wait, in 0.5 s"
-    assert 0.4 < seconds < 3
+    assert 0.4 < seconds < PATIENCE / 2
 
 
 def test_an_array_that_does_not_come_is_an_error():
@@ -148,7 +151,7 @@ def test_an_array_that_does_not_come_is_an_error():
     (first, seconds), (second, _) = run(2, rank, timeout=0.5)
     assert first == second
     assert first in {f"rank {i} has moved no array in 0.5 s" for i in range(2)}
-    assert 0.4 < seconds < 4
+    assert 0.4 < seconds < PATIENCE / 2
 
 
 def test_a_hub_that_does_not_answer_is_rank_0s_error(monkeypatch):
@@ -163,7 +166,7 @@ def test_sizes_that_differ_are_an_error():
 
     def rank(number):
         try:
-            SocketComm(number, 2 + number, address, 2.0)
+            SocketComm(number, 2 + number, address, PATIENCE)
         except RankError as error:
             return str(error)
 
@@ -176,7 +179,7 @@ def test_a_port_that_a_launcher_holds_is_passed_over():
         address = held.getsockname()
 
         def rank(number):
-            comm = SocketComm(number, 2, address, 20.0)
+            comm = SocketComm(number, 2, address, PATIENCE)
             told = comm.tell(number)
             comm.close()
             return told
@@ -189,10 +192,10 @@ def test_ranks_of_another_hub_are_turned_away():
     """Who looks for the hub of the port before does not join this one."""
     host, port = free_address()
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(SocketComm, 0, 2, (host, port), 20.0)
+        first = pool.submit(SocketComm, 0, 2, (host, port), PATIENCE)
         stranger = pool.submit(SocketComm, 1, 2, (host, port - 1), 0.5)
         assert "does not answer" in str(stranger.exception())
-        second = pool.submit(SocketComm, 1, 2, (host, port), 20.0)
+        second = pool.submit(SocketComm, 1, 2, (host, port), PATIENCE)
         comms = first.result(), second.result()
         assert list(pool.map(lambda comm: comm.tell(comm.rank), comms)) == [[0, 1]] * 2
         for comm in comms:
@@ -201,7 +204,8 @@ def test_ranks_of_another_hub_are_turned_away():
 
 def connected(address):
     """A connection to a hub that may not be there yet."""
-    for _ in range(500):
+    end = time.monotonic() + PATIENCE
+    while time.monotonic() < end:
         with contextlib.suppress(ConnectionRefusedError):
             return socket.create_connection(address)
         time.sleep(0.01)
@@ -211,13 +215,13 @@ def connected(address):
 def test_words_that_are_none_do_not_end_the_hub():
     address = free_address()
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(SocketComm, 0, 2, address, 20.0)
+        first = pool.submit(SocketComm, 0, 2, address, PATIENCE)
         strangers = b"GET / HTTP/1.1", b"\x00\x00\x00\x03???", b"\x00\x00\x00\x02[]", b"\x00\x00"
         for words in strangers:
             with connected(address) as stranger, contextlib.suppress(ConnectionResetError):
                 stranger.sendall(words)
                 assert stranger.recv(1) == b""
-        second = pool.submit(SocketComm, 1, 2, address, 20.0)
+        second = pool.submit(SocketComm, 1, 2, address, PATIENCE)
         for future in (first, second):
             future.result().close()
 
@@ -232,7 +236,7 @@ import os, signal, time
 import numpy as np
 from cuflash import distributed
 
-comm = distributed.SocketComm.from_environment(timeout=20)
+comm = distributed.SocketComm.from_environment(timeout=60)
 x = np.ones((2, 64, 16), np.float32)
 for step in range(1000):
     if comm.rank == 1 and step == 3:
@@ -251,8 +255,8 @@ def test_killing_a_rank_ends_the_others(tmp_path):
     script.write_text(KILLED)
     begin = time.monotonic()
     command = [sys.executable, "-m", "cuflash", "launch", "-n", "3", str(script)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
     said = ["rank 1 has left: its process has ended, step 3"] * 2
     assert done.stdout.splitlines() == said, done.stderr
     assert done.returncode == 128 + 9
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < PATIENCE
