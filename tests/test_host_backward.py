@@ -375,9 +375,9 @@ def test_memory_is_linear_with_a_block_mask():
 
 
 def peak_bytes(algo, length, dtype, causal):
-    operands = inputs((3,), length, length, 16, 16, dtype)
-    dout, dlse = cotangents((3,), length, 16, dtype)
-    plan, arrays, given = forward(algo, *operands, causal=causal, blocks=(256, 128))
+    operands = inputs((2,), length, length, 16, 16, dtype)
+    dout, dlse = cotangents((2,), length, 16, dtype)
+    plan, arrays, given = forward(algo, *operands, causal=causal, blocks=(128, 128))
     sums = [np.zeros(x.shape, np.float32) for x in operands]
     tracemalloc.start()
     host.backward(plan, dout, *arrays, dlse, *sums, **given)
@@ -390,13 +390,13 @@ def peak_bytes(algo, length, dtype, causal):
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_memory_is_linear(algo, dtype, causal):
-    for length in (1024, 2048, 4096):
+    for length in (512, 1024, 2048):
         # One head's q, k, v, dO and O in float32 and a few numbers per row, beyond the tiles:
         # P and dS, a mask and its parts, and what the tile adds to the gradients.
         per_row = 4 * (5 * 16 + 4)
         peak = peak_bytes(algo, length, dtype, causal)
-        assert peak <= per_row * length + 4 * 5 * 256 * 128
-    assert peak < 4096**2 * 4 / 20
+        assert peak <= per_row * length + 4 * 5 * 128 * 128
+    assert peak < 2048**2 * 4 / 16
 
 
 @algos
