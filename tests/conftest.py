@@ -1,9 +1,10 @@
 import functools
+import gc
 import os
 import sys
 import warnings
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 os.environ.setdefault(
     "OPENBLAS_NUM_THREADS", "1"
@@ -22,6 +23,8 @@ hypothesis.settings.register_profile(
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("steady")
+
+COVERED = 4  # cases of a test
 
 
 @pytest.fixture
@@ -80,6 +83,26 @@ def pytest_collection_modifyitems(items):
         share = -(-len(of_test) // of_test[0].get_closest_marker("one_in").args[0])
         for item in of_test[share:]:
             item.add_marker("full")
+    _limit_coverage(items)
+
+
+def _limit_coverage(items):
+    """Coverage makes a case half as long again: the first few of a test call what all others do,
+    and examples that hypothesis draws call what other tests do.
+    """
+    run = Counter()
+    for item in items:
+        if not item.get_closest_marker("full"):
+            test = item.nodeid.split("[")[0]
+            run[test] += 1
+            drawn = getattr(getattr(item, "obj", None), "is_hypothesis_test", False)
+            if run[test] > COVERED or drawn:
+                item.add_marker("no_cover")
+
+
+def pytest_collection_finish():
+    """The tests themselves are no garbage: nobody need look at all of them again and again."""
+    gc.freeze()
 
 
 def pytest_runtest_setup(item):

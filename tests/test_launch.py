@@ -720,6 +720,7 @@ def test_capture_takes_no_memory(launch):
         run(launch, *call_of(BackwardCall, given), 3, make(16, dtype=np.uint8))
 
 
+@pytest.mark.no_cover
 def test_orders_of_work_stay_until_there_are_too_many(launch, monkeypatch):
     tables = sys.modules["cuflash.gpu.tables"]
 
