@@ -71,19 +71,36 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(items):
     """Of the cases of a test marked `one_in(n)` a share of 1 / n stays, others are marked `full`.
 
-    Which ones says a checksum of their names: every n-th might always be of the same type, or leave
-    out the same engine.
+    Which ones says a checksum of their names: every n-th might always be of the same type. First
+    come those with a word, such as an engine or a type, or with a kernel that none before them has.
     """
     cases = defaultdict(list)
     for item in items:
         if item.get_closest_marker("one_in"):
             cases[item.nodeid.split("[")[0]].append(item)
     for of_test in cases.values():
-        of_test.sort(key=lambda item: zlib.crc32(item.nodeid.split("[")[-1].encode()))
         share = -(-len(of_test) // of_test[0].get_closest_marker("one_in").args[0])
-        for item in of_test[share:]:
+        for item in _in_turn(of_test)[share:]:
             item.add_marker("full")
     _limit_coverage(items)
+
+
+def _words(name):
+    """What a case stands for: each word at its place, and each beginning, such as a kernel's."""
+    return {*enumerate(name), *(tuple(name[:end]) for end in range(2, len(name)))}
+
+
+def _in_turn(of_test):
+    """Cases of a test, by a checksum, but those first that bring words not seen before."""
+    of_test.sort(key=lambda item: zlib.crc32(item.nodeid.split("[")[-1].encode()))
+    words = {item: _words(item.nodeid.split("[", 1)[1][:-1].split("-")) for item in of_test}
+    common = Counter(word for found in words.values() for word in found)
+    seen, first = {word for word in common if common[word] == 1}, []
+    for item in of_test:
+        if words[item] - seen:
+            seen |= words[item]
+            first.append(item)
+    return first + [item for item in of_test if item not in first]
 
 
 def _limit_coverage(items):
