@@ -795,7 +795,7 @@ def backward_is_right(options):
         assert bits == first or not order["deterministic"], f"other bits with seed {seed}"
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     "options",
     [{}, *(bug[-1] for bug in PLANTED if bug[-1] not in ({}, IN_FLOAT32)), IN_FLOAT32],
@@ -1002,7 +1002,7 @@ def masked_is_right(options, seeds=(0, 1, 2)):
         assert bits == first, f"other bits with seed {seed}"
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("options", options_of(WRONG_MASKS + WRONG_CALLERS), ids=str)
 def test_masks_without_a_planted_bug(options):
     masked_is_right(options)
@@ -1154,7 +1154,7 @@ def hopper_is_right(options):
         assert bits == first, f"other bits with seed {seed}"
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("options", options_of(HOPPER), ids=str)
 def test_hopper_without_a_planted_bug(options):
     hopper_is_right(options)
@@ -1310,7 +1310,7 @@ def gradients_are_right(options, seeds=(EAGER, 0, 1, 2)):
         assert bits == first or not kernel["deterministic"], f"other bits with seed {seed}"
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("options", options_of(GRADIENTS + TWO_KERNELS + SIDE_BY_SIDE), ids=str)
 def test_hopper_backward_without_a_planted_bug(options):
     gradients_are_right(options)

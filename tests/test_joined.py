@@ -75,6 +75,7 @@ HOW = {
 }
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("schedule", [0, EAGER], ids=["late", "eager"])
 @pytest.mark.parametrize("dims", [(128, 128), (64, 40), (96, 72)], ids=str)
 @pytest.mark.parametrize("how", HOW)

@@ -203,6 +203,7 @@ def test_numpy(case, algo):
     assert given[0].tobytes() == out.tobytes()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("case", packed_cases.BACKWARD_CASES[::4], ids=str)
 @pytest.mark.parametrize("algo", ["fa1", "fa2"])
 def test_numpy_backward(case, algo):

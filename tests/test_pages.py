@@ -370,7 +370,7 @@ WILD = [
 EACH_WILD = pytest.mark.parametrize(("engine", "shape", "more"), WILD)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @EACH_WILD
 @needs_emulator
 def test_emulator_hides_what_is_on_no_page(engine, shape, more):
@@ -418,7 +418,7 @@ def parts_are_right(options):
         assert bits == first, f"other bits with seed {seed}"
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("options", PARTS, ids=str)
 @needs_emulator
 def test_emulator_on_parts(options):
@@ -458,7 +458,7 @@ def test_bugs_planted_in_pages(monkeypatch, text, wrong, options):
     must_be_caught(monkeypatch, text, wrong, lambda: parts_are_right(options))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "row", [x for x in TILES if x.threads and x.reads_pages and not x.backward][::2], ids=str
 )
