@@ -12,61 +12,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from benchmarks import gpu as bench
 from benchmarks.gpu import Backward, Problem
+from features import FEATURES, SOFTCAP, distance, slopes
 from peer_rows import Session
 
 import cuflash
 
 SHAPES = ((4, 16, 4096, 128),), ((4, 32, 4096, 64),)
-SOFTCAP, PREFIX, DOCUMENTS = 30.0, 1024, 12
+PREFIX, DOCUMENTS = 1024, 12
 PLAIN = "plain"
-
-
-class Feature(NamedTuple):
-    """Options of a call, and the times of a plain call that it may take, by head dim."""
-
-    options: Any  # of the problem's shape
-    forward: dict[int, float] | None = None
-    backward: dict[int, float] | None = None
-    wrt: tuple[str, ...] = ()  # of the gradients alone
-
-
-def _times(wide: float, narrow: float | None = None) -> dict[int, float]:
-    return {128: wide, 64: narrow or wide}
-
-
-def slopes(heads: int):
-    """ALiBi's, 2^(-8 (h + 1) / H), on the device."""
-    return bench.need_gpu().asarray(0.5 ** (8 * np.arange(1, heads + 1) / heads), np.float32)
-
-
-def _shown(shape):
-    """One bool per pair, for each batch entry; one in ten hidden at random."""
-    batch, _, length, _ = shape
-    return bench.need_gpu().random.random((batch, 1, length, length), np.float32) < 0.9
-
-
-def _bias(shape):
-    _, heads, length, _ = shape
-    return bench.draw((1, heads, length, length), "bf16").cupy[0]
-
-
-def _distance(shape):
-    slope = slopes(shape[1])
-    return lambda score, batch, head, q, k: score + slope[head] * (k - q)
-
-
-FEATURES = {
-    "alibi": Feature(lambda x: {"alibi_slopes": slopes(x[1])}, _times(1.1), _times(1.15)),
-    "score_mod": Feature(lambda x: {"score_mod": _distance(x)}, _times(1.1), _times(1.15)),
-    "bias": Feature(lambda x: {"bias": _bias(x)}, _times(1.5), _times(1.6)),
-    "bias, dbias": Feature(lambda x: {"bias": _bias(x)}, None, _times(2.2), ("bias",)),
-    "bool mask": Feature(lambda x: {"mask": _shown(x)}, _times(1.3), _times(1.4)),
-    "dropout": Feature(
-        lambda x: {"dropout_p": 0.1, "seed": 1}, _times(1.35, 1.8), _times(1.35, 1.6)
-    ),
-    "sinks": Feature(lambda x: {"sinks": slopes(x[1])}, _times(1.01), _times(1.02)),
-    "softcap": Feature(lambda x: {"softcap": SOFTCAP}),
-}
 
 
 def costs(s: Session) -> None:
@@ -147,7 +100,7 @@ FUNCTIONS = {
         lambda x: lambda score, b, h, q, k: score + (q - k),
     ),
     "alibi": Function(
-        lambda x: {"causal": True, "score_mod": _distance(x)}, _distance_in_torch, _causal
+        lambda x: {"causal": True, "score_mod": distance(x)}, _distance_in_torch, _causal
     ),
     "softcap": Function(lambda x: {"causal": True, "softcap": SOFTCAP}, _cap_in_torch, _causal),
     "documents": Function(_documents, shown=_documents_in_torch),

@@ -2,9 +2,11 @@
 
     python asv_bench/versions.py main . --shapes 4,16,4096,128 1,16,16384,128 --causal both
     python asv_bench/versions.py . /tmp/another-loop --shapes 1,32,16384,64 --algo fa3
+    python asv_bench/versions.py main . --with dropout --causal yes --backward
 
 A version is a revision of this repository, or a folder that holds the package: "." is the working
 tree. What is printed is the first version's time / each one's: above 1 it is faster than the first.
+With a feature of features.py its time / that of the first version's call without it stands behind.
 The exit status is 1 if a version fails or its results differ from the first one's.
 
 For work on kernels. Equivalent ways to write a loop can differ by a tenth, by what the compiler
@@ -30,6 +32,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).res
 
 import numpy as np
 from benchmarks import gpu as bench
+from features import FEATURES
 from sweep import find_commits, lay_out
 
 from cuflash.planning.problem import Problem as Work
@@ -58,7 +61,10 @@ def load(version: str, number: int, folder: Path):
 class Call:
     """One problem: operands, and what each version is to do with them."""
 
-    def __init__(self, shape, dtype: str, causal: bool, gradients: dict | None, choice: dict):
+    def __init__(
+        self, shape, dtype: str, causal: bool, gradients: dict | None, choice: dict,
+        feature: str = "",
+    ):  # fmt: skip
         backward = gradients is not None
         name = bench.DTYPES[dtype].name
         draw = functools.partial(bench.meters.draw, xp, shape, name)
@@ -66,9 +72,14 @@ class Call:
         self.dout = draw(3) if backward else None
         self.saved, self.gradients = (), gradients
         self.options = {"causal": causal, **choice}
+        if feature:
+            self.options |= FEATURES[feature].options(shape)
+            if backward and FEATURES[feature].wrt:
+                self.gradients = gradients | {"wrt": FEATURES[feature].wrt}
         batch, heads, length, width = shape
         self.label = ("backward " if backward else "") + f"{dtype} ({','.join(map(str, shape))})"
         self.label += " causal" if causal else ""
+        self.label += f" {feature}" if feature else ""
         work = Work(name, (batch, heads), length, length, width, width, backward=backward)
         self.flops = work.flops * ((length + 1) / (2 * length) if causal else 1)
         self.tolerance = (bench.GRADIENT_TOLERANCE if backward else bench.TOLERANCE)[dtype]
@@ -98,8 +109,10 @@ def results(returned) -> list[np.ndarray]:
     return [x.astype(np.float32) if xp is np else bench.values(x).get() for x in found]
 
 
-def time_in_turns(call: Call, versions: dict, meter, milliseconds: float) -> bool:
-    """Print a line per version; whether all ran and agreed."""
+def time_in_turns(
+    call: Call, versions: dict, meter, milliseconds: float, plain: Call | None = None
+) -> bool:
+    """Print a line per version; whether all ran and agreed. They are held against `plain`, too."""
     calls, first, agreed = {}, None, True
     for name, version in versions.items():
         try:
@@ -115,12 +128,14 @@ def time_in_turns(call: Call, versions: dict, meter, milliseconds: float) -> boo
             print(f"{call.label:32} {name:24} {type(reason).__name__}: {reason}", flush=True)
     if not calls:
         return False
-    columns = dict(zip(calls, meter.measure(list(calls.values()), milliseconds)))
-    base = next(iter(columns.values()))
-    for name, column in columns.items():
+    beside = [] if plain is None else [plain.of(next(iter(versions.values())))]
+    timed = meter.measure([*calls.values(), *beside], milliseconds)
+    base = timed[0]
+    for name, column in zip(calls, timed):
         rate = call.flops / statistics.median(column) / 1e6
         ratio = bench.paired_ratio(base, column)
-        print(f"{call.label:32} {name:24} {rate:9.4g} TFLOP/s  {ratio:.3f}", flush=True)
+        cost = f"  {bench.paired_ratio(column, timed[-1]):.3f} of plain" if beside else ""
+        print(f"{call.label:32} {name:24} {rate:9.4g} TFLOP/s  {ratio:.3f}{cost}", flush=True)
     return agreed
 
 
@@ -138,6 +153,7 @@ def main(arguments=None) -> int:
     parser.add_argument("--algo")
     parser.add_argument("--engine")
     parser.add_argument("--scale", type=float, help="scores then vary by SCALE * sqrt(D), not by 1")
+    parser.add_argument("--with", dest="feature", choices=FEATURES, default="")
     parser.add_argument("--ms", type=float, default=40, help="for each version and problem")
     options = parser.parse_args(arguments)
     choice = {"algo": options.algo, "engine": options.engine, "scale": options.scale}
@@ -151,11 +167,12 @@ def main(arguments=None) -> int:
         versions = {name: load(name, i, Path(folder)) for i, name in enumerate(names)}
         for shape in shapes:
             for causal in masks:
-                call = Call(shape, options.dtype, causal, gradients, choice)
+                made = functools.partial(Call, shape, options.dtype, causal, gradients, choice)
+                call, plain = made(options.feature), made() if options.feature else None
                 if xp is not np:
                     with ThreadPoolExecutor(os.cpu_count()) as pool:
                         list(pool.map(call.compile, versions.values()))
-                agreed &= time_in_turns(call, versions, meter, options.ms)
+                agreed &= time_in_turns(call, versions, meter, options.ms, plain)
     return 0 if agreed else 1
 
 

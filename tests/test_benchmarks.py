@@ -1259,6 +1259,19 @@ def test_versions_of_gradients(versions, capsys):
     assert capsys.readouterr().out.startswith("backward fp32 (1,2,64,16) ")
 
 
+FORM = r"(backward )?fp32 \(1,2,64,16\) FEATURE +\S+ +\S+ TFLOP/s  1\.000  (\S+) of plain\n"
+
+
+@pytest.mark.parametrize("feature", ["alibi", "score_mod", "bool mask", "dropout", "bias, dbias"])
+def test_versions_with_a_feature(versions, capsys, feature):
+    name = [str(BENCH.parent), *SMALL, "--with", feature]
+    assert versions.main(name) == versions.main([*name, "--backward"]) == 0
+    lines = capsys.readouterr().out
+    found = re.findall(FORM.replace("FEATURE", feature), lines)
+    assert [direction for direction, _ in found] == ["", "backward "]
+    assert all(float(cost) > 0 for _, cost in found)
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
