@@ -189,7 +189,7 @@ def test_backward_case(group):
     check_all(CHECKED_GROUPS[group], check_backward)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("group", BACKWARD_GROUPS)
 def test_backward_case_fast(group):
     check_all(BACKWARD_GROUPS[group], lambda case: check_backward(case, mode="fast"))

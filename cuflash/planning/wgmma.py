@@ -33,12 +33,15 @@ class WgmmaTile(HopperTile):
     spans : bool
         Whether it serves an array of bool, which alone changes scores, for tiles that are no power
         of 2.
+    varied : bool
+        Whether it is measured with packed heads and split keys.
     """
 
     stages: int = 2
     ping_pong: bool = False
     capped: bool = True
     spans: bool = False
+    varied: bool = True
 
     def reject(self, problem: Problem, device: Device) -> str:
         """Why this row cannot or should not serve, or an empty string."""
@@ -70,7 +73,7 @@ class WgmmaTile(HopperTile):
     @property
     def has_variants(self) -> bool:
         """Whether it can pack heads and split keys: three consumers have no registers for it."""
-        return super().has_variants and self.warps < 12
+        return super().has_variants and self.varied and self.warps < 12
 
     @property
     def reads_pages(self) -> bool:
@@ -239,7 +242,7 @@ ROWS = (
            rate=638, item_time=1.50, start_time=8.2),
     *_both(max_dim=64,  block_k=128, warps=8,  stages=4, ping_pong=True,
            rate=529, item_time=1.41, start_time=7.8),
-    *_both(max_dim=64,  block_k=112, warps=8,  stages=4, ping_pong=True,
+    *_both(max_dim=64,  block_k=112, warps=8,  stages=4, ping_pong=True, varied=False,
            rate=492, item_time=1.41, start_time=8.0),
     *_both(max_dim=64,  block_k=128, warps=4,  stages=6,
            rate=373, item_time=1.28, start_time=6.5),
