@@ -39,13 +39,10 @@ class Again:
     def __init__(self, call: Call, arguments: Arguments, wholes: Mapping[str, Any], count: int):
         self.call, self.device_id = call, arguments.device_id
         self.made = [x for x in call.results[:count] if x.operand not in arguments.arrays]
-        self.places = [
-            (name, name if name in wholes else "", address)
+        self.places = {
+            name: address - wholes[name].data.ptr if name in wholes else address
             for name, address in arguments.addresses.items()
-        ]
-        for number, (name, whole, address) in enumerate(self.places):
-            if whole:
-                self.places[number] = name, whole, address - wholes[whole].data.ptr
+        }
 
     @classmethod
     def of(
@@ -61,8 +58,8 @@ class Again:
     def run(self, wholes: Mapping[str, Any]) -> list[Any]:
         """Run on the current stream; returns the new results."""
         addresses = {
-            name: wholes[whole].data.ptr + offset if whole else offset
-            for name, whole, offset in self.places
+            name: place + wholes[name].data.ptr if name in wholes else place
+            for name, place in self.places.items()
         }
         made: list[Any] = launch_module().run_again(self.call, addresses, self.made, self.device_id)
         return made
