@@ -365,15 +365,9 @@ def attention(
         mask = as_mask(mask)
     q, starts, longest = unpacked(q)
     arrays = forward_arrays(q, k, v, out, return_lse, q_lengths, kv_lengths, offsets, page_table)
-    arrays |= starts
-    text = None
-    if not (score_mod is None and bias is None and sinks is None and alibi_slopes is None):
-        text, scored = split_scores(q, score_mod, bias, sinks, alibi_slopes)
-        arrays |= scored
-    share, number = 0.0, None
-    if dropout_p != 0 or seed is not None:
-        share, number, seeds = split_dropout(q, dropout_p, seed)
-        arrays |= seeds
+    text, scored = split_scores(q, score_mod, bias, sinks, alibi_slopes)
+    share, number, seeds = split_dropout(q, dropout_p, seed)
+    arrays |= starts | scored | seeds
     asked = (
         algo, engine, causal, window, offset, softcap, scale, enable_gqa, True, split_keys, text,
         share, longest, (), type(out) is Joined,
@@ -582,15 +576,9 @@ def attention_backward(
     offset, offsets = split_offset(q_offset)
     names = as_names(wrt)
     arrays = backward_arrays(inputs, grads_out, q_lengths, kv_lengths, offsets, names)
-    arrays |= starts
-    text = None
-    if not (score_mod is None and bias is None and sinks is None and alibi_slopes is None):
-        text, scored = split_scores(q, score_mod, bias, sinks, alibi_slopes)
-        arrays |= scored
-    share, number = 0.0, None
-    if dropout_p != 0 or seed is not None:
-        share, number, seeds = split_dropout(q, dropout_p, seed)
-        arrays |= seeds
+    text, scored = split_scores(q, score_mod, bias, sinks, alibi_slopes)
+    share, number, seeds = split_dropout(q, dropout_p, seed)
+    arrays |= starts | scored | seeds
     asked = (
         algo, engine, causal, as_window(window), offset, softcap, scale, enable_gqa, deterministic,
         None, text, share, longest, names, False,

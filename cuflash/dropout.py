@@ -59,12 +59,12 @@ def checked_share(value: Any) -> float:
     TypeError, ValueError
         If it is no number, or not from 0 to 1, 1 excluded.
     """
-    wanted = f"dropout_p={reprlib.repr(value)}: give a number from 0 to 1, 1 excluded"
-    if not isinstance(value, (int, float, np.integer, np.floating)) or isinstance(value, bool):
-        raise TypeError(wanted)
-    if not 0 <= value < 1:
-        raise ValueError(wanted)
-    return float(value)
+    kind: type[Exception] = TypeError
+    if isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool):
+        if 0 <= value < 1:
+            return float(value)
+        kind = ValueError
+    raise kind(f"dropout_p={reprlib.repr(value)}: give a number from 0 to 1, 1 excluded")
 
 
 def checked_seed(value: Any) -> int:

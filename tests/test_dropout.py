@@ -415,6 +415,7 @@ def test_without_dropout_nothing_is_different():
 Q = np.zeros((2, 3, 4))
 ERRORS = [
     ({"dropout_p": 0.1}, ValueError, r"dropout_p=0.1 goes with seed: give an integer from 0 to 2"),
+    ({"dropout_p": False}, TypeError, "dropout_p=False: give a number from 0 to 1, 1 excluded"),
     ({"dropout_p": 1.0, "seed": 1}, ValueError, "dropout_p=1.0: give a number from 0 to 1, 1 excl"),
     ({"dropout_p": -0.1, "seed": 1}, ValueError, "dropout_p=-0.1: give"),
     ({"dropout_p": math.nan, "seed": 1}, ValueError, "dropout_p=nan: give"),

@@ -221,6 +221,8 @@ def split_scores(
 
     Those in `wrt` must be among them.
     """
+    if score_mod is bias is sinks is alibi_slopes is None and not wrt:
+        return None, {}  # most calls'
     mod = as_score_mod(score_mod)
     added = {"alibi_slopes": alibi_slopes, "bias": bias, "sinks": sinks}
     found: dict[str, Array] = {}
