@@ -415,15 +415,40 @@ def test_ordered_blocks_are_of_heads_enough_and_of_what_the_cache_holds(engine):
         p = backward("float16", (256,), length, length, **more)
         return make_plan(p, device, "fa2", engine).section
 
+    causal = Band(right=0)
     least = {"mma": 64, "wgmma": 16}[engine]  # columns of heads / 64, for each block
-    assert heads(4096) == least > heads(4096, deterministic=False)
-    assert heads(4096, band=Band(right=0)) == 2 * least
+    length, least_open = {"mma": (4096, least), "wgmma": (8192, 8)}[engine]
+    assert heads(length) == least_open > heads(length, deterministic=False)
+    assert heads(32 << 10, band=causal) == {"mma": 26, "wgmma": least}[engine]
     bytes_of_a_head = 256 * (4 * 64 * 2 + 64 * 4)  # Q, K, V, dO and the sums of dQ
     held = device.cache_bytes // 2 // bytes_of_a_head
     assert abs(heads(256) - held) <= held / 3  # sections are of one size
     lengths = [n << 10 for n in (32, 64, 128, 256, 1024)]
-    assert [heads(n) for n in lengths] == [13, 6, 4, 1, 1]
-    assert [heads(n, band=Band(right=0)) for n in lengths[1:]] == [13, 6, 4, 1]
+    caches = {"mma": [13, 6, 4, 1, 1], "wgmma": [6, 2, 1, 1, 1]}[engine]
+    assert [heads(n) for n in lengths] == caches
+    assert [heads(n, band=causal) for n in lengths[1:]] == [13, 6, 4, 1]
+
+
+def test_the_last_tiles_of_keys_add_first_under_a_causal_mask_where_heads_are_small():
+    """Few heads at a time then, as nobody waits; as many as the cache holds where turns come fast."""
+    h100 = Device(90, "NVIDIA H100", multiprocessors=132, cache_bytes=50 << 20)
+
+    def planned(dim, length, **more):
+        given = {"band": Band(right=0), **more}
+        plan = make_plan(
+            backward("float16", (64,), length, length, dim, **given), h100, "fa3", "wgmma"
+        )
+        return plan.section, plan.tile.constants(plan.problem)["LAST_KEYS_FIRST"]
+
+    assert [planned(128, n << 10) for n in (1, 4, 8, 16)] == [(8, 1), (2, 1), (1, 1), (8, 0)]
+    assert [planned(64, n << 10) for n in (1, 4, 16, 32)] == [(32, 1), (8, 1), (4, 1), (16, 0)]
+    assert planned(64, 4096, mask="elements")[1]
+    elsewhere = [{"band": Band()}, {"band": Band(100, 0)}, {"band": Band(0)}, {"mask": "blocks"}]
+    for more in [*elsewhere, {"deterministic": False}]:
+        assert not planned(64, 4096, **more)[1], more
+    packed = backward("float16", (2,), 64 * 4096, 64 * 4096, band=Band(right=0), sequences=64)
+    plan = make_plan(dataclasses.replace(packed, longest=(4096, 4096)), h100, "fa3", "wgmma")
+    assert plan.tile.constants(plan.problem)["LAST_KEYS_FIRST"], "as a batch of such lengths"
 
 
 def test_heads_come_one_by_one_where_their_tiles_take_equally_long():

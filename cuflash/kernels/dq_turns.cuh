@@ -31,7 +31,9 @@ __device__ __forceinline__ void pass_turn(u32* turn, u32 next) {
 __device__ __forceinline__ u32 turn_of(const Params& p, const Head& head, int key_tile,
                                        const Visit& visit) {
     const int q_begin = visit.tile * BLOCK_Q;
-    const int previous = MASKED ? visit.previous : key_tile - 1;
-    const int first = KeyRange(p, head, q_begin, q_begin + BLOCK_Q).begin / BLOCK_K;
-    return previous < first ? 0 : previous + 1;
+    const KeyRange keys(p, head, q_begin, q_begin + BLOCK_Q);
+    const int previous = MASKED ? visit.previous : LAST_KEYS_FIRST ? key_tile + 1 : key_tile - 1;
+    const bool is_seen =
+        LAST_KEYS_FIRST ? previous * BLOCK_K < keys.end : previous >= keys.begin / BLOCK_K;
+    return is_seen ? previous + 1 : 0;
 }

@@ -22,9 +22,12 @@ extern "C" __global__ void __launch_bounds__(32) mask_lists(const __grid_constan
         const bool shows = state == PARTIAL || state == FULL;
         const u32 found = __ballot_sync(~0u, shows);
         if (shows) {
-            int previous = row - 1;  // the nearest row before that visits this column
-            const unsigned char* above = states + column - p.mask_columns;
-            for (; previous >= 0 && *above == EMPTY; --previous) above -= p.mask_columns;
+            // the nearest row before, or behind, that visits this column
+            constexpr int STEP = LAST_KEYS_FIRST ? 1 : -1;
+            int previous = row + STEP;
+            const unsigned char* other = states + column + STEP * p.mask_columns;
+            for (; previous >= 0 && previous < p.mask_rows && *other == EMPTY; previous += STEP)
+                other += STEP * p.mask_columns;
             const i64 entry = begin + count + __popc(found & ((1u << lane) - 1));
             p.mask_entries[entry] =
                 make_int4(column, state == FULL ? -1 : int(begin + column), previous, 0);

@@ -609,6 +609,7 @@ class KernelTile(Tile):
             "DROPOUT_ROUNDS": ROUNDS,
             "CLEAN_PARTS": self.clean_parts(problem),
             "MASKED": bool(problem.mask),
+            "LAST_KEYS_FIRST": False,
             "MASK_IS_COMPUTED": bool(problem.mask_form.text),
             "MASK_ROWS": self.scored[0],
             "MASK_COLUMNS": self.scored[1],

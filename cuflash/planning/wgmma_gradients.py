@@ -19,9 +19,22 @@ from .wgmma_arrays import WGMMA_WALK, WgmmaArrayTile, walked
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Blocks that add in order work on heads of so many columns at a time: of 1 to 128 heads (H200,
-# 2026-11-22) the fastest or within 2 % of it at 512 to 16k positions, head dims 64 and 128.
-ORDERED_COLUMNS = 1024
+# Blocks that add in order work on heads of so many columns at a time, but no more of them than fill
+# half of the L2 cache so many times. On an H100 (2026-11-25), ms of 16 heads of 128 columns without a
+# mask, with eight heads, four, two and one at a time: 4k positions of 4 batch entries 2.73, 2.72,
+# 3.05, 3.24; 16k 9.77, 9.53, 9.50, 9.57; 32k 41.4, 38.8, 38.7, 38.0, and where another kernel holds 16
+# multiprocessors for the first millisecond 49.4, 39.0, 37.7, 37.2. With 1024 columns an H200 was
+# within 2 % of the fastest at 512 to 16k; at 32k it had 577, 592 and 607 TFLOP/s with eight, four, one.
+OPEN_COLUMNS, OPEN_CACHES = 512, 4
+# Under a mask tiles of keys have work of different lengths. 5.27, 5.08 and 5.24 ms with 16, eight and
+# four heads at 16k under a causal mask, at 32k 19.3 with eight and 20.0 with four.
+BANDED_COLUMNS, BANDED_CACHES = 1024, 20
+# Where the last tiles of keys add first: the largest heads, and how many are worked on at a time, in
+# halves of the L2 cache. A turn takes 1.3 steps to be handed on; where the next tile of keys comes
+# sooner than that, fewer blocks of a head wait for each other if heads are more.
+SMALL_HEAD_BYTES = 13 << 20
+LEAST_STEPS_APART = 1.5
+LEAST_AT_ONCE = 4
 HEAD_BYTES = 128  # of where a head lies
 REGION_BYTES = 16  # of what it knows of its region, where sequences are packed
 # Heads have so many chains (masks/planned_sums.py) that each of these blocks, those of an H100 or
@@ -102,6 +115,19 @@ class WgmmaGradientTile(HopperGradientTile):
         """Heads that share keys and whose dK and dV one block sums."""
         return problem.group if self.grouped else 1
 
+    def last_keys_first(self, problem: Problem) -> bool:
+        """Where blocks add in order under a causal mask, and heads are small.
+
+        A tile of keys walks up from the diagonal, where the one behind it has been before: nobody
+        waits, if the last tiles begin first and add first. In the order of keys all begin at the
+        last queries at once. There they stay together, though, and share what they read, which
+        counts where heads are long.
+        """
+        p = problem.typical
+        causal = p.band.left is None and p.band.right is not None
+        in_order = self.adds_in_order(p) and p.mask != "blocks"  # whose lists have an order
+        return causal and in_order and self.cached_bytes(p) <= SMALL_HEAD_BYTES
+
     def chains(self, problem: Problem) -> int:
         """Chains of a head, one for each block that works on it, where the lists of a mask plan the
         order of sums; else 0.
@@ -135,7 +161,12 @@ class WgmmaGradientTile(HopperGradientTile):
         """
         if not self.adds_in_order(problem):
             return super().section(problem, cached)
-        return section_in_order(problem, cached, ORDERED_COLUMNS)
+        if self.last_keys_first(problem):
+            follows_at_once = self.block_k < LEAST_STEPS_APART * self.block_q
+            return max(1, int(max(LEAST_AT_ONCE, cached) if follows_at_once else cached / 2))
+        if problem.band.is_open:
+            return section_in_order(problem, cached, OPEN_COLUMNS, OPEN_CACHES)
+        return section_in_order(problem, cached, BANDED_COLUMNS, BANDED_CACHES)
 
     def row_stats_bytes(self, problem: Problem) -> int:
         """What is kept of a tile of queries: two numbers each, and flags."""
@@ -214,6 +245,7 @@ class WgmmaGradientTile(HopperGradientTile):
         return super().constants(problem) | {
             "DQ_QUERIES": self.dq_part(problem),
             "ORDERED": self.adds_in_order(problem),
+            "LAST_KEYS_FIRST": self.last_keys_first(problem),
             "CHAINED": self.chains(problem) > 0,
             "GROUP": self.group(problem),
             "ROTATION": 2,

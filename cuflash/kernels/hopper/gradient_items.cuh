@@ -10,7 +10,7 @@
 // items come one after the other: the first opens the tile, the last closes it.
 struct alignas(16) KeyItem {
     GradientHead located;
-    QueryTiles<BLOCK_Q> queries;
+    QueryTiles<BLOCK_Q, true, LAST_KEYS_FIRST> queries;
     int exists;  // 0 behind the last one
     int opens, closes;
     int tile;  // the number by which row_at knows the tile of keys
@@ -21,7 +21,7 @@ struct alignas(16) KeyItem {
         return key_origin(located.head) + key_tile * BLOCK_K;
     }
     static __device__ __forceinline__ RegionTile place_of(const Params& p, int tile, int tiles) {
-        return key_tile_at<BLOCK_K>(p, tile, tiles);
+        return key_tile_at<BLOCK_K>(p, LAST_KEYS_FIRST ? tiles - 1 - tile : tile, tiles);
     }
     // The rest of what `located`, `tile` and the number in the group say.
     __device__ __forceinline__ void work_out(const Params& p, int number_in_group) {
@@ -31,7 +31,7 @@ struct alignas(16) KeyItem {
         // Blocks that may add in any order begin at different tiles of dQ and seldom meet. Where each
         // has its own sums, these must not depend on which head of a batch it is.
         const int rotation = ORDERED ? 0 : ROTATION * key_tile + (HEADS_ROTATE ? head.index : 0);
-        queries = QueryTiles<BLOCK_Q>(p, head, key_tile, BLOCK_K, rotation);
+        queries = {p, head, key_tile, BLOCK_K, rotation};
         if (!located.is_held()) queries.count = 0;
     }
 };

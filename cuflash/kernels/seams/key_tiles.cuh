@@ -91,14 +91,16 @@ struct QuerySlabs {
     }
 };
 
-// Query tiles of SIZE queries that the `row`-th tile of keys visits, last one first. With
-// `rotation` the walk begins that many tiles further on and comes round to the others at the end.
-template <int SIZE, bool ROTATES = true>
+// Query tiles of SIZE queries that the `row`-th tile of keys visits, last one first, or first one
+// first (RISES). With `rotation` the walk begins that many tiles further on and comes round to the
+// others at the end.
+template <int SIZE, bool ROTATES = true, bool RISES = false>
 struct QueryTiles {
     TileList list;
     int end, count, start;       // entries [end - count, end); the first visit is the start-th
     int uncut_begin, uncut_end;  // the band shows all the keys to tiles [uncut_begin, uncut_end)
 
+    QueryTiles() = default;
     __device__ __forceinline__ QueryTiles(const Params& p, const Head& head, int row, int rows,
                                           int rotation)
         : list(p, head, row) {
@@ -114,11 +116,13 @@ struct QueryTiles {
     }
     __device__ __forceinline__ Visit operator[](int i) const {
         i += start;
-        return list[end - 1 - (i < count ? i : i - count)];
+        if (i >= count) i -= count;
+        return list[RISES ? end - count + i : end - 1 - i];
     }
     // The same walk from entry to entry.
     __device__ __forceinline__ int first() const { return end - 1 - start; }
     __device__ __forceinline__ int after(int entry) const {
+        static_assert(!RISES, "the walk goes down");
         return !ROTATES || entry > end - count ? entry - 1 : end - 1;
     }
     __device__ __forceinline__ bool is_cut(const Visit& visit) const {
