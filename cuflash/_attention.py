@@ -17,7 +17,7 @@ from .calls.arguments import (
     split_scores,
     unpacked,
 )
-from .calls.arrays import as_array, as_mask, as_window, split_offset
+from .calls.arrays import as_mask, as_window, split_offset
 from .calls.call import BackwardCall, ForwardCall
 from .calls.run import launch_module, run_call
 from .keywords import explains_keywords
@@ -367,7 +367,10 @@ def attention(
     arrays = forward_arrays(q, k, v, out, return_lse, q_lengths, kv_lengths, offsets, page_table)
     text, scored = split_scores(q, score_mod, bias, sinks, alibi_slopes)
     share, number, seeds = split_dropout(q, dropout_p, seed)
-    arrays |= starts | scored | seeds
+    if starts:
+        arrays |= starts
+    if scored or seeds:
+        arrays |= scored | seeds
     asked = (
         algo, engine, causal, window, offset, softcap, scale, enable_gqa, True, split_keys, text,
         share, longest, (), type(out) is Joined,
@@ -568,25 +571,28 @@ def attention_backward(
     >>> np.allclose(dbias.sum(axis=-1), 0)  # what all keys gain changes no weight
     True
     """
-    inputs: dict[str, AnyArray | None]
     q, starts, longest = unpacked(q)
-    inputs = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
-    for name in ("dout", "out", "lse"):
-        inputs[name] = as_array(name, inputs[name])
+    inputs = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    if dlse is not None:
+        inputs["dlse"] = dlse
     offset, offsets = split_offset(q_offset)
     names = as_names(wrt)
     arrays = backward_arrays(inputs, grads_out, q_lengths, kv_lengths, offsets, names)
     text, scored = split_scores(q, score_mod, bias, sinks, alibi_slopes)
     share, number, seeds = split_dropout(q, dropout_p, seed)
-    arrays |= starts | scored | seeds
+    if starts:
+        arrays |= starts
+    if scored or seeds:
+        arrays |= scored | seeds
     asked = (
         algo, engine, causal, as_window(window), offset, softcap, scale, enable_gqa, deterministic,
         None, text, share, longest, names, False,
     )  # fmt: skip
     arguments = Arguments(BackwardCall.operands, arrays, as_mask(mask), workspace, number, names)
     results = run_call(BackwardCall, arguments, as_options(asked), 3 + len(names))
-    given = grads_out or (None,) * len(results)
-    return tuple(x if mine is None else mine for x, mine in zip(results, given))
+    if grads_out is None:
+        return tuple(results)
+    return tuple(x if mine is None else mine for x, mine in zip(results, grads_out))
 
 
 @overload

@@ -148,10 +148,7 @@ def plan(
     if backward:
         if page_table is not None:
             raise ValueError("page_table goes with backward=False: pages have no gradients")
-        inputs: dict[str, AnyArray | None]
-        inputs = dict.fromkeys(("dout", "q", "k", "v", "out", "lse", "dlse"))
-        inputs.update(q=q, k=k, v=v)
-        arrays = backward_arrays(inputs, out, *integers, options.wrt) | scored
+        arrays = backward_arrays({"q": q, "k": k, "v": v}, out, *integers, options.wrt) | scored
         arguments = Arguments(BackwardCall.operands, arrays, visible, seed=number)
         return find_call(BackwardCall, arguments, options, device).plan
     if options.wrt:

@@ -111,7 +111,8 @@ def attention_backward(
     New gradients are never-written memory to the kernels; `grads_out=` counts as written.
     """
     q, starts, longest = unpacked(q)
-    inputs = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse, "dlse": dlse}
+    inputs = {"dout": dout, "q": q, "k": k, "v": v, "out": out, "lse": lse}
+    inputs |= {} if dlse is None else {"dlse": dlse}
     offset, offsets = split_offset(q_offset)
     text, scored = split_scores(q, score_mod, bias, sinks, alibi_slopes)
     share, number, seeds = split_dropout(q, dropout_p, seed)

@@ -955,6 +955,30 @@ def test_threads_with_streams_of_their_own(cupy, algo, engine):
     assert all(same_bits(a, b) for a, b in zip(results, expected, strict=True))
 
 
+@EACH_KERNEL
+def test_what_a_thread_asks_of_the_device_first(cupy, algo, engine):
+    """It has no context then: with results given, nothing else makes it one."""
+    kernel, dtype, dim = wants(algo, engine)
+    q, k, v = random(cupy, dtype, 3, 2, 3, 150, dim)
+    into, again = (cupy.empty_like(v) for _ in range(2))
+    errors = []
+
+    def work(out):
+        try:
+            cuflash.attention(q, k, v, out=out, **kernel)
+        except Exception as error:
+            errors.append(error)
+
+    # The first one compiles; tensor maps of the other are new.
+    for out in (into, again):
+        thread = threading.Thread(target=work, args=(out,))
+        thread.start()
+        thread.join()
+    assert not errors, errors
+    assert same_bits(into, again)
+    assert same_bits(into, cuflash.attention(q, k, v, **kernel))
+
+
 # --------------------------------------------------------------------------------- dropout
 @EACH_KERNEL
 def test_dropout_keeps_the_same_bits(cupy, algo, engine):

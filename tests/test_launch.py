@@ -1,6 +1,7 @@
 """What reaches the kernels of a call: pointers, workspace, copies. With a stand-in for CuPy."""
 
 import contextlib
+import ctypes
 import importlib
 import itertools
 import sys
@@ -64,7 +65,7 @@ class Array:
 
 class Stream:
     capturing = False
-
+    ptr = 99
     waits = 0
 
     def is_capturing(self):
@@ -97,6 +98,7 @@ def launch(monkeypatch):
         runtime=types.SimpleNamespace(getDevice=lambda: 0, driverGetVersion=lambda: 0),
         get_current_stream=Stream,
         Device=lambda device_id: contextlib.nullcontext(),
+        alloc=lambda size: Array(size, np.uint8).data,
     )
     monkeypatch.setattr(Array, "made", [])
     monkeypatch.setattr(Stream, "waits", 0)
@@ -108,20 +110,30 @@ def launch(monkeypatch):
         monkeypatch.delitem(sys.modules, f"cuflash.gpu.{name}", raising=False)
         monkeypatch.delattr(cuflash.gpu, name, raising=False)
     module = importlib.import_module("cuflash.gpu.launch")
-    module.launched = []
+    module.launched, functions = [], {}
 
     def compiled(plan, device_id, kernel):
-        def run(grid, block, arguments, shared_bytes):
-            if isinstance(plan, MergePlan):
-                struct = plan.params_dtype
-            else:
-                of_cache = isinstance(plan, AppendPlan)
-                struct = PARAMS if of_cache else params_dtype(plan.problem)
-            params = arguments[0].view(struct)[0]
-            module.launched.append((kernel.name, grid, block, shared_bytes, params))
+        function = types.SimpleNamespace(ptr=len(functions) + 1)
+        functions[function.ptr] = plan, kernel
+        return function
 
-        return run
+    def start(config, handle, arguments, extra):
+        plan, kernel = functions[handle]
+        if isinstance(plan, MergePlan):
+            struct = plan.params_dtype
+        else:
+            of_cache = isinstance(plan, AppendPlan)
+            struct = PARAMS if of_cache else params_dtype(plan.problem)
+        told = kernel_start._Config.from_address(config)
+        assert (told.stream, extra) == (Stream.ptr, None)
+        place = ctypes.c_void_p.from_address(arguments).value
+        (params,) = np.frombuffer(ctypes.string_at(place, struct.itemsize), struct)
+        sizes = (told.grid[0],), (told.block[0],), told.shared_bytes
+        module.launched.append((kernel.name, *sizes, params))
+        return 0
 
+    kernel_start = sys.modules["cuflash.gpu.kernel_start"]
+    monkeypatch.setattr(kernel_start, "_launch_function", lambda: start)
     module.compiled_once = module.compiled
     monkeypatch.setattr(module, "compiled", compiled)
     yield module
@@ -621,6 +633,54 @@ def test_integers_of_the_host_are_copied_and_one_offset_is_not(launch, monkeypat
         for given in ([3, 4], np.array([3, 4])):
             with pytest.raises(RuntimeError, match="captured, .* and arrays that need no copy"):
                 of_batch(None, None, given, q)
+
+
+def test_integers_of_a_device_that_kernels_cannot_read(launch, monkeypatch):
+    """They are looked at where a kind of call is new; such as need a copy get one in each call."""
+    monkeypatch.setattr(launch, "device_facts", lambda number: H200)
+    q, k, v = (make(2, 8, 96, 64) for _ in range(3))
+
+    def params_of(function, *given, **options):
+        function(*given, engine="mma", **options)
+        return launch.launched[-1][-1]
+
+    table = make(2, 3, dtype=np.int32)
+    pools = [make(9, 8, 32, 64) for _ in "kv"]
+    short, long = make(2, dtype=np.int32), make(2, dtype=np.int64)
+    bytes_ = Array(np.array([60, 7], np.uint8))
+    for _ in range(2):
+        params = params_of(cuflash.attention, q, k, v, kv_lengths=short, q_lengths=short)
+        assert params["kv_lengths"] == params["q_lengths"] == short.data.ptr
+        params = params_of(cuflash.attention, q, k, v, kv_lengths=short, q_lengths=long)
+        assert params["q_lengths"] == long.data.ptr
+        assert values_at(params["kv_lengths"]).dtype == np.int64
+        params = params_of(cuflash.attention, q, k, v, kv_lengths=bytes_)
+        assert values_at(params["kv_lengths"]).tolist() == [60, 7]
+        params = params_of(cuflash.attention, q, *pools, kv_lengths=short, page_table=table)
+        assert params["page_table"] == table.data.ptr
+        pages = Array(np.zeros((2, 3), np.int16))
+        params = params_of(cuflash.attention, q, *pools, kv_lengths=short, page_table=pages)
+        assert values_at(params["page_table"]).dtype == np.int64
+        starts, few = make(3, dtype=np.int32), Array(np.array([0, 3, 9], np.int16))
+        rows = [make(20, 3, 64) for _ in "qkv"]
+        params = params_of(cuflash.attention_varlen, *rows, starts)
+        assert params["cu_seqlens_q"] == params["cu_seqlens_k"] == starts.data.ptr
+        params = params_of(cuflash.attention_varlen, *rows, few)
+        assert values_at(params["cu_seqlens_q"]).tolist() == [0, 3, 9]
+        assert values_at(params["cu_seqlens_k"]).dtype == np.int64
+    wrong = make(2)
+    with pytest.raises(TypeError, match="kv_lengths has dtype float16: lengths are integers"):
+        cuflash.attention(q, k, v, kv_lengths=wrong)
+    with pytest.raises(TypeError, match="page_table has dtype float16: page numbers are integers"):
+        cuflash.attention(q, *pools, kv_lengths=short, page_table=wrong)
+    with pytest.raises(TypeError, match="cu_seqlens_q has dtype float16: offsets are integers"):
+        cuflash.attention_varlen(*rows, wrong)
+    with pytest.raises(ValueError, match="cu_seqlens_q of 2 and cu_seqlens_k of 1 sequences"):
+        cuflash.attention_varlen(*rows, starts, short)
+    with pytest.raises(ValueError, match=r"cu_seqlens_q has shape \(\): it must be \(B \+ 1,\)"):
+        cuflash.attention_varlen(*rows, make(dtype=np.int32))
+    with capturing(), pytest.raises(RuntimeError, match="arrays that need no copy"):
+        cuflash.attention(q, k, v, kv_lengths=bytes_)
 
 
 def test_copies_and_stages(launch):

@@ -34,8 +34,10 @@ def compiler(launch, monkeypatch):
     class Kernel:
         def __init__(self, *text):
             found.compiled.append(text)
-            self.kernel = lambda *arguments: None
+            self.kernel = types.SimpleNamespace(ptr=0)
 
+    kernel_start = sys.modules["cuflash.gpu.kernel_start"]
+    monkeypatch.setattr(kernel_start, "_launch_function", lambda: lambda *arguments: 0)
     launch.cupy.RawKernel = Kernel
     launch.cupy.cuda.runtime.getDeviceCount = lambda: 2
     monkeypatch.setattr(launch, "compiled", launch.compiled_once)

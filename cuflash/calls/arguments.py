@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from functools import partial
@@ -16,7 +17,15 @@ from ..operands.spec import Spec
 from ..scores.captured import check_elements, named_arrays
 from ..scores.trace import as_score_mod
 from ..scores.wanted import gradient_of, operand_given
-from .arrays import array_types, as_array, as_integers, beside, of_batch
+from .arrays import (
+    OF_BATCH,
+    are_on_device,
+    array_types,
+    as_array,
+    as_integers,
+    beside,
+    of_batch,
+)
 
 if TYPE_CHECKING:
     from ..masks.predicate import Predicate
@@ -86,6 +95,12 @@ def unpacked(q: Any) -> tuple[Any, dict[str, Any], tuple[int | None, int | None]
     return q if type(q) is PackedQueries else (q, {}, None)
 
 
+@functools.lru_cache(maxsize=256)
+def _nowhere(operands: tuple[str, ...], wrt: tuple[str, ...]) -> dict[str, int]:
+    """Addresses of operands that are not given."""
+    return dict.fromkeys((*operands, *map(gradient_of, wrt)), 0)
+
+
 class Arguments:
     """The arrays of one call by the names of its operands, and where they lie.
 
@@ -116,7 +131,7 @@ class Arguments:
         workspace: Any = None, seed: int | PlacedSeed | None = None, wrt: tuple[str, ...] = (),
     ):  # fmt: skip
         forms: list[Form] = []
-        addresses = dict.fromkeys((*operands, *map(gradient_of, wrt)) if wrt else operands, 0)
+        addresses = _nowhere(operands, wrt).copy()
         device_id, bits = None, 0
         for name, x in arrays.items():
             on_host = array_types.get(type(x))
@@ -155,6 +170,14 @@ class Arguments:
         self.addresses["mask"] = mask.ctypes.data if on_host else mask.data.ptr
         return "elements"
 
+    def replace(self, arrays: dict[str, Any]) -> None:
+        """Take these arrays of CuPy for operands, in the places of those that were given."""
+        for number, (name, *_) in enumerate(self.forms):
+            if name in arrays:
+                x = self.arrays[name] = arrays[name]
+                self.forms[number] = name, x.shape, x.strides, x.dtype, x.data.device_id
+                self.addresses[name] = x.data.ptr
+
     @property
     def mask_evenness(self) -> float:
         """That of a mask of blocks; 1 without one."""
@@ -176,41 +199,58 @@ def forward_arrays(
     q: AnyArray, k: AnyArray, v: AnyArray, out: AnyArray | tuple[AnyArray | None, ...] | None,
     return_lse: bool, q_lengths: Integers | None, kv_lengths: Integers | None,
     offsets: Integers | None, page_table: AnyArray | None = None,
-) -> dict[str, AnyArray | None]:  # fmt: skip
+) -> dict[str, AnyArray]:  # fmt: skip
     """The operands of a forward call that are given."""
-    arrays: dict[str, AnyArray | None] = {"q": q, "k": k, "v": v}
+    arrays: dict[str, AnyArray] = {"q": q, "k": k, "v": v}
     if out is not None:
         if return_lse or isinstance(out, tuple):
             arrays |= _split_pair(out, return_lse)
         else:
             arrays["out"] = out
     if page_table is not None:
-        arrays["page_table"] = beside(as_array("q", q), as_integers("page_table", page_table))
-    if q_lengths is None and kv_lengths is None and offsets is None:
-        return arrays
-    return arrays | of_batch(q_lengths, kv_lengths, offsets, as_array("q", q))
+        arrays["page_table"] = page_table
+        if not are_on_device(page_table):
+            arrays["page_table"] = beside(as_array("q", q), as_integers("page_table", page_table))
+    return _with_integers_of_batch(arrays, q_lengths, kv_lengths, offsets)
 
 
 def backward_arrays(
-    inputs: dict[str, AnyArray | None],
+    inputs: dict[str, AnyArray],
     grads_out: AnyArray | tuple[AnyArray | None, ...] | None,
     q_lengths: Integers | None,
     kv_lengths: Integers | None,
     offsets: Integers | None,
     wrt: tuple[str, ...] = (),
-) -> dict[str, AnyArray | None]:
+) -> dict[str, AnyArray]:
     """The operands of a backward call that are given; `inputs` are those that are read, `wrt` the
     arrays whose gradients are asked for beside those of q, k and v.
     """
+    if grads_out is None:
+        return _with_integers_of_batch(inputs, q_lengths, kv_lengths, offsets)
     count = 3 + len(wrt)
-    if not (grads_out is None or (isinstance(grads_out, tuple) and len(grads_out) == count)):
+    if not isinstance(grads_out, tuple) or len(grads_out) != count:
         form = f"{'a triple' if count == 3 else f'a tuple of {count},'} (dq, dk, dv"
         form += "".join(f", d{name}" for name in wrt)
         raise TypeError(f"grads_out is {kind_of(grads_out)}: give {form})")
     names = ("dq", "dk", "dv", *map(gradient_of, wrt))
-    every = inputs | dict(zip(names, grads_out or (None,) * count))
-    arrays = {name: x for name, x in every.items() if x is not None or name in "qkv"}
-    return arrays | of_batch(q_lengths, kv_lengths, offsets, as_array("q", inputs["q"]))
+    given = {name: x for name, x in zip(names, grads_out) if x is not None}
+    return _with_integers_of_batch(inputs | given, q_lengths, kv_lengths, offsets)
+
+
+def _with_integers_of_batch(
+    arrays: dict[str, AnyArray], q_lengths: Integers | None, kv_lengths: Integers | None,
+    offsets: Integers | None,
+) -> dict[str, AnyArray]:  # fmt: skip
+    """These operands, and lengths and offsets that are given: those of a device as they are."""
+    if q_lengths is None and kv_lengths is None and offsets is None:
+        return arrays
+    given: dict[str, Any] = {}
+    for name, x in zip(OF_BATCH, (q_lengths, kv_lengths, offsets)):
+        if x is not None:
+            given[name] = x
+    if not are_on_device(*given.values()):
+        given = of_batch(q_lengths, kv_lengths, offsets, as_array("q", arrays["q"]))
+    return arrays | given
 
 
 def split_scores(
@@ -251,6 +291,8 @@ def split_dropout(
     ValueError, TypeError
         If one of them is not what it has to be, or given without the other.
     """
+    if seed is None and type(dropout_p) is float and dropout_p == 0:
+        return 0.0, None, {}  # most calls'
     if type(seed) is PlacedSeed:
         share, number, arrays = split_dropout(q, dropout_p, seed.seed, needs_seed)
         return share, seed._replace(seed=number), arrays
@@ -277,7 +319,7 @@ def _comes_along(array: Array) -> bool:
 
 def _split_pair(
     out: AnyArray | tuple[AnyArray | None, ...], return_lse: bool
-) -> dict[str, AnyArray | None]:
+) -> dict[str, AnyArray]:
     """Those that are given of a pair `out=(out, lse)`."""
     if not return_lse:
         raise TypeError(

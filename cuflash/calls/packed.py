@@ -10,7 +10,15 @@ import numpy as np
 from ..operands.checks import checked_integer
 from ..operands.spec import Spec
 from .arguments import PackedQueries
-from .arrays import array_types, as_array, as_integers, beside, integers_of_one_type
+from .arrays import (
+    OF_BATCH,
+    are_on_device,
+    as_array,
+    as_integers,
+    beside,
+    integers_of_one_type,
+    of_batch,
+)
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -20,8 +28,8 @@ if TYPE_CHECKING:
 # Operands by what their rows are.
 _OF_QUERIES = ("q", "out", "lse", "dout", "dlse", "dq")
 _OF_KEYS = ("k", "v", "dk", "dv")
+_STARTS = ("cu_seqlens_q", "cu_seqlens_k")
 _ROWS_LAST = ("lse", "dlse")  # those whose last axis is that of rows
-_READ = (np.dtype(np.int32), np.dtype(np.int64))  # types of offsets
 
 
 def checked_longest(name: str, value: object) -> int | None:
@@ -48,19 +56,30 @@ def packed_queries(
     """
     longest = max_seqlen_q, max_seqlen_k
     given, most = _starts_and_longest(cu_seqlens_q, cu_seqlens_k, longest, page_table is not None)
-    starts = given if _are_ready(*given.values()) else _checked_starts(q, k, given, most)
+    starts = given if are_on_device(*given.values()) else _checked_starts(q, k, given, most)
     return PackedQueries(q, starts, most)
 
 
-def _are_ready(first: Any, other: Any = None) -> bool:
-    """Whether a device's kernels read these offsets where they are: most calls', one by one."""
-    if array_types.get(type(first), True) or not (first.shape and first.shape[0]):
-        return False
-    as_first = other is None or other is first or (
-        type(other) is type(first) and other.shape == first.shape and other.dtype == first.dtype
-        and other.strides == first.strides
-    )  # fmt: skip
-    return as_first and first.dtype in _READ and first.strides == (first.itemsize,)
+def integers_as_read(
+    arrays: dict[str, Any], longest: tuple[int | None, int | None] | None
+) -> dict[str, Array]:
+    """Those operands that kernels cannot read as they are, but in another type or order: lengths,
+    positions, page numbers and offsets.
+
+    Raises
+    ------
+    ValueError, TypeError
+        For what cannot be such integers.
+    """
+    like = arrays["q"]
+    q_lengths, kv_lengths, offsets = (arrays.get(name) for name in OF_BATCH)
+    read = of_batch(q_lengths, kv_lengths, offsets, like)
+    if "page_table" in arrays:
+        read["page_table"] = beside(like, as_integers("page_table", arrays["page_table"]))
+    if longest is not None:
+        given = {name: arrays[name] for name in _STARTS if name in arrays}
+        read |= _checked_starts(like, arrays["k"], given, longest)
+    return {name: x for name, x in read.items() if x is not arrays[name]}
 
 
 def _checked_starts(
@@ -140,7 +159,7 @@ def sequences_of(arrays: dict[str, Any], is_paged: bool) -> Iterator[dict[str, A
                 own[name] = x[..., rows] if name in _ROWS_LAST else x[..., rows, :]
             elif name in _OF_KEYS and not is_paged:
                 own[name] = x[..., k_starts[number] : k_starts[number + 1], :]
-            elif name in ("q_lengths", "kv_lengths", "q_offset"):
+            elif name in OF_BATCH:
                 own[name] = np.broadcast_to(x, count)[number, ...]
         yield own
 

@@ -15,7 +15,7 @@ from ..planning.problem import CPU, Device
 from .arguments import Arguments, Options
 from .arrays import check_devices, conform, host_results, memory_module
 from .call import Call, keep_apart
-from .packed import packed_specs
+from .packed import integers_as_read, packed_specs
 
 _logger = logging.getLogger("cuflash")
 _LARGEST_ITEM = 8  # bytes
@@ -51,7 +51,14 @@ def find_call(
         call = _calls.get(key)
     except TypeError:  # an option that cannot be hashed is wrong: Call says how
         call = None
-    return call or _new_call(key, kind, arguments, options, device, aligned)
+    if call is not None:
+        return call
+    if arguments.device_id is not None:
+        others = integers_as_read(arguments.arrays, options.longest)
+        if others:
+            arguments.replace(others)
+            return find_call(kind, arguments, options, device)
+    return _new_call(key, kind, arguments, options, device, aligned)
 
 
 def _new_call(

@@ -1,5 +1,5 @@
-"""How a kernel is started: by CuPy or, ahead of the end of the kernel before it or with all of its
-blocks at once, by the driver.
+"""How kernels are started: by the driver, ahead of the end of the kernel before or with all blocks
+at once where that is asked for.
 """
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import cupy
@@ -17,12 +17,15 @@ from ..planning.launches import Launch
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# Starts a kernel on the current stream, given its arguments.
-Starter: TypeAlias = Callable[[tuple["NDArray[Any]", ...]], None]
+# Of the operands' addresses: a kernel's argument beside Params, where it lies and what holds it.
+Tables: TypeAlias = Callable[[Mapping[str, int]], tuple[int, object]]
+# Starts kernels on a stream, given a function that packs fields into Params, these, and addresses.
+Launcher: TypeAlias = Callable[[int, Callable[..., None], Sequence[int], Mapping[str, int]], None]
 
 LEAST_DRIVER = 12030  # whose graphs can hold such launches
 _TOGETHER = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
 _OVERLAPS = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+_NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT
 
 
 class _Attribute(ctypes.Structure):
@@ -49,6 +52,21 @@ def driver_function(name: str) -> Any:
     return getattr(ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"), name)
 
 
+def call_again(function: Any, arguments: tuple[Any, ...], status: int) -> None:
+    """Call a function of the driver that has failed for want of a context: a thread's first call.
+
+    Raises
+    ------
+    RuntimeError
+        Where that is not why, or does not help.
+    """
+    if status == _NO_CONTEXT:
+        cupy.cuda.Device().use()  # which makes the context of the thread's device its own
+        status = function(*arguments)
+    if status:
+        raise RuntimeError(f"{function.__name__} failed with CUDA error {status}")
+
+
 @functools.cache
 def _driver_version() -> int:
     return int(cupy.cuda.runtime.driverGetVersion())
@@ -57,44 +75,63 @@ def _driver_version() -> int:
 @functools.cache
 def _launch_function() -> Any:
     function, pointer = driver_function("cuLaunchKernelEx"), ctypes.c_void_p
-    function.argtypes = [ctypes.POINTER(_Config), pointer, ctypes.POINTER(pointer), pointer]
+    function.argtypes = [pointer] * 4
     return function
 
 
-def starter(function: Any, launch: Launch) -> Starter:
-    """What starts one kernel of a plan, a function of CuPy.
+def launcher(
+    params: NDArray[Any], kernels: Sequence[tuple[Any, Launch, Tables | None]]
+) -> Launcher:
+    """What starts kernels that all take these params, with other fields at their beginning.
 
-    One that follows another starts ahead of that one's end where the driver can do so. One that
-    runs together starts when there is room for all of its blocks.
+    Of each kernel there is the function of CuPy, how it is launched, and what makes its tables. One
+    that follows another starts ahead of that one's end where the driver can do so. One that runs
+    together starts when there is room for all of its blocks.
     """
-    if launch.together:
-        return _with_attribute(function, launch, _TOGETHER)
-    if launch.follows and _driver_version() >= LEAST_DRIVER:
-        return _with_attribute(function, launch, _OVERLAPS)
-    grid, block, shared_bytes = (launch.grid,), (launch.threads,), launch.shared_bytes
+    start = _launch_function()
+    spare: list[_Told] = []  # what no thread uses: it takes longer to make than to launch
 
-    def start(arguments: tuple[NDArray[Any], ...]) -> None:
-        function(grid, block, arguments, shared_bytes)
+    def launch(
+        stream: int, pack: Callable[..., None], fields: Sequence[int], addresses: Mapping[str, int]
+    ) -> None:
+        try:
+            told = spare.pop()
+        except IndexError:
+            told = _Told(params, kernels)
+        pack(told.params, 0, *fields)
+        for config, arguments, places, tables in told.kernels:
+            config.stream = stream
+            if tables is not None:
+                arguments[1], _held = tables(addresses)  # until the driver has read it
+            if status := start(*places):
+                call_again(start, places, status)
+        spare.append(told)
 
-    return start
+    return launch
 
 
-def _with_attribute(function: Any, launch: Launch, number: int) -> Starter:
-    call, pointer = _launch_function(), ctypes.c_void_p
+class _Told:
+    """What the driver is told: params, and of each kernel how it is launched, its arguments, what
+    the driver is called with, and the kernel's tables.
+    """
+
+    __slots__ = ("kernels", "params")
+
+    def __init__(self, params: NDArray[Any], kernels: Sequence[tuple[Any, Launch, Tables | None]]):
+        self.params = ctypes.create_string_buffer(params.tobytes(), params.nbytes)
+        self.kernels = []
+        for function, launch, tables in kernels:
+            config = _config(launch)
+            arguments = (ctypes.c_void_p * 2)(ctypes.addressof(self.params))
+            places = ctypes.addressof(config), function.ptr, ctypes.addressof(arguments), None
+            self.kernels.append((config, arguments, places, tables))
+
+
+def _config(launch: Launch) -> _Config:
+    number = _OVERLAPS if launch.follows and _driver_version() >= LEAST_DRIVER else 0
+    number = _TOGETHER if launch.together else number
     attribute = _Attribute(number, 0, 1)
-    template = _Config(
+    return _Config(
         (launch.grid, 1, 1), (launch.threads, 1, 1), launch.shared_bytes, None,
-        ctypes.pointer(attribute), 1,
+        ctypes.pointer(attribute), bool(number),
     )  # fmt: skip
-    handle, current_stream = pointer(function.ptr), cupy.cuda.get_current_stream
-    address_of: Any = ctypes.addressof
-    view: Any = ctypes.c_char.from_buffer  # x.ctypes.data takes 1 us
-
-    def start(arguments: tuple[NDArray[Any], ...]) -> None:
-        config = _Config.from_buffer_copy(template)  # several threads may be here
-        config.stream = current_stream().ptr
-        addresses = (pointer * len(arguments))(*[address_of(view(x)) for x in arguments])
-        if status := call(config, handle, addresses, None):
-            raise RuntimeError(f"cuLaunchKernelEx failed with CUDA error {status}")
-
-    return start

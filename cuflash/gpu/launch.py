@@ -25,7 +25,7 @@ from ..planning.problem import Device
 from ..planning.source import without_comments
 from ..scores.wanted import gradient_of
 from .arguments import pack
-from .kernel_start import starter
+from .kernel_start import launcher
 from .memory import (
     FIRST_CALL,
     conform,
@@ -33,6 +33,7 @@ from .memory import (
     empty,
     mask_arrays,
     refuse_capture,
+    results_of,
     workspace,
 )
 from .ranges import marked, with_range
@@ -48,7 +49,7 @@ _logger = logging.getLogger("cuflash")
 _compiling: dict[int, threading.Lock] = {}  # by the hash of a source
 
 # Launches a call's kernels, given the operands' addresses and that of the workspace.
-Launcher: TypeAlias = Callable[[dict[str, int], int], None]
+CallLauncher: TypeAlias = Callable[[dict[str, int], int], None]
 
 
 @functools.cache
@@ -185,7 +186,7 @@ def begin_to_compile(plan: Plan, device_id: int) -> None:
         threading.Thread(target=compile_them).start()
 
 
-def prepare(call: Call, device_id: int) -> Launcher:
+def prepare(call: Call, device_id: int) -> CallLauncher:
     """A function that launches a call's kernels on the current stream.
 
     Its arguments are the addresses of the operands by their names, in the order of the kernels'
@@ -197,35 +198,28 @@ def prepare(call: Call, device_id: int) -> Launcher:
         plan, call.layout, call.scale, call.score, call.captured, call.dropout_p, call.targets,
         call.mask_held,
     )  # fmt: skip
-    template = template.view(f"V{template.itemsize}")  # CuPy describes each field of a structure
-    tables = {
-        x.name: tables_of(plan, call.layout, device_id, x.name)
-        for x in plan.kernels
-        if plan.map_boxes(x.name)
-    }
-    kernels = [
-        (starter(function, x), tables.get(x.name))
-        for function, x in zip(compile_all(plan, device_id), plan.kernels)
-    ]
-    starts = plan.workspace_offsets
-    given = len(names) - len(workspace_pointers(plan.problem))
-    offsets = [starts.get(name) for name in names[given:]]
+    start = launcher(
+        template,
+        [
+            (
+                function, x,
+                tables_of(plan, call.layout, device_id, x.name) if plan.map_boxes(x.name) else None,
+            )
+            for function, x in zip(compile_all(plan, device_id), plan.kernels)
+        ],
+    )  # fmt: skip
+    parts = names[len(names) - len(workspace_pointers(plan.problem)) :]
+    given, starts = len(names) - len(parts), plan.workspace_offsets
+    offsets = [starts[name] for name in parts if name in starts]
     maps_workspace = any(x.planes > 1 for x in plan.map_boxes(plan.kernel))
-    pack_operands = struct.Struct(f"{given}Q").pack_into
-    pack_all = struct.Struct(f"{len(names)}Q").pack_into
+    form = f"{given}Q" + "".join("Q" if name in starts else "8x" for name in parts)
+    pack_fields, current_stream = struct.Struct(form).pack_into, cupy.cuda.get_current_stream
 
     def launch(addresses: dict[str, int], base: int) -> None:
-        params: Any = template.copy()  # several threads may be here
-        places = addresses
-        if base:
-            parts = [0 if x is None else base + x for x in offsets]
-            pack_all(params, 0, *addresses.values(), *parts)
-            if maps_workspace:
-                places = addresses | dict(zip(names[given:], parts))
-        else:
-            pack_operands(params, 0, *addresses.values())
-        for start, more in kernels:
-            start((params,) if more is None else (params, *more(places)))
+        fields = *addresses.values(), *[base + x for x in offsets]
+        if maps_workspace:
+            addresses = addresses | {name: base + x for name, x in starts.items()}
+        start(current_stream().ptr, pack_fields, fields, addresses)
 
     return with_range(launch, f"cuflash {plan.kernel}: {plan.problem}")
 
@@ -239,13 +233,7 @@ def run(call: Call, arguments: Arguments, count: int) -> list[Any]:
     if cupy.cuda.runtime.getDevice() != device_id:
         with cupy.cuda.Device(device_id):
             return run(call, arguments, count)
-    results = []
-    for name, spec in call.results[:count]:
-        x = arrays.get(name)
-        if x is None:
-            x = empty(spec.shape, spec.dtype)
-            addresses[name] = x.data.ptr
-        results.append(x)
+    results = results_of(call.results[:count], arrays, addresses)
     if call.is_empty:
         for x, value in zip(results, (*call.empty_values, *(0 for _ in call.targets))):
             x.fill(value)
@@ -267,7 +255,7 @@ def run(call: Call, arguments: Arguments, count: int) -> list[Any]:
     base = 0
     if call.workspace_bytes or arguments.workspace is not None:
         held = workspace(call.workspace_bytes, arguments.workspace, device_id)
-        base = held.data.ptr
+        base = held.ptr
     if call.copied or call.staged:
         _launch_with_copies(call, launch, arguments, base, results)
     else:
@@ -285,14 +273,10 @@ def run_again(
     if cupy.cuda.runtime.getDevice() != device_id:
         with cupy.cuda.Device(device_id):
             return run_again(call, addresses, made, device_id)
-    results = []
-    for name, spec in made:
-        x = empty(spec.shape, spec.dtype)
-        addresses[name] = x.data.ptr
-        results.append(x)
+    results = results_of(made, {}, addresses)
     held = workspace(call.workspace_bytes, None, device_id) if call.workspace_bytes else None
     assert call.launch is not None
-    call.launch(addresses, 0 if held is None else held.data.ptr)
+    call.launch(addresses, 0 if held is None else held.ptr)
     return results
 
 
@@ -354,7 +338,7 @@ def _fill_sink_gradient(call: Call, arrays: dict[str, Any], results: list[Any]) 
 
 
 def _launch_with_copies(
-    call: Call, launch: Launcher, arguments: Arguments, base: int, results: list[Any]
+    call: Call, launch: CallLauncher, arguments: Arguments, base: int, results: list[Any]
 ) -> None:
     """Launch where a kernel cannot read or write the caller's arrays themselves."""
     given = call.heads_first({name: arguments.arrays[name] for name, _ in call.copied})

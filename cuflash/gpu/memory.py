@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 import cupy
 import numpy as np
@@ -15,6 +15,9 @@ from ..operands.dtypes import CHUNK_BYTES
 from ..operands.spec import Spec
 from ..planning.plan import Plan
 from ..planning.visible import mask_field_of
+
+if TYPE_CHECKING:
+    from ..calls.call import Copy
 
 _building = threading.Lock()
 
@@ -54,6 +57,23 @@ def empty(shape: tuple[int, ...], dtype: Any) -> cupy.ndarray:
     return cupy.ndarray(shape, dtype)  # what cupy.empty() does, in less time
 
 
+def results_of(
+    wanted: Iterable[Copy], given: Mapping[str, Any], addresses: dict[str, int]
+) -> list[cupy.ndarray]:
+    """The arrays that results go to: those given, or new, of which `addresses` are told."""
+    results, may_take_memory = [], False
+    for name, spec in wanted:
+        x = given.get(name)
+        if x is None:
+            if not may_take_memory:
+                refuse_capture()
+                may_take_memory = True
+            x = cupy.ndarray(spec.shape, spec.dtype)
+            addresses[name] = x.data.ptr
+        results.append(x)
+    return results
+
+
 def conform(x: cupy.ndarray, wanted: Spec) -> cupy.ndarray:
     """`x`, or a copy in the type and layout of the Spec `wanted` where it has another."""
     if x.dtype == wanted.dtype and x.strides == wanted.strides:
@@ -89,17 +109,18 @@ def as_int64(x: cupy.ndarray) -> cupy.ndarray:
     return copy
 
 
-def workspace(needed: int, given: Any, device_id: int) -> cupy.ndarray:
-    """Memory for what kernels keep: the caller's, or new."""
+def workspace(needed: int, given: Any, device_id: int) -> Any:
+    """Memory for what kernels keep, a pointer of CuPy: to the caller's, or new."""
     if given is None:
-        return empty((needed,), np.uint8)
+        refuse_capture()
+        return cupy.cuda.alloc(needed)
     if not isinstance(given, cupy.ndarray) or not given.flags.c_contiguous:
         raise ValueError(f"workspace is a {type(given).__name__}: give a contiguous CuPy array")
     if given.device.id != device_id:
         raise ValueError(f"workspace is on GPU {given.device.id}: give one on GPU {device_id}")
     if given.nbytes < needed or (needed and given.data.ptr % CHUNK_BYTES):
         raise ValueError(f"workspace has {given.nbytes} bytes: give {needed}, 16-byte aligned")
-    return given
+    return given.data
 
 
 def device_lists(mask: BlockMask, plan: Plan, device_id: int) -> TileLists:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import cupy
 
-from .memory import conform, empty
+from .memory import conform, results_of
 from .one_kernel import prepare
 
 if TYPE_CHECKING:
@@ -21,13 +21,7 @@ def run(call: MergeCall, arguments: Arguments) -> list[Any]:
         with cupy.cuda.Device(device_id):
             return run(call, arguments)
     arrays, addresses = arguments.arrays, arguments.addresses
-    results: list[Any] = []
-    for name, spec in call.results:
-        x = arrays.get(name)
-        if x is None:
-            x = empty(spec.shape, spec.dtype)
-            addresses[name] = x.data.ptr
-        results.append(x)
+    results = results_of(call.results, arrays, addresses)
     if call.is_empty:
         return results
     copies = {name: conform(arrays[name], spec) for name, spec in call.copied}

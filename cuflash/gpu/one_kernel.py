@@ -6,6 +6,9 @@ import struct
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import cupy
+
+from .kernel_start import launcher
 from .launch import compiled, device_facts
 from .ranges import with_range
 
@@ -26,14 +29,10 @@ def prepare(
     """
     device_facts(device_id)  # which raises where kernels cannot run
     (kernel,) = plan.kernels
-    function = compiled(plan, device_id, kernel)
-    grid, block = (kernel.grid,), (kernel.threads,)
-    template = params.view(f"V{params.itemsize}")  # CuPy describes each field of a structure
-    pack = struct.Struct(changing).pack_into
+    start = launcher(params, [(compiled(plan, device_id, kernel), kernel, None)])
+    pack, current_stream = struct.Struct(changing).pack_into, cupy.cuda.get_current_stream
 
     def launch(*fields: int) -> None:
-        argument: Any = template.copy()  # several threads may be here
-        pack(argument, 0, *fields)
-        function(grid, block, (argument,), 0)
+        start(current_stream().ptr, pack, fields, {})
 
     return with_range(launch, f"cuflash {plan.kernel}")

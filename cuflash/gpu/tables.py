@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import operator
 import struct
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +15,7 @@ import numpy as np
 
 from ..operands.layout import Layout
 from ..planning.plan import Plan
-from .kernel_start import driver_function
+from .kernel_start import Tables, call_again, driver_function
 from .memory import FIRST_CALL, empty, refuse_capture
 from .tensor_maps import MAP_BYTES, TensorMap, tables_bytes, tensor_maps
 from .work_order import work_order
@@ -90,9 +91,9 @@ def table_maker(
         begin = -memory.ctypes.data % 64
         base = memory.ctypes.data + begin
         for address, (offset, kind, rank, more) in zip(addresses, fixed):
-            status = encode(base + offset, kind, rank, address, *more)
-            if status:
-                raise RuntimeError(f"cuTensorMapEncodeTiled failed with CUDA error {status}")
+            arguments = base + offset, kind, rank, address, *more
+            if status := encode(*arguments):
+                call_again(encode, arguments, status)
         tables = memory[begin : begin + size]
         end = len(maps) * MAP_BYTES
         if end < size:
@@ -102,19 +103,20 @@ def table_maker(
     return make
 
 
-def tables_of(
-    plan: Plan, layout: Layout, device_id: int, kernel: str
-) -> Callable[[Mapping[str, int]], tuple[NDArray[Any]]]:
-    """A function of the operands' addresses: one kernel's arguments beside Params."""
+def tables_of(plan: Plan, layout: Layout, device_id: int, kernel: str) -> Tables:
+    """One kernel's argument beside Params, as a function of the operands' addresses."""
     order = order_on_device(plan, device_id)
     maps = tensor_maps(plan, layout, kernel)
     make = table_maker(maps, plan.problem.dtype, tables_bytes(plan, len(maps)), order)
 
-    @functools.lru_cache(maxsize=256)
-    def remembered(*operands: int) -> tuple[NDArray[Any]]:
-        return (make(operands),)
+    places = operator.itemgetter(*maps)  # of one a number, of several a tuple
 
-    def of_addresses(addresses: Mapping[str, int], _held: Any = order) -> tuple[NDArray[Any]]:
-        return remembered(*[addresses[name] for name in maps])
+    @functools.lru_cache(maxsize=256)
+    def remembered(operands: Any) -> tuple[int, object]:
+        tables = make(operands if isinstance(operands, tuple) else (operands,))
+        return tables.ctypes.data, tables
+
+    def of_addresses(addresses: Mapping[str, int], _held: Any = order) -> tuple[int, object]:
+        return remembered(places(addresses))
 
     return of_addresses

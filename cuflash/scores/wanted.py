@@ -72,6 +72,8 @@ def as_names(wrt: object) -> tuple[str, ...]:
     TypeError, ValueError
         If it is none.
     """
+    if type(wrt) is tuple and not wrt:
+        return ()  # most calls'
     if not isinstance(wrt, (tuple, list)) or not all(isinstance(x, str) for x in wrt):
         names = ", ".join(map(repr, ADDED))
         raise TypeError(
