@@ -44,6 +44,25 @@ class Decode:
     track_seconds.unit = track_host_seconds.unit = "seconds"
 
 
+class DecodeOverhead:
+    """The host's time against that for a whole cache whose keys are not split."""
+
+    version = "1"
+    params = (CACHES[:3], [0, SPAN])
+    param_names = ("cache", "split_keys")
+
+    def setup(self, cache, span):
+        gpu.need_gpu()
+        call = draw("8x4096", cache).served(None, split_keys=span)
+        whole = draw("8x4096").served(None, split_keys=0)
+        self.mine, self.whole = gpu.host_times([call, whole], 10)
+
+    def track_against_a_whole_cache(self, *parameters):
+        return gpu.samples(a / b for a, b in zip(self.mine, self.whole))
+
+    track_against_a_whole_cache.unit = "x its time"
+
+
 class DecodePeers:
     """What the plan chooses, against the fastest of torch's kernels."""
 
