@@ -97,7 +97,7 @@ class Call:
     def compile(self, version) -> None:
         """Have the kernel ready, or leave it to the call to say why not."""
         try:
-            launch = importlib.import_module(f"{version.__name__}.launch")
+            launch = importlib.import_module(f"{version.__name__}.gpu.launch")
             launch.compiled(version.plan(*self.operands, **self.options), 0)
         except Exception:
             return
