@@ -101,13 +101,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Barriers& barriers = smem.barriers;
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
     if (PAGED) check_shared_base(bytes);
-    const auto init_barriers = [&] { barriers.init(); };
-    const auto init_items = [&] { smem.items.init(ITEM_READERS); };
     constexpr bool FOLLOWS = VARLEN || CLEAN_PARTS > 0;  // else it is the first kernel
-    if constexpr (FOLLOWS || PAGED)  // of pages who copies has no register for more
-        begin_block(tables, [&] { init_barriers(), init_items(); });
-    else
-        begin_block(tables, init_barriers, init_items);
+    // Of pages who copies has no register for more.
+    begin_block<!FOLLOWS && !PAGED>(
+        tables, [&] { barriers.init(); }, [&] { smem.items.init(ITEM_READERS); });
     if (FOLLOWS) await_kernel_before();
 
     if (warpgroup == 0) {

@@ -24,12 +24,14 @@ __device__ __forceinline__ void begin_block(const Maps& tables, const Init& init
     __syncthreads();  // the barriers exist for all
 }
 
-// The same where one thread plans, which makes the barriers of items itself: so it can begin at once.
-template <typename Maps, typename Init, typename InitItems>
+// With APART the thread that plans makes the barriers of items itself: so it can begin at once.
+template <bool APART, typename Maps, typename Init, typename InitItems>
 __device__ __forceinline__ void begin_block(const Maps& tables, const Init& init_barriers,
                                             const InitItems& init_items) {
     constexpr int BEGUN = 15;  // named barrier: the barriers exist
-    if (threadIdx.x / 32 == PLANNING_THREAD / 32) {
+    if constexpr (!APART) {
+        begin_block(tables, [&] { init_barriers(), init_items(); });
+    } else if (threadIdx.x / 32 == PLANNING_THREAD / 32) {
         if (threadIdx.x == PLANNING_THREAD) init_items();
         __syncwarp();  // the other threads wait, as above
         pass(BEGUN, THREADS);
