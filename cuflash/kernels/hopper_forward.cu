@@ -213,7 +213,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (speaks) barriers.K_empty[now.slot].arrive();
         const int k_begin = visit.tile * BLOCK_K;
         if (!HOLDS_CALLS) calls.find(tile, p, head, row_begin);
-        drop_probabilities(S_regs, calls, tile, p, row_begin, k_begin);
+        drop_probabilities(S_regs, tile, p, head, row_begin, k_begin, calls);
         settle(S_regs);
         now.advance();
         return stale;

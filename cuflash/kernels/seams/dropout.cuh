@@ -215,7 +215,7 @@ __device__ __forceinline__ void each_drawn(const RowCalls<ROWS>& calls, const Ti
 // width.
 template <int ROWS, int COLUMNS, typename Tile, typename P, typename Use>
 __device__ __forceinline__ void each_kept(const RowCalls<ROWS>& calls, const Tile& tile, const P& p,
-                                          int row_begin, int k_begin, const Use& use) {
+                                          const Head&, int row_begin, int k_begin, const Use& use) {
     if (COLUMNS % 8 == 0 || k_begin / 16 % 2 == 0)
         each_drawn<false, ROWS, COLUMNS>(calls, tile, p, row_begin, k_begin, use);
     else
@@ -229,7 +229,7 @@ __device__ __forceinline__ void each_kept(const Tile& tile, const P& p, const He
     if constexpr (Tile::IS_OF_TENSOR_CORES) {
         RowCalls<ROWS> calls;
         calls.find(tile, p, head, row_begin);
-        each_kept<ROWS, COLUMNS>(calls, tile, p, row_begin, k_begin, use);
+        each_kept<ROWS, COLUMNS>(calls, tile, p, head, row_begin, k_begin, use);
     } else {
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {

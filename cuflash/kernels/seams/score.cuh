@@ -144,23 +144,16 @@ __device__ __forceinline__ void mask_scores(Accumulator (&S)[ROWS][COLUMNS], con
     bits.hide(S, -infinity<Accumulator>(), tile, step);
 }
 
-// What dropout leaves of P. The softmax has summed P before.
-template <typename Tile, int ROWS, int COLUMNS>
+// What dropout leaves of P. The softmax has summed P before. `calls`: those of its rows, where they are
+// held.
+template <typename Tile, int ROWS, int COLUMNS, typename... Calls>
 __device__ __forceinline__ void drop_probabilities(Accumulator (&P)[ROWS][COLUMNS],
                                                    const Tile& tile, const Params& p,
-                                                   const Head& head, int row_begin, int k_begin) {
+                                                   const Head& head, int row_begin, int k_begin,
+                                                   const Calls&... calls) {
     if constexpr (DROPS)
-        each_kept<ROWS, COLUMNS>(tile, p, head, row_begin, k_begin, [&](int i, int j, bool kept) {
-            if (!kept) P[i][j] = Accumulator(0);
-        });
-}
-// The same, with the calls of all its rows.
-template <typename Tile, int ROWS, int COLUMNS>
-__device__ __forceinline__ void drop_probabilities(Accumulator (&P)[ROWS][COLUMNS],
-                                                   const RowCalls<ROWS>& calls, const Tile& tile,
-                                                   const Params& p, int row_begin, int k_begin) {
-    if constexpr (DROPS)
-        each_kept<ROWS, COLUMNS>(calls, tile, p, row_begin, k_begin, [&](int i, int j, bool kept) {
-            if (!kept) P[i][j] = Accumulator(0);
-        });
+        each_kept<ROWS, COLUMNS>(calls..., tile, p, head, row_begin, k_begin,
+                                 [&](int i, int j, bool kept) {
+                                     if (!kept) P[i][j] = Accumulator(0);
+                                 });
 }
