@@ -1112,7 +1112,7 @@ HOPPER = [
     ("lost scores stay lost", r"score_again\(\);", "", {"growth": LOST}),
     ("another swizzle", r"row % 8 : row % 8 / 2", "row % 4 : row % 8 / 2", {"growth": LOST}),
     ("scores worked out again are not masked",
-     r"adjust_scores\(i, visit, rows\.exact\(\), false\);", "",
+     r"adjust_scores\(visit, rows\.exact\(\)\);", "",
      {"growth": LOST, "window": (300, 0)}),
     ("keys are given back while a lane reads them",
      r"__syncwarp\(\);(?=  // all lanes have read K)", "", {"growth": LOST}),

@@ -159,22 +159,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const auto load_bits = [&](const Visit& visit) {
         if (!STAGES_BITS) bits.load(columns, bits_of(visit), tile.column(0));
     };
-    const auto adjust_scores = [&](int i, const Visit& visit, const auto& rows, bool as_products) {
+    const auto load_next_bits = [&](int i) {  // a tile ahead: they are few
+        if (i + 1 < keys.count()) load_bits(keys[i + 1]);
+    };
+    const auto adjust_scores = [&](const Visit& visit, const auto& rows) {
         // With a number that is there no sooner than the scores the compiler cannot compute positions
         // while these are under way, for which there are no registers.
         const int k_begin = (SCORE_IS_MODIFIED ? uniform(visit.tile) : visit.tile) * BLOCK_K;
         rows.await();
-        if (!as_products) modify_scores(S_regs, tile, p, head, row_begin, k_begin, rows);
+        modify_scores(S_regs, tile, p, head, row_begin, k_begin, rows);
         if (keys.is_cut_by_band(visit))
             hide_outside_band(S_regs, columns, p, head, row_begin, k_begin + tile.column(0));
         if (STAGES_BITS && visit.bits >= 0)
             smem.bits[now.slot].hide(S_regs, -infinity<Accumulator>(), tile, consumer * SLAB);
-        if (MASKED && !STAGES_BITS) {
-            if (visit.bits >= 0)
-                bits.hide(S_regs, -infinity<Accumulator>(), columns, bits_of(visit),
-                          tile.column(0));
-            if (i + 1 < keys.count()) load_bits(keys[i + 1]);  // a tile ahead: they are few
-        }
+        if (MASKED && !STAGES_BITS && visit.bits >= 0)
+            bits.hide(S_regs, -infinity<Accumulator>(), columns, bits_of(visit), tile.column(0));
         if (missing.any()) missing.hide(S_regs, columns, 0);
     };
     // The `i`-th visit, whose keys are in the slot at hand.
@@ -186,7 +185,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const bool whole = i > 0 && softmax.settled && !keys.is_cut(visit) && !missing.any();
         const NearScores given(p, S_regs, whole);
         const bool on_line = SCORE_IS_LINE && whole;
-        adjust_scores(i, visit, rows, given.near || on_line);
+        // A whole tile's scores that the softmax takes as they are need none of it.
+        if (!given.near && !on_line) adjust_scores(visit, rows);
+        load_next_bits(i);
         const auto score_again = [&] {
             tile.score_alone(
                 S_regs,
@@ -198,7 +199,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             __syncwarp();  // all lanes have read K
             load_rows(visit);
             load_bits(visit);
-            adjust_scores(i, visit, rows.exact(), false);
+            adjust_scores(visit, rows.exact());
+            load_next_bits(i);
         };
         const auto follow_line = [&](int i, auto& S, Accumulator subtracted, Accumulator& sum) {
             const int k_begin = visit.tile * BLOCK_K;
