@@ -12,6 +12,8 @@ from emulator.module import EAGER
 from test_emulator_catches import must_be_caught
 from tolerance import assert_backward_close, assert_forward_close
 
+from cuflash import ScoreMod
+
 pytestmark = pytest.mark.skipif(available() is not None, reason=str(available()))
 QUERIES, KEYS, DIM = 150, 300, 64
 
@@ -96,6 +98,21 @@ def test_products_that_overflow_are_hidden():
     check_overflow()
 
 
+@pytest.mark.parametrize("rows", [100, 150])
+def test_whole_tiles_and_others(rows):
+    """Elements of queries and keys beyond the arrays are 0, of one that is smaller than scores."""
+    q, k, v, dout = operands()
+    x = bias("aligned")[0, :rows, :280].astype(np.float32)
+    x[np.isneginf(x)] = 1
+    mod = ScoreMod("score + x[q, k]", x=x.astype(ml_dtypes.bfloat16))
+    options = {"score_mod": mod, "causal": "bottom_right"}
+    out, lse, plan, _ = attention(q, k, v, engine="wgmma", **options)
+    assert_forward_close(out, lse, q, k, v, **options)
+    grads = attention_backward(dout, q, k, v, out, lse, engine="wgmma", **options)
+    assert all("STAGES_ROWS = true" in x.source() for x in (plan, grads.plan))
+    assert_backward_close(grads[:3], dout, q, k, v, **options)
+
+
 PLANTED = [
     ("lanes read elements before all are there", r"__syncwarp\(\);  // all lanes' copies are done",
      "", check),
@@ -110,6 +127,8 @@ PLANTED = [
     ("all operands count as finite", r"if \(finite\(\)\)", "if (true)", check_hidden),
     ("products that overflow are NaN where they are hidden", r"return hide_overflowed\(S, rows\);",
      "return;", check_overflow),
+    ("rows of keys that are not there are whole", r"whole_until = found\.size;",
+     "whole_until = 1 << 30;", check),
 ]  # fmt: skip
 
 

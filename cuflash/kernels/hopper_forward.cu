@@ -147,7 +147,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     LoadedBits<Columns, Tile::ROWS, Tile::COLUMNS> bits;                        // of the mask
     ScoreLine<Tile> line;
     RowCalls<Tile::ROWS> calls;  // of dropout
+    const auto find_rows_of_warp = [&] { rows.find(p, head, row_begin + tile.row(0) / 8 * 8); };
     const auto bring_rows = [&](const Visit& visit) {
+        if (DROPS) find_rows_of_warp();  // dropout leaves no registers to hold them
         rows.bring(p, head, row_begin + tile.row(0) / 8 * 8, visit.tile * BLOCK_K);
     };
     const auto load_rows = [&](const Visit& visit) {
@@ -269,6 +271,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         softmax = Softmax();
         clear_rows(O_regs);
         line.find(tile, p, head, row_begin);
+        if (!DROPS) find_rows_of_warp();
         if (HOLDS_CALLS) calls.find(tile, p, head, row_begin);
         const int passed_by = part.before + part.after;
         if (keys.count() + passed_by > 0) {

@@ -9,6 +9,7 @@
 #include "ptx/memory.cuh"
 #include "ptx/mma.cuh"
 #include "seams/score_rows.cuh"
+#include "uniform.cuh"
 
 template <int BLOCK_K, typename OneElement = SummedElement>
 struct StagedRows {
@@ -17,7 +18,14 @@ struct StagedRows {
     static_assert(BLOCK_K % 16 == 0, "two chunks at a time");
     static_assert(ROW_GROUP == 8, "a group is what ldmatrix reads at a time");
 
+    // A copy is of two or four rows, with a lane for each chunk: the cache looks up every line of a row.
+    static constexpr int WIDTH = CHUNK<RowElement>, CHUNKS = BLOCK_K / WIDTH;  // of a row
+    static constexpr int ROWS = CHUNKS > 8 ? 2 : 4, COPIES = 16 / ROWS;
+    static_assert(ROWS * CHUNKS <= 32, "a warp copies them");
+
     unsigned char* const rows;  // of the warp
+    const RowElement* first;    // this lane's of the first copy, in a tile of keys that begins at 0
+    int whole_until;  // tiles of keys up to here exist, and their chunks are some in memory
 
     __device__ __forceinline__ StagedRows(unsigned char* all, int warp)
         : rows(all + warp * WARP_BYTES) {}
@@ -26,45 +34,34 @@ struct StagedRows {
         return {rows, 0};
     }
 
-    // Begins to bring those of the rows from row_begin on and the keys from k_begin on. Four lanes copy
-    // neighbouring chunks of a row: the cache looks up a line for each row of a copy.
+    // The rows from row_begin on, of which tiles are brought.
+    template <typename P>
+    __device__ __forceinline__ void find(const P& p, const Head& head, int row_begin) {
+        whole_until = 0;
+        if constexpr (PACKED == 1) {
+            const auto found = find_rows(head, p);
+            first = found[row_begin + lane() / CHUNKS].elements + column();
+            const u64 addresses = reinterpret_cast<u64>(found[row_begin].elements) |
+                                  u64(found.stride * i64(sizeof(RowElement)));
+            if (row_begin >= 0 && row_begin + 16 <= found.rows && addresses % CHUNK_BYTES == 0)
+                whole_until = found.size;
+            whole_until = uniform(whole_until);
+        }
+    }
+    // Begins to bring those of the keys from k_begin on.
     template <typename P>
     __device__ __forceinline__ void bring(const P& p, const Head& head, int row_begin,
                                           int k_begin) const {
-        constexpr int WIDTH = CHUNK<RowElement>, LANES = BLOCK_K / WIDTH % 4 == 0 ? 4 : 2;
-        const int lane = threadIdx.x % 32, column = lane % LANES * WIDTH, k = k_begin + column;
-        bool aligned = true;
-        const auto each_row = [&](const auto& use) {
-#pragma unroll
-            for (int i = 0; i < 16; i += 32 / LANES) {
-                // Kept from tile to tile, the row's address would take registers.
-                const int row = afresh(row_begin + i + lane / LANES);
-                RowElement* const target = reinterpret_cast<RowElement*>(rows);
-                use(find_rows(row_head(head, row), p)[query_of(row)],
-                    target + (i + lane / LANES) * PITCH + column);
-            }
-        };
-        each_row([&](const auto& source, RowElement*) {
-            aligned &= reinterpret_cast<u64>(source.elements + k) % CHUNK_BYTES == 0;
-        });
         __syncwarp();  // all lanes have read the tile before
-        if (__all_sync(FULL_WARP, aligned)) {
-            each_row([&](const auto& source, RowElement* target) {
+        if (lane() < ROWS * CHUNKS) {
+            if (k_begin + BLOCK_K <= whole_until) {
+                const i64 step = ROWS * find_rows(head, p).stride;
 #pragma unroll
-                for (int i = 0; i < BLOCK_K; i += LANES * WIDTH) {
-                    const int count = min(max(source.size - k - i, 0), WIDTH);
-                    copy_chunk_async(target + i, source.elements + k + i,
-                                     count * int(sizeof(RowElement)));
-                }
-            });
-        } else {
-            each_row([&](const auto& source, RowElement* target) {
-#pragma unroll 1
-                for (int i = 0; i < BLOCK_K; i += LANES * WIDTH)
-#pragma unroll 1
-                    for (int e = 0; e < WIDTH; ++e)
-                        target[i + e] = __builtin_bit_cast(RowElement, source.bits(k + i + e));
-            });
+                for (int i = 0; i < COPIES; ++i)
+                    copy_chunk_async(target() + i * ROWS * PITCH, first + i * step + k_begin);
+            } else {
+                bring_chunks(p, head, row_begin, k_begin + column());
+            }
         }
         commit_copies();
     }
@@ -75,7 +72,6 @@ struct StagedRows {
     }
     template <typename Tile>
     __device__ __forceinline__ void load(const Tile&, const Params&, const Head&, int, int) const {}
-
     struct Group {
         u32 pairs[ROW_GROUP / 2];
         __device__ __forceinline__ OneElement at(int j) const { return {pairs[j / 2], j % 2}; }
@@ -90,6 +86,32 @@ struct StagedRows {
         load_matrices(group.pairs, address + first / 2 * 16 - back);
         return group;
     }
+
+  private:
+    static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+    static __device__ __forceinline__ int column() { return lane() % CHUNKS * WIDTH; }
+    __device__ __forceinline__ RowElement* target() const {
+        return reinterpret_cast<RowElement*>(rows) + lane() / CHUNKS * PITCH + column();
+    }
+    // A lane's chunks at key k, of rows or keys some of which do not exist, or that are none in memory.
+    template <typename P>
+    __device__ __forceinline__ void bring_chunks(const P& p, const Head& head, int row_begin,
+                                                 int k) const {
+#pragma unroll 1
+        for (int i = 0; i < 16; i += ROWS) {
+            const int row = row_begin + lane() / CHUNKS + i;
+            const auto source = find_rows(row_head(head, row), p)[query_of(row)];
+            RowElement* const chunk = target() + i * PITCH;
+            if (reinterpret_cast<u64>(source.elements + k) % CHUNK_BYTES == 0) {
+                const int count = min(max(source.size - k, 0), WIDTH);
+                copy_chunk_async(chunk, source.elements + k, count * int(sizeof(RowElement)));
+            } else {
+#pragma unroll 1
+                for (int e = 0; e < WIDTH; ++e)
+                    chunk[e] = __builtin_bit_cast(RowElement, source.bits(k + e));
+            }
+        }
+    }
 };
 
 // How the forward kernel comes by such elements: so, or as LoadedRows does.
@@ -100,6 +122,7 @@ struct RowsOfKeys : StagedRows<BLOCK_K> {
 template <typename Tile, int BLOCK_K>
 struct RowsOfKeys<Tile, BLOCK_K, false> : LoadedRows<Tile, Tile::ROWS, Tile::COLUMNS> {
     __device__ __forceinline__ RowsOfKeys(unsigned char*, int) {}
+    __device__ __forceinline__ void find(const Params&, const Head&, int) const {}
     __device__ __forceinline__ void bring(const Params&, const Head&, int, int) const {}
     __device__ __forceinline__ void await() const {}
     __device__ __forceinline__ const RowsOfKeys& exact() const { return *this; }
