@@ -113,6 +113,11 @@ def test_whole_tiles_and_others(rows):
     assert_backward_close(grads[:3], dout, q, k, v, **options)
 
 
+def check_schedules():
+    for schedule in range(4):
+        check(schedule=schedule)
+
+
 PLANTED = [
     ("lanes read elements before all are there", r"__syncwarp\(\);  // all lanes' copies are done",
      "", check),
@@ -120,8 +125,12 @@ PLANTED = [
     ("the next tile overwrites this one",
      r"__syncwarp\(\);  // all lanes have read the tile before", "", check),
     ("the halves of a pair are exchanged", r"\? lower\(pair, R", "? upper(pair, R", check),
-    ("elements are those of the other keys", r"tile\.lane / 8 % 2 \* CHUNK_BYTES",
-     "(1 - tile.lane / 8 % 2) * CHUNK_BYTES", check),
+    ("elements are those of the other keys", r"2 \* tile\.warp \+ tile\.lane / 8 % 2\)",
+     "2 * tile.warp + 1 - tile.lane / 8 % 2)", check),
+    ("warps read what others have not yet brought",
+     r"meet_warps\(\);  // all lanes' copies are done", "__syncwarp();", check_schedules),
+    ("the next step overwrites this one",
+     r"rows\.meet_warps\(\);  // all have read this step's", "", check_schedules),
     ("rows that do not begin on chunks are copied by chunks", r"addresses % CHUNK_BYTES == 0",
      "true", functools.partial(check, "shifted")),
     ("all operands count as finite", r"if \(finite\(\)\)", "if (true)", check_hidden),
@@ -129,6 +138,10 @@ PLANTED = [
      "return;", check_overflow),
     ("rows of keys that are not there are whole", r"whole_until = found\.size;",
      "whole_until = 1 << 30;", check),
+    ("queries that are not there are whole", r"k_begin \+ KEYS <= found\.size \? found\.rows : 0",
+     "true ? 1 << 30 : 0", check),
+    ("the next step's queries count as there", r"__all_sync\(FULL_WARP, barriers\.Q_full.*\);",
+     "true;", check_schedules),
 ]  # fmt: skip
 
 

@@ -152,6 +152,8 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
         });
     };
 
+    GradientStep::Rows rows(smem.rows[consumer], OWN_WARPS + consumer);
+    bool has_rows = false;  // whether those of this step are on their way
     // One step of an item, the `i`-th, whose tiles have been copied to `slot`.
     const auto take_step = [&](const KeyItem& item, int i, auto slot) {
         barriers.Q_full[slot].wait(phases.parity(slot));
@@ -180,8 +182,8 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
         score_gradients(slot);
         now.draw_kept();
         if (!SCORE_IS_MODIFIED && is_first) check_keys();
-        GradientStep::Rows rows(smem.rows, (threadIdx.x - WARPGROUP) / 32);
-        rows.load(tile, p, now.head, now.q_begin, now.k_begin);
+        if (DROPS) rows.find(tile, p, now.head, now.k_begin);  // there are no registers to hold it
+        if (!has_rows) rows.load(tile, p, now.head, now.q_begin, now.k_begin);
         wait_products<1>(S);
         rows.exchange(tile);
         // Else two registers too few at D = 128, where scores that are near have them.
@@ -191,6 +193,15 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
         };
         now.to_probabilities(S, slope, P_pairs, log2_sums, rows,
                              !facts.is_cut && has_queries(now.head, now.q_begin, BLOCK_Q), finite);
+        if constexpr (STAGES_ROWS) {
+            // Those of the next step, if its queries are there and so known.
+            const int next = slot ^ 1;
+            has_rows = !DROPS && i + 1 < item.queries.count &&
+                       __all_sync(FULL_WARP, barriers.Q_full[next].has_ended(phases.parity(next)));
+            rows.meet_warps();  // all have read this step's
+            if (has_rows)
+                rows.load(tile, p, now.head, smem.facts[next].visit.tile * BLOCK_Q, now.k_begin);
+        }
         if (facts.is_cut) {
             now.hide(S, bits_of(now));
             if (GradientStep::PACKS_AT_ONCE) now.hide_pairs(P_pairs, S);
@@ -267,6 +278,8 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
         smem.items.full[items % 2].wait(items / 2 % 2);
         if (!item.exists) break;
         const int count = item.queries.count;
+        if (!DROPS)
+            rows.find(tile, p, item.located.head, item.key_tile * BLOCK_K + consumer * SLAB);
         if (item.opens) {
             clear_rows(dK), clear_rows(dV);
             found_nonfinite = keys_checked = false;

@@ -185,7 +185,7 @@ class WgmmaGradientTile(HopperGradientTile):
             Buffer("dQ", self.dq_part_bytes(problem), 2),
             Buffer("row_stats", self.row_stats_bytes(problem), self.stages),
             Buffer("barriers", BARRIER_BYTES),
-            Buffer("rows", self.block_q * 3 * CHUNK_BYTES, self.warps * self.stages_rows(problem)),
+            Buffer("rows", self.block_q * 9 * CHUNK_BYTES, 2 * self.stages_rows(problem)),
         )
 
     def dq_part_bytes(self, problem: Problem) -> int:

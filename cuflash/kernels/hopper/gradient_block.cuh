@@ -81,7 +81,7 @@ struct SharedMemory {
     alignas(8) unsigned char found_nonfinite[WARPS];
     u32 cleared_keys[BLOCK_K / 32];  // which of its keys did: a bit for each
     alignas(16) TicketSlots<KeyItem> items;
-    alignas(16) unsigned char rows[STAGES_ROWS ? WARPS * GradientStep::Rows::WARP_BYTES : 16];
+    alignas(16) unsigned char rows[CONSUMERS][STAGES_ROWS ? GradientStep::Rows::BYTES : 16];
 };
 static_assert(sizeof(SharedMemory::K) == shared_at::V &&
                   sizeof(SharedMemory::V) == shared_at::Q - shared_at::V &&

@@ -137,14 +137,15 @@ struct GradientStep {
     }
     // Products of finite numbers may be infinite or NaN: P of those that are hidden, in sums NaN, becomes
     // -0. Mostly no P is as large as 2, which one bit tells of all, as of NaN.
+    template <typename Elements>
     __device__ __forceinline__ void hide_overflowed(Accumulator (&P)[ROWS][Scores::COLUMNS],
-                                                    Rows& rows) const {
-        u32 bits = 0;
+                                                    Elements& rows) const {
+        u32 bits[ROWS] = {};  // chains half as long
 #pragma unroll
         for (int i = 0; i < ROWS; ++i)
 #pragma unroll
-            for (int j = 0; j < Scores::COLUMNS; ++j) bits |= __float_as_uint(P[i][j]);
-        if (!__any_sync(FULL_WARP, bits >> 30 & 1)) return;
+            for (int j = 0; j < Scores::COLUMNS; ++j) bits[i] |= __float_as_uint(P[i][j]);
+        if (!__any_sync(FULL_WARP, (bits[0] | bits[ROWS - 1]) >> 30 & 1)) return;
         const OfHead of_head = read_of_head(head, p);
 #pragma unroll
         for (int m = 0; m < PAIRS; ++m) {
