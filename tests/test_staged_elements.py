@@ -89,9 +89,11 @@ def check_overflow():
     k[:, 7], k[:, 200] = 3e38, -3e38
     options = {"bias": added, "engine": "wgmma"}
     out, lse, *_ = attention(q, k, v, **options)
-    results = [out, *attention_backward(dout, q, k, v, out, lse, **options)[:3]]
+    grads = attention_backward(dout, q, k, v, out, lse, wrt=("bias",), **options)
+    results = [out, *grads[:3], *grads.others]
     assert all(np.isfinite(x.astype(np.float32)).all() for x in results)
     assert not results[2][:, [7, 200]].any()
+    assert not grads.others[0][:, :, [7, 200]].any()
 
 
 def test_products_that_overflow_are_hidden():
@@ -136,6 +138,8 @@ PLANTED = [
     ("all operands count as finite", r"if \(finite\(\)\)", "if (true)", check_hidden),
     ("products that overflow are NaN where they are hidden", r"return hide_overflowed\(S, rows\);",
      "return;", check_overflow),
+    ("the same where the bias's own gradient is", r"now\.hide_overflowed\(S, elements\);", "",
+     check_overflow),
     ("rows of keys that are not there are whole", r"whole_until = found\.size;",
      "whole_until = 1 << 30;", check),
     ("queries that are not there are whole", r"k_begin \+ KEYS <= found\.size \? found\.rows : 0",

@@ -6,6 +6,7 @@ from cases import FEW, H200, numpy_dtype, random_mask
 from compile_kernels import compile_source, require_nvrtc
 from emulated import attention_backward
 from emulator import available
+from emulator.module import EAGER
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_emulator_catches import must_be_caught
@@ -47,7 +48,7 @@ def array_of(options, name):
     return options[name] if name in options else options["score_mod"].arrays[name]
 
 
-def differentiate(engine, operand, wrt, algo=None, dlse=None, **options):
+def differentiate(engine, operand, wrt, algo=None, dlse=None, schedule=0, **options):
     """The gradients of `wrt`, by an engine, compared with the reference within bounds."""
     _, q, k, v = operand
     exact, sums = reference.attention(q, k, v, return_lse=True, **options)
@@ -58,7 +59,7 @@ def differentiate(engine, operand, wrt, algo=None, dlse=None, **options):
         others = grads[3:]
     else:
         kernel = {"algo": algo, "engine": engine, "device": FEW, "wrt": wrt, "dlse": dlse}
-        grads = attention_backward(*inputs, **kernel, **options)
+        grads = attention_backward(*inputs, **kernel, schedule=schedule, **options)
         others = grads.others
     assert_backward_close(grads[:3], *operand, dlse=dlse, **options)
     assert_arrays_close(others, wrt, *operand, dlse=dlse, **options)
@@ -391,6 +392,16 @@ def differentiate_on_hopper(name, dtype="bfloat16", **more):
 @pytest.mark.parametrize("name", ON_HOPPER)
 def test_hopper_kernels(name):
     differentiate_on_hopper(name)
+
+
+@EMULATED
+@pytest.mark.parametrize("schedule", [EAGER, 1, 2])
+def test_items_follow_each_other(schedule):
+    """More of them than blocks, among them some that nobody sees, or of which some tiles."""
+    operand = operands("bfloat16", 300, 300, 64)
+    bias = np.random.default_rng(2).standard_normal((4, 300, 300)).astype(operand[0].dtype)
+    options = {"bias": bias, "window": (40, 0), "enable_gqa": True}
+    differentiate("wgmma", operand, ("bias",), "fa3", schedule=schedule, **options)
 
 
 def differentiate_by_turns():

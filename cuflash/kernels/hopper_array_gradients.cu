@@ -20,8 +20,8 @@
 //     consumers     compute S^T, dP^T and the sums; nothing ties them together
 //
 // Floor of a step of 128 keys and 192 queries, D = DV = 128 and 64: the tensor cores take 3072 and 1536
-// clocks, exponentials 1536, the issue slots about 2000 (a pair takes 7 instructions for its weight and 3
-// for its term). From L2 come 160 and 80 KB, at 30 bytes a clock and multiprocessor 5460 and 2730 clocks:
+// clocks, exponentials 1536, the issue slots about 1300 (a pair of a bias takes 4.5 instructions for its
+// weight and 2 for its term). From L2 come 160 and 80 KB, at 30 bytes a clock and multiprocessor 5460 and 2730 clocks:
 // hence items as large as registers allow. The gradient is written once. docs/hopper.md has what was
 // measured.
 #include "hopper/array_block.cuh"
@@ -30,11 +30,11 @@
 #include "hopper/array_stores.cuh"
 #include "hopper/begin_block.cuh"
 #include "ptx/overlap.cuh"
+#include "uniform.cuh"
 
-// Pairs of columns whose numbers are loaded together: ptxas loads no more ahead than to the next
-// __syncwarp, else registers are short.
-constexpr int AT_A_TIME = GradientStep::PAIRS / (BLOCK_Q > 64 ? 2 : 1);
-static_assert(AT_A_TIME % 2 == 0, "elements are loaded for two pairs");
+// Of a sum NaN tells what is hidden nevertheless (GradientStep::hide_overflowed), which saves a look at
+// each element.
+constexpr bool DOUBTS_NAN = SCORE_MAY_HIDE && ARRAY_IS_ADDED;
 
 // Weights times the derivative by the element, from S^T. A hidden pair gets -0, if it is to be told
 // from others: where all numbers are finite its weight is 0 by itself, unless the derivative is not.
@@ -42,20 +42,21 @@ template <bool CAREFUL>
 __device__ __forceinline__ void to_weights(Accumulator (&S)[Scores::ROWS][Scores::COLUMNS],
                                            const GradientStep& now, const Params& p,
                                            const GradientStep::Stats& log2_sums,
-                                           TurnedElements<>& elements, int t) {
+                                           TurnedElements<>& elements) {
+    using Given = decltype(elements.at(0, 0));
+    using Found = typename Select<DOUBTS_NAN && !CAREFUL, InSum<Given>, Given>::type;
     const OfHead of_head = read_of_head(now.head, p);
     const Accumulator multiplier = score_multiplier(p);
 #pragma unroll
     for (int m = 0; m < GradientStep::PAIRS; ++m) {
         const auto log2_sum = log2_sums[m];
-        if (m % AT_A_TIME == 0) __syncwarp();
-        if (m % 2 == 0) elements.load(t * BLOCK_Q + m * 8);
+        elements.turn_to(now.tile, m);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
             const int i = e / 2, j = 2 * m + e % 2;
             const auto score =
                 score_of(S[i][j], of_head, now.head, column_place(now.tile, now.q_begin, j),
-                         now.k_begin + now.tile.row(i), p, elements.at(i, m, e % 2));
+                         now.k_begin + now.tile.row(i), p, Found(elements.at(i, j)));
             const Accumulator log2_weight =
                 multiply_add(score.value, multiplier, -log2_sum.at[e % 2]);
             S[i][j] = exp2_of(log2_weight);
@@ -67,6 +68,8 @@ __device__ __forceinline__ void to_weights(Accumulator (&S)[Scores::ROWS][Scores
                 S[i][j] = Accumulator(-0.0);
         }
     }
+    if constexpr (DOUBTS_NAN && !CAREFUL) now.hide_overflowed(S, elements);
+    settle(S);  // or what follows is done at the same time, for which there are no registers
 }
 
 // Adds the terms of a tile, from weights and dP^T. Of finite scores hidden pairs are those of weight 0:
@@ -118,23 +121,26 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
         for (int t = 0; t < ITEM_TILES; ++t) clear_rows(sums[t]);
     };
     clear_sums();
+    bool are_zeros = true;  // since no head of the item shows anything
     for (ArrayStepReader reader(smem);; reader.advance()) {
         const ArrayStep& step = reader.next();
-        if (!step.exists) break;
-        const u32 shown = step.shown;
+        if (!uniform(step.exists)) break;
+        const u32 shown = uniform(step.shown), cut = uniform(step.cut);
+        are_zeros &= shown == 0;
+        const u32 heads = uniform(step.heads), tiles_before = uniform(step.tiles);
         const auto k_begin = [&] { return step.item.key_tile * BLOCK_K + consumer * SLAB; };
-        const int K_slot = slot_of<K_STAGES>(step.heads), V_slot = slot_of<V_STAGES>(step.heads);
+        const int K_slot = slot_of<K_STAGES>(heads), V_slot = slot_of<V_STAGES>(heads);
         if (step.gives_back) {
             __syncwarp();  // all lanes have read the elements
             if (speaks) barriers.elements_empty.arrive();
         }
         if (step.is_fresh) barriers.elements_full.wait(step.brought % 2);
-        if (shown != 0) barriers.K_full[K_slot].wait(parity_of<K_STAGES>(step.heads));
+        if (shown != 0) barriers.K_full[K_slot].wait(parity_of<K_STAGES>(heads));
 #pragma unroll
         for (int t = 0; t < ITEM_TILES; ++t) {
             if (!(shown >> t & 1)) continue;
             const bool is_last = shown >> (t + 1) == 0;
-            const u32 tiles = reader.tile_number(step, t);
+            const u32 tiles = reader.tile_number(tiles_before, shown, t);
             const int slot = slot_of<STAGES>(tiles);
             const u32 parity = parity_of<STAGES>(tiles);
             barriers.Q_full[slot].wait(parity);
@@ -142,7 +148,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
             multiply_shared<KeyRows, QueryRows>(S, K + K_slot * (KeyRows::BYTES >> 4),
                                                 Q + slot * (QueryRows::BYTES >> 4));
             commit_products();
-            barriers.V_full[V_slot].wait(parity_of<V_STAGES>(step.heads));
+            barriers.V_full[V_slot].wait(parity_of<V_STAGES>(heads));
             barriers.dO_full[slot].wait(parity);
             open_products();
             multiply_shared_values<ValueRows, GradientRows>(
@@ -157,25 +163,25 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
             GradientStep now{p, tile, step.located.head, (step.item.first_query + t) * BLOCK_Q,
                              k_begin()};
             now.draw_kept();
-            const bool careful = step.cut >> t & 1 || row_stats[NONFINITE] != 0;
+            const bool careful = cut >> t & 1 || row_stats[NONFINITE] != 0;
             wait_products<1>(S);
             __syncwarp();  // all lanes have read the numbers of the tile before
             if (speaks) {
                 barriers.Q_empty[slot].arrive();
                 if (is_last) barriers.K_empty[K_slot].arrive();
             }
+            elements.begin(t);
             if (careful) {
-                to_weights<true>(S, now, p, log2_sums, elements, t);
-                settle(S);  // or both changes are made at a time, for which there are no registers
+                to_weights<true>(S, now, p, log2_sums, elements);
                 now.hide(S, TileBits(p, now.head, step.bits[t], consumer * SLAB, now.k_begin,
                                      now.q_begin));
             } else {
-                to_weights<false>(S, now, p, log2_sums, elements, t);
+                to_weights<false>(S, now, p, log2_sums, elements);
             }
             wait_products<0>(dP);
             bool check = false;  // whether hidden pairs meet infinite values
             if (CHECKS_VALUES) {
-                barriers.V_checked[V_slot].wait(parity_of<V_STAGES>(step.heads));
+                barriers.V_checked[V_slot].wait(parity_of<V_STAGES>(heads));
 #pragma unroll
                 for (int part = 0; part < SIDE_WARPS; ++part)
                     check |= smem.found_nonfinite[V_slot][part] != 0;
@@ -193,8 +199,9 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
         if (step.closes) {
             store_sums(sums, tile, p, array_gradient(p) + step.item.offset,
                        step.item.first_query * BLOCK_Q, k_begin() + 16 * tile.warp,
-                       smem.gradient[threadIdx.x / 32 - 4][0]);
+                       smem.gradient[threadIdx.x / 32 - 4][0], are_zeros);
             clear_sums();
+            are_zeros = true;
         }
         __syncwarp();  // all lanes have read the step, and the numbers of its queries
         if (speaks) reader.release();

@@ -54,6 +54,11 @@ template <typename T, typename Given>
 __device__ __forceinline__ T add_or_hide(T score, Accumulator x, const Given&) {
     return Given::HIDES_NAN && x == -score_infinity() ? T(x) : score + x;
 }
+// The same where x is what is differentiated by.
+template <typename T, typename Given>
+__device__ __forceinline__ T add_variable_or_hide(T score, T x, const Given&) {
+    return Given::HIDES_NAN && x.value == -score_infinity() ? T(-score_infinity()) : score + x;
+}
 
 // An element as a number of the expression.
 __device__ __forceinline__ Accumulator number_of(__half x) { return __half2float(x); }

@@ -125,8 +125,9 @@ class Emitter:
         if operation in _COMPARISONS:
             a, b = (f"{x}.value" if is_dual else x for x, is_dual in zip(inputs, dual))
             return f"({a} {operation} {b})"
-        if (added := _hides_or_adds(node)) and not self._is_dual(added[1]):
-            return f"add_or_hide({', '.join(map(self._emit, added))}, element)"
+        if added := _hides_or_adds(node):
+            name = "add_variable_or_hide" if self._is_dual(added[1]) else "add_or_hide"
+            return f"{name}({', '.join(map(self._emit, added))}, element)"
         if operation == "where":
             a, b = inputs[1:]
             if any(dual[1:]):

@@ -115,9 +115,9 @@ struct ArrayStepReader {
         smem.barriers.step_full[slot_of<STEP_SLOTS>(count)].wait(parity_of<STEP_SLOTS>(count));
         return smem.steps[slot_of<STEP_SLOTS>(count)];
     }
-    // The number of a tile of queries of a step: of those before.
-    static __device__ __forceinline__ u32 tile_number(const ArrayStep& step, int t) {
-        return step.tiles + __popc(step.shown & (1u << t) - 1);
+    // The number of a tile of queries of a step: of those before it, and of the step's own.
+    static __device__ __forceinline__ u32 tile_number(u32 before, u32 shown, int t) {
+        return before + __popc(shown & (1u << t) - 1);
     }
     // By one thread of the reader, when all have read the step.
     __device__ __forceinline__ void release() {

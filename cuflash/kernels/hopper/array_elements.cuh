@@ -30,8 +30,18 @@ __device__ __forceinline__ void load_elements(const P& p, SharedMemory& smem, co
     const int width = min(max(found.size - k, 0), WIDTH);
     RowElement* target = smem.elements[first_row] + column;
     const auto* source = found.elements + (q_begin + first_row) * found.stride + k;
-    if ((reinterpret_cast<u64>(source) | found.stride * sizeof(RowElement)) % CHUNK_BYTES == 0) {
-#pragma unroll 4
+    constexpr int STEPS = ELEMENT_ROWS / STEP;
+    static_assert(ELEMENT_ROWS % STEP == 0, "lanes have as many rows each");
+    const bool aligned =
+        (reinterpret_cast<u64>(source) | found.stride * sizeof(RowElement)) % CHUNK_BYTES == 0;
+    if (aligned && rows >= ELEMENT_ROWS && k_begin + BLOCK_K <= found.size) {
+#pragma unroll 8
+        for (int i = 0; i < STEPS; ++i) {
+            copy_chunk_async(target + i * (STEP * ELEMENT_PITCH / int(sizeof(RowElement))), source);
+            source += STEP * found.stride;
+        }
+    } else if (aligned) {
+#pragma unroll 1
         for (int row = first_row; row < ELEMENT_ROWS; row += STEP) {
             const int bytes = row < rows ? width * int(sizeof(RowElement)) : 0;
             copy_chunk_async(target, bytes > 0 ? source : found.elements, bytes);
@@ -54,29 +64,41 @@ __device__ __forceinline__ void load_elements(const P& p, SharedMemory& smem, co
     if (lane == 0) smem.barriers.elements_full.arrive();
 }
 
-// A consumer's elements. Where they are not brought by rows, each is read when needed.
+// Pairs of columns whose numbers are loaded together: ptxas loads no more ahead than to the next
+// __syncwarp, else registers are short.
+constexpr int AT_A_TIME = GradientStep::PAIRS / (BLOCK_Q > 64 ? 2 : 1);
+static_assert(AT_A_TIME % 2 == 0, "elements are loaded for two pairs");
+
+// A consumer's elements, as StagedColumns has them. Where they are not brought by rows, each is read when
+// needed.
 template <bool LOADS = READS_ROWS>
 struct TurnedElements {
     __device__ __forceinline__ TurnedElements(const Scores&, int) {}
-    __device__ __forceinline__ void load(int) {}
-    __device__ __forceinline__ ReadEach at(int, int, int) const { return {}; }
+    __device__ __forceinline__ void begin(int) {}
+    __device__ __forceinline__ void turn_to(const Scores&, int m) {
+        if (m % AT_A_TIME == 0) __syncwarp();
+    }
+    __device__ __forceinline__ ReadEach at(int, int) const { return {}; }
 };
 
 template <>
 struct TurnedElements<true> {
-    u32 address;  // of this lane's row
+    const u32 first;  // address of this lane's row of the first tile
+    u32 address;      // and of the tile at hand
     u32 pairs[4];
 
     __device__ __forceinline__ TurnedElements(const Scores& tile, int first_key)
-        : address(SHARED_BASE + shared_at::elements +
-                  (tile.lane / 16 * 8 + tile.lane % 8) * ELEMENT_PITCH +
-                  (first_key + 16 * tile.warp + tile.lane / 8 % 2 * 8) * 2) {}
-    // The elements of 16 queries, from that row on.
-    __device__ __forceinline__ void load(int row) {
-        load_matrices_transposed(pairs, address + row * ELEMENT_PITCH);
+        : first(SHARED_BASE + shared_at::elements +
+                (tile.lane / 16 * 8 + tile.lane % 8) * ELEMENT_PITCH +
+                (first_key + 16 * tile.warp + tile.lane / 8 % 2 * 8) * 2) {}
+    // Those of the t-th tile of queries.
+    __device__ __forceinline__ void begin(int t) { address = first + t * BLOCK_Q * ELEMENT_PITCH; }
+    // Ahead of the m-th pair of columns.
+    __device__ __forceinline__ void turn_to(const Scores&, int m) {
+        if (m % AT_A_TIME == 0) __syncwarp();
+        if (m % 2 == 0) load_matrices_transposed(pairs, address + m * 8 * ELEMENT_PITCH);
     }
-    // Of row i of the m-th pair of columns, the e-th.
-    __device__ __forceinline__ LoadedElement at(int i, int m, int e) const {
-        return {pairs[m % 2 * 2 + i], e};
+    __device__ __forceinline__ LoadedElement at(int i, int j) const {
+        return {pairs[j / 2 % 2 * 2 + i], j % 2};
     }
 };

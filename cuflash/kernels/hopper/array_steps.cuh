@@ -45,7 +45,7 @@ struct StepWriter {
     __device__ __forceinline__ void write_end(bool exists) {
         __syncwarp();  // the step before is there for all lanes
         if (lane() == 0) {
-            write(exists, true, 0, ArrayStep::NO_ELEMENTS);
+            write(exists, true, 0, ArrayStep::NO_ELEMENTS).cut = 0;
             smem.barriers.step_full[slot_of<STEP_SLOTS>(count)].arrive();
         }
         ++count;
@@ -145,7 +145,7 @@ __device__ __forceinline__ void copy_steps(const Params& p, const GradientTables
 #pragma unroll 1
         for (int t = 0; shown >> t != 0; ++t) {
             if (!(shown >> t & 1)) continue;
-            const u32 tiles = reader.tile_number(step, t);
+            const u32 tiles = reader.tile_number(step.tiles, shown, t);
             const int q_tile = step.item.first_query + t, slot = slot_of<STAGES>(tiles);
             const u32 parity = parity_of<STAGES>(tiles);
             if (is_first) {

@@ -5,14 +5,14 @@
 
 using ArraySums = Accumulator[ITEM_TILES][Scores::ROWS][Scores::COLUMNS];
 
-// A warp's sums, whose first query and key are given. Elements of two bytes that lie side by side along
+// A warp's sums, whose first query and key are given; zeros if there are none. Elements of two bytes that lie side by side along
 // keys are turned in shared memory, 16 queries at a time, and written 16 bytes at a time: a lane has 8
 // of the warp's 16 keys. A row is one of 32 bytes, whose halves are exchanged in every other four rows,
 // so that 8 rows meet no bank conflict.
 template <typename E>
 __device__ __forceinline__ void store_sums(const ArraySums& sums, const Scores& tile,
                                            const Params& p, E* gradient, int q_begin, int k_begin,
-                                           unsigned char* turned) {
+                                           unsigned char* turned, bool are_zeros) {
     const i64 q_step = array_steps(p)[0], k_step = array_steps(p)[1];
     if constexpr (sizeof(E) == 2) {
         const bool by_rows = k_step == 1 && q_step % CHUNK<E> == 0 &&
@@ -32,18 +32,21 @@ __device__ __forceinline__ void store_sums(const ArraySums& sums, const Scores& 
 #pragma unroll
                 for (int column = 0; column < Scores::COLUMNS; column += 4) {
                     const int first = t * BLOCK_Q + column * 4;
-                    u32 packed[4];
+                    Vector<u32, 4> x = {};
+                    if (!are_zeros) {
+                        u32 packed[4];
 #pragma unroll
-                    for (int r = 0; r < 4; ++r) {
-                        const Accumulator* const sum = &sums[t][r % 2][column + r / 2 * 2];
-                        packed[r] = pack(sum[0], sum[1], E());
+                        for (int r = 0; r < 4; ++r) {
+                            const Accumulator* const sum = &sums[t][r % 2][column + r / 2 * 2];
+                            packed[r] = pack(sum[0], sum[1], E());
+                        }
+                        __syncwarp();  // all lanes have read the queries before
+                        store_matrices_transposed(packed, target);
+                        __syncwarp();  // these are there
+                        x = *reinterpret_cast<const Vector<u32, 4>*>(source);
                     }
-                    __syncwarp();  // all lanes have read the queries before
-                    store_matrices_transposed(packed, target);
-                    __syncwarp();  // these are there
                     store_where(q_begin + first + row < p.query_length,
-                                row_of_lane + first * q_step,
-                                *reinterpret_cast<const Vector<u32, 4>*>(source));
+                                row_of_lane + first * q_step, x);
                 }
             return;
         }
