@@ -11,6 +11,16 @@
 template <typename A, int COLUMNS>
 constexpr int UNIT = SAME<A, double> || COLUMNS % CHUNK<A> != 0 ? 1 : CHUNK<A>;
 
+// The e-th number of a thread. Tensor cores leave two columns of two rows in neighbouring registers: where
+// there are pairs of rows these are a unit, which no moves have to put together.
+template <typename A, int ROWS, int COLUMNS>
+__device__ __forceinline__ A& number_at(A (&regs)[ROWS][COLUMNS], int e) {
+    constexpr int TALL = ROWS % 2 == 0 && COLUMNS % 2 == 0 ? 2 : 1, AREA = 2 * TALL;
+    if constexpr (TALL == 1) return regs[e / COLUMNS][e % COLUMNS];
+    const int unit = e / AREA, number = e % AREA;
+    return regs[unit / (COLUMNS / 2) * 2 + number / 2][unit % (COLUMNS / 2) * 2 + number % 2];
+}
+
 // Adds to four floats at once where the architecture can.
 template <typename A, int SIZE>
 __device__ __forceinline__ void add_unit(A* target, const Vector<A, SIZE>& unit) {
@@ -22,16 +32,19 @@ __device__ __forceinline__ void add_unit(A* target, const Vector<A, SIZE>& unit)
     }
 }
 
-// visit(where it stands in the tile, unit): the units of a thread.
+// visit(its place, unit): the units of a thread, of a tile that begins at `sums`. All places are one
+// pointer plus a constant.
 template <int THREADS, typename A, int ROWS, int COLUMNS, typename Visit>
-__device__ __forceinline__ void each_unit(const A (&regs)[ROWS][COLUMNS], const Visit& visit) {
+__device__ __forceinline__ void each_unit(A* sums, const A (&regs)[ROWS][COLUMNS],
+                                          const Visit& visit) {
     constexpr int SIZE = UNIT<A, COLUMNS>;
+    A* const own = sums + int(threadIdx.x) * SIZE;
 #pragma unroll
     for (int e = 0; e < ROWS * COLUMNS; e += SIZE) {
         Vector<A, SIZE> unit;
 #pragma unroll
-        for (int c = 0; c < SIZE; ++c) unit.at[c] = regs[e / COLUMNS][e % COLUMNS + c];
-        visit((e / SIZE * THREADS + threadIdx.x) * SIZE, unit);
+        for (int c = 0; c < SIZE; ++c) unit.at[c] = number_at(regs, e + c);
+        visit(own + e * THREADS, unit);
     }
 }
 
@@ -39,7 +52,7 @@ __device__ __forceinline__ void each_unit(const A (&regs)[ROWS][COLUMNS], const 
 template <int THREADS, typename A, int ROWS, int COLUMNS>
 __device__ __forceinline__ void add_units(A* sums, const A (&regs)[ROWS][COLUMNS]) {
     static_assert(COLUMNS % CHUNK<A> == 0, "whole chunks");
-    each_unit<THREADS>(regs, [&](u32 at, const auto& unit) { add_unit(sums + at, unit); });
+    each_unit<THREADS>(sums, regs, [](A* at, const auto& unit) { add_unit(at, unit); });
 }
 
 // sums = regs.
@@ -51,7 +64,7 @@ __device__ __forceinline__ void store_units(A* sums, const A (&regs)[ROWS][COLUM
     for (int e = 0; e < ROWS * COLUMNS; e += SIZE) {
         Vector<A, SIZE> unit;
 #pragma unroll
-        for (int c = 0; c < SIZE; ++c) unit.at[c] = regs[e / COLUMNS][e % COLUMNS + c];
+        for (int c = 0; c < SIZE; ++c) unit.at[c] = number_at(regs, e + c);
         *reinterpret_cast<Vector<A, SIZE>*>(sums + (e / SIZE * THREADS + thread) * SIZE) = unit;
     }
 }
@@ -59,7 +72,7 @@ __device__ __forceinline__ void store_units(A* sums, const A (&regs)[ROWS][COLUM
 // sums = regs, where other blocks add later.
 template <int THREADS, typename A, int ROWS, int COLUMNS>
 __device__ __forceinline__ void begin_units(A* sums, const A (&regs)[ROWS][COLUMNS]) {
-    each_unit<THREADS>(regs, [&](u32 at, const auto& unit) { store_strong(sums + at, unit); });
+    each_unit<THREADS>(sums, regs, [](A* at, const auto& unit) { store_strong(at, unit); });
 }
 
 // regs = sums.
@@ -72,7 +85,7 @@ __device__ __forceinline__ void load_units(A (&regs)[ROWS][COLUMNS], const A* su
         const Vector<A, SIZE> unit =
             *reinterpret_cast<const Vector<A, SIZE>*>(sums + (e / SIZE * THREADS + thread) * SIZE);
 #pragma unroll
-        for (int c = 0; c < SIZE; ++c) regs[e / COLUMNS][e % COLUMNS + c] = unit.at[c];
+        for (int c = 0; c < SIZE; ++c) number_at(regs, e + c) = unit.at[c];
     }
 }
 
@@ -86,6 +99,6 @@ __device__ __forceinline__ void add_stored_units(A (&regs)[ROWS][COLUMNS], const
         const Vector<A, SIZE> unit =
             *reinterpret_cast<const Vector<A, SIZE>*>(sums + (e / SIZE * THREADS + thread) * SIZE);
 #pragma unroll
-        for (int c = 0; c < SIZE; ++c) regs[e / COLUMNS][e % COLUMNS + c] += unit.at[c];
+        for (int c = 0; c < SIZE; ++c) number_at(regs, e + c) += unit.at[c];
     }
 }
