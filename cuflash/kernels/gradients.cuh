@@ -56,11 +56,6 @@ __device__ __forceinline__ void meet_sharers() {
     meet(1 + threadIdx.x / (32 * WARP_SPLIT), 32 * WARP_SPLIT);
 }
 
-template <int N>
-struct Parts {
-    static constexpr int COUNT = N;
-};
-
 struct Gradients {
     Accumulator dK_regs[ROWS][KeyTile::VALUE_COLUMNS];
     Accumulator dV_regs[ROWS][ValueTile::VALUE_COLUMNS];
@@ -112,29 +107,33 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
     KeyTile keys(threadIdx.x % 32, dS_slab);
     ValueTile values(threadIdx.x % 32, dS_slab);
 
-    // Tiles of queries and what belongs to them come in parts of so many, or all at once.
-    const auto load_queries = [&](auto parts, int stage, int tile, int part) {
-        constexpr int PARTS = decltype(parts)::COUNT;
-        const int q = tile * BLOCK_Q, valid_rows = head.query_length - q;
-        load_part<BLOCK_Q, HEAD_DIM, KeyTile::PADDED_D, THREADS, ALIGNED, LOAD_UNROLL, PARTS>(
-            Q_smem + stage * Q_TILE, head.q + q * p.q_row_stride, p.q_row_stride, valid_rows,
-            threadIdx.x, part);
-        load_part<BLOCK_Q, HEAD_DIM_V, ValueTile::PADDED_D, THREADS, ALIGNED, LOAD_UNROLL, PARTS>(
-            dO_smem + stage * O_TILE, dout + q * p.dout_row_stride, p.dout_row_stride, valid_rows,
-            threadIdx.x, part);
-        if (part == PARTS - 1)
-            load_tile<1, ROW_STATS, ROW_STATS, THREADS, true, 1>(
-                row_stats_smem + stage * ROW_STATS, p.row_stats + (first_tile + tile) * ROW_STATS,
-                0, 1, threadIdx.x);
+    const auto load_stats = [&](int stage, int tile, bool wanted) {
+        load_tile<1, ROW_STATS, ROW_STATS, THREADS, true, 1>(
+            row_stats_smem + stage * ROW_STATS, p.row_stats + (first_tile + tile) * ROW_STATS, 0,
+            wanted, threadIdx.x);
     };
-    using AtOnce = Parts<1>;
-    // What leaves warps that share no keys without spills: with an index to rotate they have few registers.
-    using Beside = Parts<SHARE_P || ORDERED || WALKS ? KeyTile::BESIDES : 1>;
+    // A tile of queries and what belongs to them, all at once.
+    const auto load_queries = [&](int stage, int tile) {
+        const int q = tile * BLOCK_Q, length = head.query_length;
+        load_rows<BLOCK_Q, KeyTile, HEAD_DIM>(Q_smem + stage * Q_TILE, head.q, p.q_row_stride, q,
+                                              length);
+        load_rows<BLOCK_Q, ValueTile, HEAD_DIM_V>(dO_smem + stage * O_TILE, dout, p.dout_row_stride,
+                                                  q, length);
+        load_stats(stage, tile, true);
+    };
+    // Or in so many parts, which leaves warps that share no keys without spills: with an index to rotate
+    // they have few registers.
+    constexpr bool AMONG_PRODUCTS = STAGES > 1 && KeyTile::BESIDES > 1;
+    constexpr int LOADS = SHARE_P || ORDERED || WALKS ? KeyTile::BESIDES : 1;
+    using QueryLoads = SpreadTile<BLOCK_Q, HEAD_DIM, KeyTile::PADDED_D, THREADS, ALIGNED, LOADS,
+                                  Shared, Element>;
+    using OutputLoads = SpreadTile<BLOCK_Q, HEAD_DIM_V, ValueTile::PADDED_D, THREADS, ALIGNED,
+                                   LOADS, Shared, Element>;
 
     load_rows<BLOCK_K, KeyTile, HEAD_DIM>(K_smem, head.k, p.k_row_stride, k_block, head.key_length);
     load_rows<BLOCK_K, ValueTile, HEAD_DIM_V>(V_smem, head.v, p.v_row_stride, k_block,
                                               head.key_length);
-    if (tiles.count > 0) load_queries(AtOnce(), 0, tiles[0].tile, 0);
+    if (tiles.count > 0) load_queries(0, tiles[0].tile);
     commit_copies();
     wait_copies<0>();
     __syncthreads();  // the keys and the first query tile have arrived for all
@@ -161,9 +160,9 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
         const bool cut = tiles.is_cut(visit) || nonfinite_keys || weightless || SCORE_MAY_HIDE;
         const auto next = [&] { return WALKS ? tiles.list[tiles.after(entry)] : tiles[i + 1]; };
         const int next_tile = more ? next().tile : 0;
-        constexpr bool AMONG_PRODUCTS = STAGES > 1 && KeyTile::BESIDES > 1;
+        const int next_stage = (i + 1) % STAGES, next_q = next_tile * BLOCK_Q;
         if (STAGES > 1 && !AMONG_PRODUCTS) {
-            if (more) load_queries(AtOnce(), (i + 1) % STAGES, next_tile, 0);
+            if (more) load_queries(next_stage, next_tile);
             commit_copies();
         }
         if (nonfinite_keys) {
@@ -178,9 +177,18 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
             Shared* const Q_step = Q + step * KeyTile::PITCH;
             Shared* const dO_step = dO + step * ValueTile::PITCH;
             Accumulator P_regs[ROWS][COLUMNS], dS_regs[ROWS][COLUMNS], slope[ROWS][COLUMNS];
+            const int next_rows = more ? head.query_length - next_q : 0;
+            QueryLoads next_Q(Q_smem + next_stage * Q_TILE, head.q + next_q * p.q_row_stride,
+                              p.q_row_stride, next_rows, threadIdx.x);
+            OutputLoads next_dO(dO_smem + next_stage * O_TILE, dout + next_q * p.dout_row_stride,
+                                p.dout_row_stride, next_rows, threadIdx.x);
             keys.score(P_regs, Q_step, [&](int part) {
-                if (AMONG_PRODUCTS && more && steps == 0 && part < Beside::COUNT)
-                    load_queries(Beside(), (i + 1) % STAGES, next_tile, part);
+                if (!AMONG_PRODUCTS || part >= LOADS) return;
+                if (STEPS < BLOCK_Q && !(more && steps == 0)) return;
+                if constexpr (LOADS == 1) return load_queries(next_stage, next_tile);
+                next_Q.load(part);
+                next_dO.load(part);
+                if (part == LOADS - 1) load_stats(next_stage, next_tile, more);
             });
             if (AMONG_PRODUCTS) commit_copies();
             constexpr int PARTS = ValueTile::BESIDES;
@@ -250,7 +258,7 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
         }
         if constexpr (STAGES == 1) {
             if (SHARE_P && !ONE_SCORE_TILE) __syncthreads();  // nobody reads these queries any more
-            if (more) load_queries(AtOnce(), 0, next_tile, 0);
+            if (more) load_queries(0, next_tile);
             commit_copies();
         }
         if (nonfinite_keys) clear_nonfinite<BLOCK_K, KeyTile::PADDED_D, THREADS>(K_smem);
