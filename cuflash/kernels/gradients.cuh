@@ -121,10 +121,10 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
                                                   q, length);
         load_stats(stage, tile, true);
     };
-    // Or in so many parts, which leaves warps that share no keys without spills: with an index to rotate
-    // they have few registers.
-    constexpr bool AMONG_PRODUCTS = STAGES > 1 && KeyTile::BESIDES > 1;
-    constexpr int LOADS = SHARE_P || ORDERED || WALKS ? KeyTile::BESIDES : 1;
+    // Or in parts among the products of the scores; warps that share no keys have no registers for that.
+    constexpr bool AMONG_PRODUCTS = STAGES > 1 && SHARE_P;
+    constexpr int LOADS = KeyTile::BESIDES;
+    static_assert(!AMONG_PRODUCTS || STEPS == BLOCK_Q, "products of one step");
     using QueryLoads = SpreadTile<BLOCK_Q, HEAD_DIM, KeyTile::PADDED_D, THREADS, ALIGNED, LOADS,
                                   Shared, Element>;
     using OutputLoads = SpreadTile<BLOCK_Q, HEAD_DIM_V, ValueTile::PADDED_D, THREADS, ALIGNED,
@@ -183,12 +183,11 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
             OutputLoads next_dO(dO_smem + next_stage * O_TILE, dout + next_q * p.dout_row_stride,
                                 p.dout_row_stride, next_rows, threadIdx.x);
             keys.score(P_regs, Q_step, [&](int part) {
-                if (!AMONG_PRODUCTS || part >= LOADS) return;
-                if (STEPS < BLOCK_Q && !(more && steps == 0)) return;
-                if constexpr (LOADS == 1) return load_queries(next_stage, next_tile);
-                next_Q.load(part);
-                next_dO.load(part);
-                if (part == LOADS - 1) load_stats(next_stage, next_tile, more);
+                if constexpr (AMONG_PRODUCTS) {
+                    next_Q.load(part);
+                    next_dO.load(part);
+                    if (part == LOADS - 1) load_stats(next_stage, next_tile, more);
+                }
             });
             if (AMONG_PRODUCTS) commit_copies();
             constexpr int PARTS = ValueTile::BESIDES;

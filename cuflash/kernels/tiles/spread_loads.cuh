@@ -7,9 +7,9 @@
 template <int ROWS, int COLUMNS, int PADDED, int THREADS, bool ALIGNED, int PARTS, typename S,
           typename T>
 struct SpreadTile {
-    static constexpr int ACROSS = PADDED / CHUNK<S>, ROW_STEP = THREADS / ACROSS;
-    static constexpr int SHARES = round_up(ROWS, ROW_STEP) / ROW_STEP, PITCH = pitch<S>(PADDED);
-    static_assert(ACROSS <= THREADS, "a thread loads one chunk of a row");
+    static constexpr int ACROSS = PADDED / CHUNK<S> < THREADS ? PADDED / CHUNK<S> : THREADS;
+    static constexpr int ROW_STEP = THREADS / ACROSS, PITCH = pitch<S>(PADDED);
+    static constexpr int SHARES = round_up(ROWS, ROW_STEP) / ROW_STEP;
 
     const int first_row, column, valid_rows;
     const i64 step;
@@ -27,6 +27,7 @@ struct SpreadTile {
 
     // Call for each part in turn.
     __device__ __forceinline__ void load(int part) {
+        static_assert(ACROSS * CHUNK<S> == PADDED, "a thread loads one chunk of a row");
         if (THREADS % ACROSS != 0 && first_row >= ROW_STEP) return;
 #pragma unroll
         for (int share = 0; share < SHARES; ++share) {
