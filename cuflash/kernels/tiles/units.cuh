@@ -15,7 +15,7 @@ constexpr int UNIT = SAME<A, double> || COLUMNS % CHUNK<A> != 0 ? 1 : CHUNK<A>;
 // there are pairs of rows these are a unit, which no moves have to put together.
 template <typename A, int ROWS, int COLUMNS>
 __device__ __forceinline__ A& number_at(A (&regs)[ROWS][COLUMNS], int e) {
-    constexpr int TALL = ROWS % 2 == 0 && COLUMNS % 2 == 0 ? 2 : 1, AREA = 2 * TALL;
+    constexpr int TALL = UNIT<A, COLUMNS> == 4 && ROWS % 2 == 0 ? 2 : 1, AREA = 2 * TALL;
     if constexpr (TALL == 1) return regs[e / COLUMNS][e % COLUMNS];
     const int unit = e / AREA, number = e % AREA;
     return regs[unit / (COLUMNS / 2) * 2 + number / 2][unit % (COLUMNS / 2) * 2 + number % 2];
@@ -32,8 +32,8 @@ __device__ __forceinline__ void add_unit(A* target, const Vector<A, SIZE>& unit)
     }
 }
 
-// visit(its place, unit): the units of a thread, of a tile that begins at `sums`. All places are one
-// pointer plus a constant.
+// visit(its place, unit): the units of a thread, of a tile that begins at `sums`. Places are one pointer
+// plus constants; of single numbers, which are many, each is worked out: that takes fewer registers.
 template <int THREADS, typename A, int ROWS, int COLUMNS, typename Visit>
 __device__ __forceinline__ void each_unit(A* sums, const A (&regs)[ROWS][COLUMNS],
                                           const Visit& visit) {
@@ -44,7 +44,7 @@ __device__ __forceinline__ void each_unit(A* sums, const A (&regs)[ROWS][COLUMNS
         Vector<A, SIZE> unit;
 #pragma unroll
         for (int c = 0; c < SIZE; ++c) unit.at[c] = number_at(regs, e + c);
-        visit(own + e * THREADS, unit);
+        visit(SIZE > 1 ? own + e * THREADS : sums + (u32(e) * THREADS + threadIdx.x), unit);
     }
 }
 
