@@ -725,6 +725,7 @@ def must_be_caught(monkeypatch, text, wrong, check, **where):
 # (what is wrong, text, what stands there instead, what shows it). Texts are regular expressions.
 COMMON = {"causal": True}
 IN_FLOAT32 = {"engine": "simt", "causal": False}  # where another order shows in the last bit
+WIDE = {"width": 256}  # where warps trade
 PLANTED = [
     ("dS is read before it is there", r"__syncthreads\(\);(?=  // P and dS of all keys)", "", {}),
     ("the next tile overwrites this one", r"__syncthreads\(\);(?=  // the next tile has arrived; )",
@@ -748,25 +749,29 @@ PLANTED = [
     ("the diagonal is not masked", r"visit\.tile < uncut_begin \|\| visit\.tile >= uncut_end;",
      "visit.tile < uncut_begin - 1 || visit.tile >= uncut_end;", {}),
     ("dS is not transposed", r"load_matrices_transposed\(a\[slab\]", "load_matrices(a[slab]", {}),
-    ("dQ is stored, not added", r"add_unit\((sums \+ .*?), unit\);",
-     r"*reinterpret_cast<Vector<A>*>(\1) = unit;", {}),
-    ("dQ is added without atomics",
-     r"add_unit\((sums \+ .*?), unit\);",
-     r"{ A* at = \1; for (int c = 0; c < CHUNK<A>; ++c) at[c] += unit.at[c]; }",
-     {"deterministic": False}),
+    ("dQ is stored, not added", r"add_unit\(at, unit\);",
+     "*reinterpret_cast<Vector<A>*>(at) = unit;", {}),
+    ("dQ is added without atomics", r"add_unit\(at, unit\);",
+     "for (int c = 0; c < CHUNK<A>; ++c) at[c] += unit.at[c];", {"deterministic": False}),
     ("dQ starts anywhere", r"\*reinterpret_cast<Vector<Accumulator>\*>\(dQ \+ i\) = \{\};", ";",
      {"deterministic": False}),
     ("one head is summed twice", r"heads\[i\]", "heads[0]", {"enable_gqa": True}),
+    ("what is traded is taken before it is there", r"meet\(1 \+ warp / 2, 64\);", "", WIDE),
+    ("what is traded is overwritten before it is taken",
+     r"__syncwarp\(\);(?=  // all lanes have taken)", "", WIDE),
+    ("each gives what it keeps", r"odd \? pair\[i\]\[j\] : pair\[i\]\[COLUMNS \+ j\];",
+     "odd ? pair[i][COLUMNS + j] : pair[i][j];", WIDE),
+    ("dP is of the other queries", r"STEP_Q \* KeyTile::PITCH : Q_step", "0 : Q_step", WIDE),
 ]  # fmt: skip
 
 
 @functools.cache
-def backward_inputs(engine, grouped):
+def backward_inputs(engine, grouped, width):
     """dout, q, k, v and a gradient of lse; more than two tiles of keys, whose order matters."""
     rng, dtype = np.random.default_rng(0), "bfloat16" if engine == "mma" else "float32"
-    tile = tile_of("fa2", engine, dtype, 32, backward=True)
+    tile = tile_of("fa2", engine, dtype, width, backward=True)
     n, m, heads = 2 * tile.block_q + 3, 3 * tile.block_k + 5, 2 if grouped else 1
-    shapes = (heads, n, 32), (heads, n, 32), (1, m, 32), (1, m, 32)
+    shapes = (heads, n, width), (heads, n, width), (1, m, width), (1, m, width)
     made = [rng.standard_normal(shape).astype(numpy_dtype(dtype)) for shape in shapes]
     return (*made, rng.standard_normal((heads, n)).astype(np.float32))
 
@@ -775,10 +780,10 @@ def backward_is_right(options):
     """Compare with the reference under several schedules; raises where something is wrong."""
     options = {**COMMON, **options}
     order = {"deterministic": options.pop("deterministic", True)}
-    engine = options.pop("engine", "mma")
+    engine, width = options.pop("engine", "mma"), options.pop("width", 32)
     if "kv_lengths" in options:
         options["kv_lengths"] = np.array(options["kv_lengths"], np.int32)
-    dout, q, k, v, dlse = backward_inputs(engine, options.get("enable_gqa", False))
+    dout, q, k, v, dlse = backward_inputs(engine, options.get("enable_gqa", False), width)
     if "kv_lengths" in options:  # of a batch of one
         dout, q, k, v, dlse = (x[None] for x in (dout, q, k, v, dlse))
         options["kv_lengths"] = options["kv_lengths"][None]
@@ -1220,7 +1225,8 @@ GRADIENTS = [
     ("the turn is not waited for", r"if \(speaks\) wait_turn\(.*?wanted\);", "", EACH_TILE),
     ("the turn of the tile of keys at hand", r"is_seen \? previous \+ 1 : 0",
      "is_seen ? key_tile + 1 : 0", {}),
-    ("the tile of keys behind is hidden by the band", r"previous \* BLOCK_K < keys\.end", "true", {}),
+    ("the tile of keys behind is hidden by the band", r"previous \* BLOCK_K < keys\.end", "true",
+     {}),
     ("the first tiles of keys begin first, the last ones add first",
      r"LAST_KEYS_FIRST \? tiles - 1 - tile : tile", "tile", {}),
     ("the turn is not handed on", r"pass_turn\(p\.turns \+ .*? item\.key_tile \+ 1\);", ";", {}),

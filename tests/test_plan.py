@@ -430,7 +430,7 @@ def test_ordered_blocks_are_of_heads_enough_and_of_what_the_cache_holds(engine):
 
 
 def test_the_last_tiles_of_keys_add_first_under_a_causal_mask_where_heads_are_small():
-    """Few heads at a time then, as nobody waits; as many as the cache holds where turns come fast."""
+    """Few heads at a time then, as nobody waits; as the cache holds where turns come fast."""
     h100 = Device(90, "NVIDIA H100", multiprocessors=132, cache_bytes=50 << 20)
 
     def planned(dim, length, **more):

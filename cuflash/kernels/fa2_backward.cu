@@ -12,9 +12,11 @@
 #include "ptx/overlap.cuh"
 
 // In order it is faster at head dims above 64. In any order it takes 1 % longer on sm_90; elsewhere, and
-// where one stage is all that has room, an index would leave too few registers.
-constexpr bool WALKS =
-    KeyTile::BESIDES > 2 && (ORDERED ? KeyTile::BESIDES > 4 : STAGES == 1 || ARCH < 90);
+// where one stage is all that has room, an index would leave too few registers. Where warps trade in two
+// stages it is the other way round.
+constexpr bool OTHERWISE = TRADES && STAGES > 1;
+constexpr bool WALKS = KeyTile::BESIDES > 2 && (ORDERED ? KeyTile::BESIDES > 4 && !OTHERWISE
+                                                        : STAGES == 1 || ARCH < 90 || OTHERWISE);
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     fa2_backward(const __grid_constant__ Params p) {

@@ -113,12 +113,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         ValueCopy values(V_smem);
         if constexpr (STAGES == 1) {
             values = load_values(V_smem, p, head, visit.tile);
-        } else if (i + STAGES - 1 < tiles.count()) {
+        } else if (!SPREADS && i + STAGES - 1 < tiles.count()) {
             const int ahead = (i + STAGES - 1) % STAGES, key_tile = tiles[i + STAGES - 1].tile;
             load_keys(K_smem + ahead * K_TILE, p, head, key_tile).finish();
             load_values(V_smem + ahead * V_TILE, p, head, key_tile).finish();
         }
-        commit_copies();
+        if (!SPREADS) commit_copies();
         const int valid_rows = head.key_length - k_begin;
         if (STAGES == 1
                 ? split_keys(tile, K_smem)
@@ -131,13 +131,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 #pragma unroll 1
         for (int step = 0; step < BLOCK_K; step += STEP_K) {
             Accumulator S_regs[Tile::ROWS][Tile::COLUMNS], rescale[Tile::ROWS];
-            const auto score = [&] {
-                tile.score(S_regs, K_smem + stage * K_TILE + step * Tile::PITCH);
+            const auto score_beside = [&](const auto&... beside) {
+                if constexpr (SPREADS)
+                    tile.score(S_regs, K_smem + stage * K_TILE, beside...);
+                else
+                    tile.score(S_regs, K_smem + stage * K_TILE + step * Tile::PITCH);
                 modify_scores(S_regs, tile, p, head, row_begin, k_begin + step, !cut);
                 if (cut) mask_scores(S_regs, tile, p, head, row_begin, k_begin + step, bits, step);
                 missing.hide(S_regs, tile, step);
             };
-            score();
+            const auto score = [&] { score_beside(); };
+            if constexpr (SPREADS) {
+                const int next = i + STAGES - 1, ahead = next % STAGES;
+                const bool more = next < tiles.count();
+                const int next_tile = more ? tiles[next].tile : 0;
+                auto K_loads = spread_keys(K_smem + ahead * K_TILE, p, head, next_tile, more);
+                auto V_loads = spread_values(V_smem + ahead * V_TILE, p, head, next_tile, more);
+                score_beside([&](auto part) {
+                    K_loads.load(part);
+                    V_loads.load(part);
+                });
+                commit_copies();
+            } else {
+                score();
+            }
             if (softmax.update(S_regs, multiplier, rescale, score)) scale_rows(O_regs, rescale);
             // S_regs hold P from here on
             drop_probabilities(S_regs, tile, p, head, row_begin, k_begin + step);

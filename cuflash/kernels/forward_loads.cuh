@@ -4,6 +4,7 @@
 #include "seams/pages.cuh"
 #include "seams/sequence.cuh"
 #include "tiles/engine.cuh"
+#include "tiles/spread_loads.cuh"
 #include "tiles/tile_copy.cuh"
 
 using Tile = TileOf<STEP_K, HEAD_DIM, HEAD_DIM_V>;
@@ -50,4 +51,26 @@ __device__ __forceinline__ void load_queries(Tile::Shared* Q_smem, const Params&
                 return valid ? query_row(p, head, row) : nullptr;
             },
             BLOCK_Q, threadIdx.x);
+}
+
+// Whether the next keys and values are loaded among the products of the scores. Functions of scores leave
+// no registers for that.
+constexpr bool SPREADS = ENGINE_IS_MMA && sizeof(Element) == 2 && STAGES > 1 && BLOCK_K == STEP_K &&
+                         !PAGED && !HOLDS_TILES && !SCORE_IS_MODIFIED;
+template <int D, int PADDED>
+using SpreadRows =
+    SpreadTile<BLOCK_K, D, PADDED, THREADS, ALIGNED, Tile::PADDED_D / 16, Tile::Shared, Element>;
+
+// A tile of them on its way, zeros unless it is `wanted`.
+__device__ __forceinline__ SpreadRows<HEAD_DIM, Tile::PADDED_D> spread_keys(Tile::Shared* K_smem,
+                                                                            const Params& p,
+                                                                            const Head& head,
+                                                                            int tile, bool wanted) {
+    return {K_smem, head.k + i64(tile) * BLOCK_K * p.k_row_stride, p.k_row_stride,
+            wanted ? head.key_length - tile * BLOCK_K : 0, int(threadIdx.x)};
+}
+__device__ __forceinline__ SpreadRows<HEAD_DIM_V, Tile::PADDED_DV> spread_values(
+    Tile::Shared* V_smem, const Params& p, const Head& head, int tile, bool wanted) {
+    return {V_smem, head.v + i64(tile) * BLOCK_K * p.v_row_stride, p.v_row_stride,
+            wanted ? head.key_length - tile * BLOCK_K : 0, int(threadIdx.x)};
 }

@@ -14,8 +14,9 @@
 //
 // At head dims above 64 a warp has no registers for dK and dV of 32 keys: there WARP_SPLIT warps
 // share keys. Each scores queries of its own, P^T meets in P_smem as dS^T does, and each sums
-// columns of its own. Where there is room for one tile of scores only, dS^T takes the place of P^T, once
-// dV has it (ONE_SCORE_TILE).
+// columns of its own. At the widest heads pairs of them trade S^T and dP^T (traded_scores.cuh). Where
+// there is room for one tile of scores only, dS^T takes the place of P^T, once dV has it
+// (ONE_SCORE_TILE).
 //
 // Shared memory:  K_smem, V_smem [BLOCK_K]             loaded once
 //                 Q_smem, dO_smem [STAGES][BLOCK_Q]    a ring
@@ -33,6 +34,7 @@
 #include "tiles/row_stores.cuh"
 #include "tiles/spread_loads.cuh"
 #include "tiles/units.cuh"
+#include "traded_scores.cuh"
 
 using TensorCoreQuerySums =
     typename Select<SAME<Element, double>,
@@ -76,7 +78,8 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
     // that is one, who waits for a turn would wait in each step if it came a step later.
     constexpr bool PASSES_AT_ONCE = BLOCK_Q >= BLOCK_K;
     // Dropout changes P later.
-    constexpr bool LEAVES_EARLY = SHARE_P && !ONE_SCORE_TILE && !DROPS && ValueTile::BESIDES > 1;
+    constexpr bool LEAVES_EARLY =
+        SHARE_P && !TRADES && !ONE_SCORE_TILE && !DROPS && ValueTile::BESIDES > 1;
     static_assert(!ONE_SCORE_TILE || STEPS == BLOCK_Q,
                   "all of P has been in the tile before dS is");
     static_assert(is_laid_out<Shared>(tile_bytes::K, K_TILE) &&
@@ -125,8 +128,8 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
     constexpr bool AMONG_PRODUCTS = STAGES > 1 && SHARE_P;
     constexpr int LOADS = KeyTile::BESIDES;
     static_assert(!AMONG_PRODUCTS || STEPS == BLOCK_Q, "products of one step");
-    using QueryLoads = SpreadTile<BLOCK_Q, HEAD_DIM, KeyTile::PADDED_D, THREADS, ALIGNED, LOADS,
-                                  Shared, Element>;
+    using QueryLoads =
+        SpreadTile<BLOCK_Q, HEAD_DIM, KeyTile::PADDED_D, THREADS, ALIGNED, LOADS, Shared, Element>;
     using OutputLoads = SpreadTile<BLOCK_Q, HEAD_DIM_V, ValueTile::PADDED_D, THREADS, ALIGNED,
                                    LOADS, Shared, Element>;
 
@@ -143,6 +146,9 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
     const bool nonfinite_keys = clear_nonfinite<BLOCK_K, KeyTile::PADDED_D, THREADS>(K_smem);
     keys.take_queries(K_smem + warp_row * KeyTile::PITCH);
     values.take_queries(V_smem + warp_row * ValueTile::PITCH);
+    const bool odd = threadIdx.x / 32 % 2 != 0;  // of a pair of warps that trade
+    PairTile pair(threadIdx.x % 32, nullptr);
+    pair.take_queries((odd ? V_smem : K_smem) + warp_row * KeyTile::PITCH);
 
     bool nonfinite = false;  // rows of dO in cut tiles that the products must not see
     int entry = tiles.first();
@@ -182,23 +188,30 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
                               p.q_row_stride, next_rows, threadIdx.x);
             OutputLoads next_dO(dO_smem + next_stage * O_TILE, dout + next_q * p.dout_row_stride,
                                 p.dout_row_stride, next_rows, threadIdx.x);
-            keys.score(P_regs, Q_step, [&](int part) {
+            const auto beside = [&](int part) {
                 if constexpr (AMONG_PRODUCTS) {
                     next_Q.load(part);
                     next_dO.load(part);
                     if (part == LOADS - 1) load_stats(next_stage, next_tile, more);
                 }
-            });
+            };
+            if constexpr (TRADES) {
+                Accumulator scores[ROWS][PairTile::COLUMNS];
+                pair.score(scores, odd ? dO_step - STEP_Q * KeyTile::PITCH : Q_step, beside);
+                trade<S_PITCH>(P_regs, dS_regs, scores, P_slab, dS_slab, step);
+            } else {
+                keys.score(P_regs, Q_step, beside);
+            }
             if (AMONG_PRODUCTS) commit_copies();
             constexpr int PARTS = ValueTile::BESIDES;
-            if (cut || PARTS == 1) {
+            if (cut || PARTS == 1 || TRADES) {
                 if (cut)
                     to_probabilities<true>(P_regs, slope, keys, p, head, log2_sums + step, q,
                                            k_begin, bits, step, weightless);
                 else
                     to_probabilities<false>(P_regs, slope, keys, p, head, log2_sums + step, q,
                                             k_begin, bits, step, weightless);
-                values.score(dS_regs, dO_step);  // dP
+                if constexpr (!TRADES) values.score(dS_regs, dO_step);  // dP
                 if (cut)
                     to_score_gradients<true>(dS_regs, P_regs, slope, keys, p, head, deltas + step,
                                              q, k_begin);

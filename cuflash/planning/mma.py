@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 LEAST_ARCH = 80
 # Blocks that add in order work on heads of so many columns at a time, for each block of a
 # multiprocessor: at 1k to 16k positions within 1 % of half as many, and 0.99 to 1.08 times as
-# fast as with sections of which the cache holds keys and values (H200, 2026-11-24). They are no more
-# than fill a half of the cache so many times. Under a mask there are twice as many.
+# fast as with sections of which the cache holds keys and values (H200, 2026-11-24). They are no
+# more than fill a half of the cache so many times. Under a mask there are twice as many.
 ORDERED_COLUMNS = 2048
 ORDERED_CACHES = 10
 

@@ -19,19 +19,20 @@ from .wgmma_arrays import WGMMA_WALK, WgmmaArrayTile, walked
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-# Blocks that add in order work on heads of so many columns at a time, but no more of them than fill
-# half of the L2 cache so many times. On an H100 (2026-11-25), ms of 16 heads of 128 columns without a
-# mask, with eight heads, four, two and one at a time: 4k positions of 4 batch entries 2.73, 2.72,
-# 3.05, 3.24; 16k 9.77, 9.53, 9.50, 9.57; 32k 41.4, 38.8, 38.7, 38.0, and where another kernel holds 16
-# multiprocessors for the first millisecond 49.4, 39.0, 37.7, 37.2. With 1024 columns an H200 was
-# within 2 % of the fastest at 512 to 16k; at 32k it had 577, 592 and 607 TFLOP/s with eight, four, one.
+# Blocks that add in order work on heads of so many columns at a time, but no more of them than
+# fill half of the L2 cache so many times. On an H100 (2026-11-25), ms of 16 heads of 128 columns
+# without a mask, with eight heads, four, two and one at a time: 4k positions of 4 batch entries
+# 2.73, 2.72, 3.05, 3.24; 16k 9.77, 9.53, 9.50, 9.57; 32k 41.4, 38.8, 38.7, 38.0, and where
+# another kernel holds 16 multiprocessors for the first millisecond 49.4, 39.0, 37.7, 37.2. With
+# 1024 columns an H200 was within 2 % of the fastest at 512 to 16k; at 32k it had 577, 592 and 607
+# TFLOP/s with eight, four, one.
 OPEN_COLUMNS, OPEN_CACHES = 512, 4
-# Under a mask tiles of keys have work of different lengths. 5.27, 5.08 and 5.24 ms with 16, eight and
-# four heads at 16k under a causal mask, at 32k 19.3 with eight and 20.0 with four.
+# Under a mask tiles of keys have work of different lengths. 5.27, 5.08 and 5.24 ms with 16, eight
+# and four heads at 16k under a causal mask, at 32k 19.3 with eight and 20.0 with four.
 BANDED_COLUMNS, BANDED_CACHES = 1024, 20
-# Where the last tiles of keys add first: the largest heads, and how many are worked on at a time, in
-# halves of the L2 cache. A turn takes 1.3 steps to be handed on; where the next tile of keys comes
-# sooner than that, fewer blocks of a head wait for each other if heads are more.
+# Where the last tiles of keys add first: the largest heads, and how many are worked on at a time,
+# in halves of the L2 cache. A turn takes 1.3 steps to be handed on; where the next tile of keys
+# comes sooner than that, fewer blocks of a head wait for each other if heads are more.
 SMALL_HEAD_BYTES = 13 << 20
 LEAST_STEPS_APART = 1.5
 LEAST_AT_ONCE = 4
