@@ -1303,22 +1303,18 @@ def test_workspace_that_does_not_do(cupy, engine):
 @EACH_KERNEL
 def test_grid(cupy, monkeypatch, algo, engine):
     """One block per head, and one per head and query tile, at the launch itself."""
-    from cuflash.gpu import launch
+    from cuflash.gpu import kernel_start
 
     kernel, dtype, dim = wants(algo, engine)
     kernel["split_keys"] = 0
-    seen = []
+    seen, start = [], kernel_start._launch_function()
 
-    def recording(plan, device_id, kernel, compiled=launch.compiled):
-        function = compiled(plan, device_id, kernel)
+    def recording(config, *rest):
+        told = kernel_start._Config.from_address(config)
+        seen.append((tuple(told.grid), tuple(told.block)))
+        return start(config, *rest)
 
-        def run(grid, block, *rest):
-            seen.append((grid, block))
-            return function(grid, block, *rest)
-
-        return run
-
-    monkeypatch.setattr(launch, "compiled", recording)
+    monkeypatch.setattr(kernel_start, "_launch_function", lambda: recording)
     q, k, v = random(cupy, dtype, 3, 3, 5, 517, dim)
     plan = cuflash.plan(q, k, v, window=517 + DIMS[engine], **kernel)  # a call not yet remembered
     out, lse = cuflash.attention(q, k, v, window=517 + DIMS[engine], return_lse=True, **kernel)
