@@ -62,9 +62,11 @@ def test_nothing_is_told_unless_asked(capsys):
 
 
 def test_each_compilation_is_told_with_its_seconds(launch, monkeypatch, heard):
-    kernel = types.SimpleNamespace(kernel=lambda *given: None)
+    kernel = types.SimpleNamespace(kernel=types.SimpleNamespace(ptr=0))
     launch.cupy.RawKernel = lambda *text: kernel
     monkeypatch.setattr(launch, "compiled", launch.compiled_once)
+    kernel_start = sys.modules["cuflash.gpu.kernel_start"]
+    monkeypatch.setattr(kernel_start, "_launch_function", lambda: lambda *given: 0)
     call, arguments = call_of(ForwardCall, {name: make(2, 8, 100, 64) for name in "qkv"})
     heard()
     run(launch, call, arguments, 1)

@@ -82,15 +82,15 @@ struct TicketWriter {
         Item& item = slots.items[count % 2];
         const u32 number_in_group = count % HEADS;
         slots.empty[count % 2].wait(count / 2 % 2 ^ 1);
-        item.exists = slots.ticket < p.head_count / HEADS * head_tiles;
+        const Work work(p, slots.ticket, head_tiles, HEADS);
+        item.exists = slots.ticket < p.head_count / HEADS * head_tiles, item.tile = work.tile;
         if (item.exists) {
-            const Work work(p, slots.ticket, head_tiles, HEADS);
             const GradientHead* const heads = reinterpret_cast<const GradientHead*>(p.located);
             head_full.arrive_and_expect(sizeof(GradientHead));
             const RegionTile place = Item::place_of(p, work.tile, head_tiles);
             const int head = region_head(p, place.region, work.head * HEADS + number_in_group);
             load_bytes(&item.located, heads + head, sizeof(GradientHead), head_full);
-            item.tile = place.tile;
+            if (VARLEN || LAST_KEYS_FIRST) item.tile = place.tile;
             head_full.wait(count % 2);
             item.work_out(p, number_in_group);
         }
