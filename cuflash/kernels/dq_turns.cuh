@@ -7,7 +7,8 @@
 static_assert(is_laid_out<u32>(tile_bytes::turns, TURNS), "turns are numbers");
 
 // Whose turn it is to add to a tile of dQ: the key tile after the one that added last, 0 at first.
-// Blocks wait for blocks with a lower number only, which started earlier; for others with chains.
+// Blocks wait only for blocks that started earlier, which have the lower numbers or, with
+// LAST_KEYS_FIRST, the higher ones; for others with chains.
 //
 // Relaxed, for who adds and stores behind it and reads nothing: that depends on a branch, ahead of which
 // no GPU does it. An acquire would empty the L1 cache, for which a warp waits until the answer is there.

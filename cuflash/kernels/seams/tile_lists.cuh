@@ -13,7 +13,7 @@ enum { EMPTY, PARTIAL, FULL, OUTSIDE };
 struct Visit {
     int tile;
     int bits;      // which tile of bits says what is visible; -1: all of it
-    int previous;  // the row that visits this column of tiles before this row does; -1: none
+    int previous;  // the row that adds to this column of tiles before this row does, if it exists
 };
 
 struct TileList {
