@@ -136,8 +136,9 @@ class Case:
             v *= v.dtype.type(SIZES[self.poison][self.dtype])
         elif self.poison == "hidden":
             seen = self._seen()
-            k[~seen.any(-2)], v[~seen.any(-2)], q[~seen.any(-1)] = np.nan, np.inf, np.nan
-            v[~seen.any(-2), 0] = np.nan
+            keys, values = (_of_heads(seen.any(-2), x.shape[:-1]) for x in (k, v))
+            k[~keys], v[~values], q[~seen.any(-1)] = np.nan, np.inf, np.nan
+            v[~values, 0] = np.nan
 
     def _seen(self):
         """Which query sees which key."""
@@ -222,6 +223,15 @@ class BackwardCase(Case):
             owner(x).view(x.dtype)[...] = blank
             grads.append(x)
         return tuple(grads)
+
+
+def _of_heads(seen, shape):
+    """What queries see of keys, of arrays whose heads several heads of queries may share."""
+    seen = seen.reshape(*(1,) * (len(shape) - seen.ndim), *seen.shape)
+    for axis, size in enumerate(shape):
+        groups = (*seen.shape[:axis], size, -1, *seen.shape[axis + 1 :])
+        seen = seen.reshape(groups).any(axis + 1)
+    return seen
 
 
 def random_mask(shape, block, shown=0.4, partial=0.3, seed=0):
@@ -812,6 +822,10 @@ class _Cases:
             self.add("scores in splits", dtype, (2, 4, 3, dim), k, alibi_slopes=slopes, **groups,
                      sinks=sinks, split_keys=64, bias=bias[1, 0, 5:8].astype(np.float64),
                      mask=shown["mask"])  # fmt: skip
+        whole = self.tile(self.dtypes[0]).block_k * 2
+        bias = rng.standard_normal((4, whole, whole)).astype(numpy_dtype(self.dtypes[0]))
+        self.add("scores bias of whole tiles", self.dtypes[0], (4, whole, dim), (4, whole, dim),
+                 bias=bias, causal=True)  # fmt: skip
         table = rng.standard_normal((4, 11)).astype(np.float32).T[::2]
         mod = ScoreMod(
             "where((ids[q] == ids[k]) | (k % 3 == 0), "
@@ -1066,6 +1080,9 @@ class _BackwardCases(_Cases):
                  bias=bias, alibi_slopes=np.float64([0.5, 0.1, 0, 0.02]), enable_gqa=True,
                  sinks=np.float32([[0.5, -np.inf, 3, -2], [9, 0, 1, 2]]), causal=True,
                  **lengths)  # fmt: skip
+        slopes = np.float32([0.5, 0.1, 0, 0.02])
+        self.add("wrt slopes alone", dtype, q, k, wrt=("alibi_slopes",), alibi_slopes=slopes,
+                 enable_gqa=True, causal=True)  # fmt: skip
         arrays = {
             "of_queries": rng.standard_normal((2 * n, 4)).astype(np.float32)[::2].T,
             "of_keys": rng.standard_normal(m).astype(half),

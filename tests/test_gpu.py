@@ -21,6 +21,7 @@ from cases import (
     GROWTHS,
     HUGE,
     KERNELS,
+    BackwardCase,
     assert_huge_scores,
     check_all,
     groups,
@@ -30,6 +31,7 @@ from cases import (
     owner,
     place,
 )
+from random_cases import random_case
 from tolerance import assert_arrays_close, assert_backward_close, assert_forward_close
 
 import cuflash
@@ -202,6 +204,14 @@ def test_exp2_in_double(cupy):
 @pytest.mark.parametrize("group", BACKWARD_GROUPS)
 def test_backward_case(cupy, group):
     check_all(BACKWARD_GROUPS[group], functools.partial(check_backward, cupy))
+
+
+@pytest.mark.parametrize("part", range(12))
+def test_random_cases(cupy, part):
+    def check_either(case):
+        (check_backward if isinstance(case, BackwardCase) else check)(cupy, case)
+
+    check_all([random_case(1000 + 8 * part + i) for i in range(8)], check_either)
 
 
 LARGE = [

@@ -19,6 +19,7 @@ from cases import (
     H200,
     HUGE,
     KERNELS,
+    BackwardCase,
     assert_huge_scores,
     check_all,
     groups,
@@ -34,6 +35,7 @@ from emulated import attention, attention_backward
 from emulator import EAGER, Memory, Module, available
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from random_cases import random_case
 from tolerance import assert_arrays_close, assert_backward_close, assert_forward_close
 
 from cuflash import reference
@@ -82,6 +84,10 @@ def out_of(case):
 def assert_close(case, result):
     q, k, v = case.operands()
     return assert_forward_close(result.out, result.lse, q, k, v, plan=result.plan, **case.meaning)
+
+
+def check_forward(case, **more):
+    return assert_close(case, run(case, **more))
 
 
 def random(rng, dtype, *shape):
@@ -354,6 +360,16 @@ def test_every_row_of_the_table(row, dtype):
         result = attention(q, k, v, row=row, algo=row.algo, engine=row.engine, **options)
         assert result.plan.tile is row
         assert_forward_close(result.out, result.lse, q, k, v, plan=result.plan, **options)
+
+
+# 3 and 6 want the gradient of slopes alone; 79 has scores on simt that are not in pairs.
+@pytest.mark.parametrize("seed", [*range(22), 79, 882])
+def test_random_case(seed):
+    case = random_case(seed)
+    # Planes of a head with NaN in it are not written: what becomes of them is written over later.
+    in_planes = (case.engine, case.dtype) == ("wgmma", "float32")
+    check = check_backward if isinstance(case, BackwardCase) else check_forward
+    check(case, mode="fast" if in_planes and case.poison else "check")
 
 
 @EACH_KERNEL

@@ -96,7 +96,7 @@ __device__ __forceinline__ T modify(T score, const OfHead& of_head, const Given&
 {steps}    return {last};
 }}
 {_rows_function(emitter)}"""
-    if form.line:
+    if form.line and variable is None:
         text += _line_functions(emitter, form.line)
     if form.sink:
         reads, sink = Emitter(of_head=False).stage(parse(form.sink, form.captures))

@@ -580,7 +580,7 @@ class KernelTile(Tile):
 
     def constants(self, problem: Problem) -> dict[str, int | bool]:
         """Sizes that every kernel reads."""
-        line = problem.score.line
+        line = None if self.variable(problem) else problem.score.line
         return {
             "THREADS": self.threads,
             "WARPS": self.warps,

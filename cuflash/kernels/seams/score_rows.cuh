@@ -46,8 +46,10 @@ struct LoadedRow {
     __device__ __forceinline__ LoadedElement at(int j) const { return {pairs[j / 2], j % 2}; }
 };
 
-// Where the columns of a tile do not come in pairs, as for halves they do, each is read when needed.
-template <typename Tile, int ROWS, int COLUMNS, bool LOADS = READS_ROWS && sizeof(Element) == 2>
+// Where a lane's columns do not come in pairs, as on tensor cores they do for halves, each is read when
+// needed.
+template <typename Tile, int ROWS, int COLUMNS,
+          bool LOADS = READS_ROWS && sizeof(Element) == 2 && Tile::IS_OF_TENSOR_CORES>
 struct LoadedRows {
     template <typename P>
     __device__ __forceinline__ void load(const Tile&, const P&, const Head&, int, int) {}
