@@ -15,6 +15,7 @@ import traceback
 
 import numpy as np
 from cases import BackwardCase, Case, numpy_dtype, random_mask
+from packed_cases import PackedCase
 
 from cuflash import BlockMask, ScoreMod
 
@@ -160,21 +161,91 @@ def random_case(seed: int) -> Case:
     )
 
 
-def checks(emulate: bool):
-    """What a case is given to: that of a forward pass, that of gradients."""
+def random_packed_case(seed: int) -> PackedCase:
+    """Packed sequences; the same for the same seed."""
+    draw = _Draw(seed)
+    backward = draw.chance(0.5)
+    algo, engine, dtype = kernel = draw.kernel(backward)
+    dims = draw.dims(engine, dtype)
+    count, key_heads, group = draw.integer(1, 9), draw.integer(1, 2), draw.pick(1, 1, 2, 3)
+
+    def lengths():
+        few, many = draw.rng.integers(1, 41, count), draw.rng.integers(1, 301, count)
+        return tuple(draw.pick(0, 1, int(a), int(b)) for a, b in zip(few, many))
+
+    queries = lengths()
+    keys = queries if draw.chance(0.6) else lengths()
+    heads, longest = key_heads * group, (max(1, *queries), max(1, *keys))
+    options = draw.band(count, *longest)
+    by_sequence = [x for x in ("q_lengths", "kv_lengths") if x in options]
+    for name, length in zip(("q_lengths", "kv_lengths"), (queries, keys)):
+        if name in options:
+            options[name] = np.minimum(options[name], length)
+    if np.ndim(options.get("q_offset", 0)):
+        by_sequence.append("q_offset")
+    scores = draw.scores(dtype, count, heads, *longest)
+    if {"score_mod", "dropout_p"} & scores.keys():  # which count sequences
+        scores = {}
+    if np.ndim(scores.get("alibi_slopes")) == 2:
+        by_sequence.append("alibi_slopes")
+    options |= scores
+    if "bias" in scores or draw.chance(0.2):
+        options |= dict(zip(("max_seqlen_q", "max_seqlen_k"), longest))
+    if "bias" in scores and scores["bias"].ndim == 4 and len(scores["bias"]) == count > 1:
+        by_sequence.append("bias")
+    if not backward and algo != "fa1" and dtype != "float32" and draw.chance(0.2):
+        options["split_keys"] = draw.pick(16, 64, 128)
+    has_pages = not backward and algo != "fa1" and dtype != "float32" and "bias" not in options
+    if has_pages and draw.chance(0.25):
+        options["page_table"], options["kv_lengths"] = None, np.array(keys)
+        options.pop("max_seqlen_k", None)
+        by_sequence += ["page_table", "kv_lengths"]
+    if backward:
+        options["deterministic"] = draw.chance(0.7)
+    return PackedCase(
+        f"random {seed}", *kernel, queries, keys, (heads, key_heads), dims, options,
+        tuple(by_sequence), backward=backward,
+    )  # fmt: skip
+
+
+def checker(emulate: bool):
+    """What checks a case."""
     if emulate:
-        from test_kernels import check_backward, check_forward
+        import test_kernels
+        import test_packed
 
-        return check_forward, check_backward
-    import cupy
-    from test_gpu import check, check_backward
+        plain = test_kernels.check_forward, test_kernels.check_backward
+        packed = test_packed.test_emulator, test_packed.test_emulator_backward
+    else:
+        import cupy
+        import test_gpu
 
-    return functools.partial(check, cupy), functools.partial(check_backward, cupy)
+        functions = (
+            (test_gpu.check, test_gpu.check_backward),
+            (test_gpu.test_packed_case, test_gpu.test_packed_backward_case),
+        )
+        plain, packed = ([functools.partial(f, cupy) for f in x] for x in functions)
+
+    def check(case):
+        if isinstance(case, PackedCase):
+            packed[case.backward](case)
+        else:
+            plain[isinstance(case, BackwardCase)](case)
+
+    return check
 
 
-def describe(case: Case) -> str:
-    """All that a case says, arrays by their shapes."""
-    return ", ".join(f"{name}={value}" for name, value in vars(case).items())
+def describe(case: Case | PackedCase) -> str:
+    """All that a case says, long arrays by their shapes."""
+
+    def text(x):
+        if isinstance(x, dict):
+            return "{" + ", ".join(f"{name}: {text(value)}" for name, value in x.items()) + "}"
+        if isinstance(x, np.ndarray) and x.size > 9:
+            return f"{x.dtype}{list(x.shape)}"
+        return str(x)
+
+    return text(vars(case))
 
 
 def main() -> int:
@@ -186,14 +257,14 @@ def main() -> int:
     parser.add_argument("seconds", type=float)
     parser.add_argument("--emulate", action="store_true", help="on a CPU")
     options = parser.parse_args()
-    of_case = checks(options.emulate)
+    check = checker(options.emulate)
     end, count, wrong = time.monotonic() + options.seconds, 0, 0
     for seed in itertools.count(options.seed):
         if time.monotonic() > end:
             break
-        case, count = random_case(seed), count + 1
+        case, count = (random_case if seed % 4 else random_packed_case)(seed), count + 1
         try:
-            of_case[isinstance(case, BackwardCase)](case)
+            check(case)
         except Exception:
             wrong += 1
             print(describe(case), traceback.format_exc(), sep="\n", flush=True)

@@ -31,7 +31,7 @@ from cases import (
     owner,
     place,
 )
-from random_cases import random_case
+from random_cases import random_case, random_packed_case
 from tolerance import assert_arrays_close, assert_backward_close, assert_forward_close
 
 import cuflash
@@ -212,6 +212,14 @@ def test_random_cases(cupy, part):
         (check_backward if isinstance(case, BackwardCase) else check)(cupy, case)
 
     check_all([random_case(1000 + 8 * part + i) for i in range(8)], check_either)
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_random_sequences(cupy, part):
+    def check_either(case):
+        (test_packed_backward_case if case.backward else test_packed_case)(cupy, case)
+
+    check_all([random_packed_case(1000 + 8 * part + i) for i in range(8)], check_either)
 
 
 LARGE = [

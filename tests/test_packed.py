@@ -11,6 +11,7 @@ from cases import FEW, H200
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_cases import assert_gradients_close, assert_sequences_close, in_emulator
+from random_cases import random_packed_case
 from test_emulator_catches import must_be_caught, plant
 
 import cuflash
@@ -56,6 +57,13 @@ def test_emulator_backward(case):
         dout, q, k, v, out, lse, *starts, dlse=dlse, device=FEW, **options
     )
     assert_gradients_close(case, result[:3], dout, dlse, result.plan)
+
+
+@needs_emulator
+@pytest.mark.parametrize("seed", range(8))
+def test_random_sequences(seed):
+    case = random_packed_case(seed)
+    (test_emulator_backward if case.backward else test_emulator)(case)
 
 
 DROPPED = {"dropout_p": 0.3, "seed": 5}
