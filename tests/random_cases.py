@@ -191,7 +191,7 @@ def random_packed_case(seed: int) -> PackedCase:
     options |= scores
     if "bias" in scores or draw.chance(0.2):
         options |= dict(zip(("max_seqlen_q", "max_seqlen_k"), longest))
-    if "bias" in scores and scores["bias"].ndim == 4 and len(scores["bias"]) == count > 1:
+    if "bias" in scores and scores["bias"].ndim == 4 and len(scores["bias"]) == count:
         by_sequence.append("bias")
     if not backward and algo != "fa1" and dtype != "float32" and draw.chance(0.2):
         options["split_keys"] = draw.pick(16, 64, 128)
@@ -214,7 +214,7 @@ def checker(emulate: bool):
         import test_kernels
         import test_packed
 
-        plain = test_kernels.check_forward, test_kernels.check_backward
+        plain = test_kernels.check_random, test_kernels.check_random
         packed = test_packed.test_emulator, test_packed.test_emulator_backward
     else:
         import cupy

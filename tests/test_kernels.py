@@ -362,14 +362,18 @@ def test_every_row_of_the_table(row, dtype):
         assert_forward_close(result.out, result.lse, q, k, v, plan=result.plan, **options)
 
 
-# 3 and 6 want the gradient of slopes alone; 79 has scores on simt that are not in pairs.
-@pytest.mark.parametrize("seed", [*range(22), 79, 882])
-def test_random_case(seed):
-    case = random_case(seed)
+def check_random(case):
     # Planes of a head with NaN in it are not written: what becomes of them is written over later.
     in_planes = (case.engine, case.dtype) == ("wgmma", "float32")
     check = check_backward if isinstance(case, BackwardCase) else check_forward
     check(case, mode="fast" if in_planes and case.poison else "check")
+
+
+# 3 and 6 want the gradient of slopes alone; 79 has scores on simt that are not in pairs; in 50077 a
+# row with NaN has weights that dropout does not keep.
+@pytest.mark.parametrize("seed", [*range(22), 79, 882, 50077])
+def test_random_case(seed):
+    check_random(random_case(seed))
 
 
 @EACH_KERNEL

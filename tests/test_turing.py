@@ -14,7 +14,7 @@ from test_emulator_catches import each_of, must_be_caught
 from test_gpu import check as check_on_gpu
 from test_gpu import check_backward as check_backward_on_gpu
 from test_nvrtc import check, kernels, varied
-from tolerance import assert_backward_close, assert_forward_close
+from tolerance import assert_arrays_close, assert_backward_close, assert_forward_close
 
 import cuflash
 from cuflash import reference
@@ -101,6 +101,20 @@ def test_backward(row):
     options = {"causal": True, "algo": row.algo, "engine": "mma", "device": T4, "row": row}
     result = emulated.attention_backward(*given, **options)
     assert_backward_close(result[:3], dout, q, k, v, plan=result.plan, causal=True)
+
+
+@needs_emulator
+@pytest.mark.parametrize("row", BACKWARD, ids=str)
+def test_gradient_of_a_bias(row):
+    q, k, v = operands(row)
+    scores = {"bias": draw(q.shape[-2], k.shape[-2]), "causal": True}
+    out, lse = reference.attention(q, k, v, return_lse=True, **scores)
+    dout = draw(*out.shape)
+    given = dout, q, k, v, out.astype(np.float16), lse.astype(np.float32)
+    options = {"algo": row.algo, "engine": "mma", "device": T4, "row": row, "wrt": ("bias",)}
+    result = emulated.attention_backward(*given, **options, **scores)
+    assert_backward_close(result[:3], dout, q, k, v, plan=result.plan, **scores)
+    assert_arrays_close(result.others, ("bias",), dout, q, k, v, plan=result.plan, **scores)
 
 
 # (what is wrong, text, what stands there instead, what shows it)

@@ -8,6 +8,7 @@
 #include "ptx/overlap.cuh"
 #include "shared_rows.cuh"
 
+static_assert(DQ_QUERIES % 8 == 0, "rows of matrices");
 static_assert(SIDE_THREADS == 2 * WARPGROUP, "threads hold a tile as the consumers did");
 
 // A tile of dQ. Rows are an odd number of 16-byte units apart: no bank conflicts.
@@ -23,14 +24,16 @@ __device__ __forceinline__ void turn(TurnedTile& tile, const float (&sums)[2][DQ
     const int first_query = SPLITS_QUERIES ? consumer * DQ_QUERIES : 0;
     const int column = (SPLITS_QUERIES ? 0 : consumer * SLAB) + 16 * warp + lane / 8 % 2 * 8;
 #pragma unroll
-    for (int group = 0; group < DQ_QUERIES / 16; ++group) {
+    for (int begin = 0; begin < DQ_QUERIES; begin += 16) {
+        const int group = min(begin, DQ_QUERIES - 16);
+        if (group < begin) __syncwarp();  // half of the last one is stored again
         u32 pairs[4];
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
-            const int j = 4 * group + r / 2 * 2;
+            const int j = group / 4 + r / 2 * 2;
             pairs[r] = pack(sums[r % 2][j] * factor, sums[r % 2][j + 1] * factor, Element());
         }
-        const int query = first_query + 16 * group + lane / 16 * 8 + lane % 8;
+        const int query = first_query + group + lane / 16 * 8 + lane % 8;
         store_matrices_transposed(pairs, shared_address(&tile.rows[query][column]));
     }
 }

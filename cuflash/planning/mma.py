@@ -112,7 +112,8 @@ class MmaTile(WarpTile):
         """
         if self.split > 1 or self.dtypes == DOUBLE:
             return super().differentiating(name)
-        step = 32 if self.block_q <= 64 else 16  # of more queries sums take more registers
+        # Both warps score some queries; of more than 64 sums take more registers.
+        step = 32 if self.block_q == 64 else 16
         shared = replace(self, warps=2 * self.warps, split=2, step_q=step, min_blocks=1)
         return super(MmaTile, shared).differentiating(name)
 

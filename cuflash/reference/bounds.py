@@ -265,7 +265,7 @@ def backward_bound(
         products = [  # the last two: which pairs are visible, and which of these add anything
             (dense.scale, dS, dS_error, dense.k, visible, dS != 0),
             (dense.scale, dS.mT, dS_error.mT, dense.q, visible.mT, visible.mT),
-            (1, (dense.weights * dense.kept).mT, P_error.mT, grad, visible.mT, visible.mT),
+            (1, dense.kept_weights.mT, P_error.mT, grad, visible.mT, visible.mT),
         ]
         gradients, bounds = [], []
         for operand, product in zip(operands, products, strict=True):
@@ -298,7 +298,8 @@ def _pair_errors(
     dS_error = dS_error + dense.weights * np.abs(dP - delta) * slope_error
     dS_error = dS_error + np.abs(dS) * (rho + 4 * u_acc + u) + under
     P_error = dense.kept * (dense.weights * (rho + u + _scaling(dense, u_acc)) + under)
-    return dS, np.where(dense.visible, dS_error, 0), np.where(dense.visible, P_error, 0)
+    counts = dense.visible & (dense.kept != 0)
+    return dS, np.where(dense.visible, dS_error, 0), np.where(counts, P_error, 0)
 
 
 def factor_errors(

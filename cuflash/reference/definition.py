@@ -226,7 +226,7 @@ def attention_backward(
     grad = np.asarray(dout).astype(dtype)
     with np.errstate(all="ignore"):
         dS = score_gradient(dense, grad, row_sums(dense, grad, dlse))
-        dv = visible_sum((dense.weights * dense.kept).mT, grad, dense.visible.mT)
+        dv = visible_sum(dense.kept_weights.mT, grad, dense.visible.mT)
         dq = dense.scale * visible_sum(dS, dense.k, dS != 0)
         dk = dense.scale * visible_sum(dS.mT, dense.q, dense.visible.mT)
         q_shape, k_shape, v_shape = shapes

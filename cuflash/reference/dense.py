@@ -267,6 +267,11 @@ class Dense(NamedTuple):
             out, lse = visible_sum(weights * kept, v, visible), (top + np.log(sums))[..., 0]
         return cls(q, k, v, factor, visible, changes, slope, weights, kept, out, lse)
 
+    @property
+    def kept_weights(self) -> Floats:
+        """What dV sums by: nothing where dropout keeps nothing, also of a row with NaN."""
+        return np.where(self.kept == 0, 0, self.weights * self.kept)
+
 
 def _dropout(shape: tuple[int, ...], dropout_p: Real, seed: int | None, dtype: Float) -> Floats:
     """What dropout multiplies softmax weights of `shape` by."""
