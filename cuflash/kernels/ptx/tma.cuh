@@ -63,8 +63,8 @@ __device__ __forceinline__ void commit_writes() {
     asm volatile("cp.async.bulk.commit_group;" : : : "memory");
 }
 
-// cp.async.bulk.wait_group: returns when all but the last PENDING groups are written, or have at
-// least been read from shared memory.
+// cp.async.bulk.wait_group: returns when all but the last PENDING groups are written, for the generic
+// proxy as well, or have at least been read from shared memory.
 template <int PENDING>
 __device__ __forceinline__ void wait_written() {
     asm volatile("cp.async.bulk.wait_group %0;" : : "n"(PENDING) : "memory");
@@ -91,9 +91,4 @@ __device__ __forceinline__ void prefetch(const TensorMap* map) {
 // fence.proxy.async: TMA and wgmma will find what this thread has written to shared memory.
 __device__ __forceinline__ void publish_to_async_units() {
     asm volatile("fence.proxy.async.shared::cta;" : : : "memory");
-}
-
-// fence.proxy.async: what TMA has written to global memory comes before what this thread does next.
-__device__ __forceinline__ void follow_async_units() {
-    asm volatile("fence.proxy.async;" : : : "memory");
 }
