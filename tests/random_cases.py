@@ -92,6 +92,14 @@ class _Draw:
             return {"mask": random_mask((*axes, n, m), 16, seed=seed, shown=0.6)}
         if kind < 0.3:
             return {"mask": self.rng.random((batch, 1, 1, m)) < 0.7}
+        if kind < 0.37:
+            ids, reach = self.rng.integers(0, 3, n + m), self.integer(0, 100)
+            function = self.pick(
+                lambda b, h, q, k: (ids[q] == ids[k]) & (k <= q + reach),
+                lambda b, h, q, k: (q - k < reach << h) | (k % 3 == b),
+            )
+            shape = (*axes, n, m)
+            return {"mask": BlockMask.from_function(function, shape, self.pick(32, 128))}
         return {}
 
     def scores(self, dtype, batch, heads, n, m):
