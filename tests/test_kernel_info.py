@@ -57,6 +57,21 @@ def test_occupancy_is_as_the_toolkit_counts(counted):
     assert len(set(mine)) > 10
 
 
+FIRST = """
+import numpy, cuflash
+q = numpy.zeros((1, 2, 300, 32), numpy.float16)
+plan = cuflash.plan(q, q, q, device=cuflash.Device(90), engine="simt", backward=True)
+print(*(kernel.name for kernel in cuflash.kernel_info(plan)))
+"""
+
+
+def test_several_kernels_are_what_a_process_compiles_first():
+    """Side by side, as libraries are loaded."""
+    require_nvrtc()
+    done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True)
+    assert done.stdout.split() == ["backward_rows", "fa2_backward", "sum_dq"], done.stderr
+
+
 def test_without_a_device_nvrtc_tells():
     require_nvrtc()
     plan = cuflash.plan(Q, Q, Q, device=TURING, backward=True)

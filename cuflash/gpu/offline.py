@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import os
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -50,10 +51,17 @@ def header_folder() -> Path | None:
     return next((x for x in folders if (x / "cuda_fp16.h").exists()), None)
 
 
+_LOADING = threading.Lock()
+
+
 def _binding() -> Any:
     """CuPy's binding to NVRTC."""
     from cupy.cuda import nvrtc
 
+    # The first call loads the library, and then what that loads itself: in one thread, or another
+    # one's program does not find these.
+    with _LOADING:
+        nvrtc.getVersion()
     return nvrtc
 
 
@@ -74,11 +82,11 @@ def compiled(source: str, arch: str, compiler: Any = None) -> Iterator[tuple[Any
         With the compiler's log, if the source does not compile; or if headers or the compiler are
         missing.
     """
-    compiler = compiler or _binding()
     headers = header_folder()
     if headers is None:
         raise RuntimeError(f"the CUDA headers are missing: {HOW_TO_INSTALL_CUPY}")
     try:
+        compiler = compiler or _binding()
         program = compiler.createProgram(source, "kernel.cu", [], [])
     except Exception as error:  # the library is missing, or does not load
         raise RuntimeError(f"no NVRTC: {error}") from error
