@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -30,15 +29,13 @@ class _Exchange:
             self.changed.notify_all()
 
     def take(self, key: tuple[str, int, int, int], timeout: float) -> Any:
-        """What was put there, once it is."""
-        end = time.monotonic() + timeout
+        """What was put there, once it is: also where a rank has failed since."""
         with self.changed:
-            while not (key in self.things or self.error):
-                if not self.changed.wait(end - time.monotonic()):
-                    message = f"has not arrived at a call in which others wait, in {timeout:g} s"
-                    self.error = RankError(key[1], message)
-                    self.changed.notify_all()
-            self.check()
+            if not self.changed.wait_for(lambda: key in self.things or self.error, timeout):
+                message = f"has not arrived at a call in which others wait, in {timeout:g} s"
+                self.fail(RankError(key[1], message))
+            if key not in self.things:
+                self.check()
             return self.things.pop(key)
 
     def fail(self, error: RankError) -> None:
@@ -116,6 +113,9 @@ class LocalComm(Communicator):
         def call(comm: LocalComm) -> Result:
             try:
                 return function(comm)
+            except RankError as error:
+                comm.fail(error)
+                raise
             except Exception as error:
                 comm.fail(RankError(comm.rank, f"raised {type(error).__name__}: {error}"))
                 raise
