@@ -198,6 +198,15 @@ class Communicator:
         raise error
 
 
+def check_communicator(comm: object) -> None:
+    """Raise a TypeError unless this is a communicator."""
+    if not isinstance(comm, Communicator):
+        raise TypeError(
+            f"comm is a {type(comm).__name__}: give a Communicator, such as an NcclComm, a "
+            "SocketComm or those of LocalComm.make"
+        )
+
+
 @functools.lru_cache(maxsize=256)
 def _digest(*facts: tuple[str, str]) -> str:
     """A short text that differs where facts do."""

@@ -117,7 +117,7 @@ def attention(
     task = proposed(
         Call(
             "attention", comm, {"q": q, "k": k, "v": v}, layout, method, causal, window, mask,
-            dropout_p, seed, options,
+            dropout_p, seed, options, {"return_lse": return_lse},
         )
     )  # fmt: skip
     with comm.working():
@@ -203,7 +203,7 @@ def attention_backward(
     task = proposed(
         Call(
             "attention_backward", comm, arrays, layout, method, causal, window, mask, dropout_p,
-            seed, options,
+            seed, options, {"deterministic": deterministic},
         )
     )  # fmt: skip
     with comm.working():

@@ -140,7 +140,7 @@ def plan(
     }  # fmt: skip
     name = "attention_backward" if backward else "attention"
     call = Call(
-        name, comm, arrays, layout, method, causal, window, mask, dropout_p, seed, options
+        name, comm, arrays, layout, method, causal, window, mask, dropout_p, seed, options, {}
     )  # fmt: skip
     task = checked(call)
     queries, keys = task.sight.lengths

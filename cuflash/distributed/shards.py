@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 
 from ..calls.arrays import as_array
+from .communicator import check_communicator
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -31,7 +32,7 @@ SPANS = {"contiguous": 1, "zigzag": 2}  # of a rank
 
 def checked_layout(layout: object) -> str:
     """`layout` itself, if it is one."""
-    if layout not in SPANS:
+    if layout not in list(SPANS):
         raise ValueError(f"layout={layout!r}: give 'contiguous' or 'zigzag'")
     return str(layout)
 
@@ -94,6 +95,7 @@ def positions(length: int, comm: Communicator, layout: Layout = "contiguous") ->
     >>> positions(8, first, "zigzag"), positions(8, second, "zigzag")
     (array([0, 1, 6, 7]), array([2, 3, 4, 5]))
     """
+    check_communicator(comm)
     check_length(length, comm.size, checked_layout(layout))
     return np.concatenate(
         [np.arange(x.start, x.stop) for x in spans(comm.rank, comm.size, layout, length)]
@@ -131,6 +133,7 @@ def shard(x: AnyArray, comm: Communicator, axis: int = -2, layout: Layout = "con
     >>> [shard(np.arange(8), comm, axis=0, layout="zigzag").tolist() for comm in comms]
     [[0, 1, 6, 7], [2, 3, 4, 5]]
     """
+    check_communicator(comm)
     array: Any = as_array("x", x)
     axis = checked_axis(axis, array.ndim)
     check_length(array.shape[axis], comm.size, checked_layout(layout))
@@ -163,6 +166,7 @@ def unshard(
     RankError
         On every rank, where one fails or does not arrive.
     """
+    check_communicator(comm)
     error: Exception | None = None
     facts = {}
     try:

@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 import numpy as np
 
 from .._plan import plan
+from ..calls.arguments import split_dropout
 from ..calls.arrays import as_array
 from ..dropout import KEY_BLOCK, QUERY_BLOCK, PlacedSeed
 from ..masks.band import Band
 from ..masks.block_mask import BlockMask
 from ..masks.sections import digest, section
+from ..operands.checks import check_read
 from ..operands.dtypes import ACCUMULATORS, result_dtype
+from ..operands.spec import Spec
+from .communicator import check_communicator
 from .estimate import METHODS, Estimate, Sizes, best, estimates
 from .schedule import Block, Sight
 from .shards import check_length, checked_layout
@@ -127,6 +131,7 @@ class Call(NamedTuple):
     dropout_p: Any
     seed: Any
     options: dict[str, Any]  # softcap, scale, enable_gqa, algo, engine
+    flags: dict[str, Any]  # what else the ranks have to ask for alike, and no plan depends on
 
 
 def proposed(call: Call) -> Task:
@@ -141,6 +146,7 @@ def proposed(call: Call) -> Task:
     RankError
         Where a rank has failed or does not arrive.
     """
+    check_communicator(call.comm)
     task: Task | None = None
     facts: dict[str, str] = {}
     error: Exception | None = None
@@ -157,8 +163,7 @@ def proposed(call: Call) -> Task:
 
 def _known(call: Call) -> tuple[Task, dict[str, str]]:
     """The task and its facts: of a call like one before, what is remembered of that."""
-    given = call.arrays.items()
-    arrays: dict[str, Any] = {name: x if x is None else as_array(name, x) for name, x in given}
+    arrays = _arrays(call)
     call = call._replace(arrays=arrays)
     asked = (
         call.layout, call.method, call.causal, call.window, call.dropout_p,
@@ -181,26 +186,33 @@ def _known(call: Call) -> tuple[Task, dict[str, str]]:
         if len(_tasks) >= _MOST_TASKS:
             _tasks.clear()
         _tasks[key] = known
-    seed = call.seed
-    if has_seed and not isinstance(seed, (int, np.integer)):
-        seed = as_array("seed", seed)
+    _, number, held = split_dropout(arrays["q"], call.dropout_p, call.seed)
+    said = {"seed": "an array" if held else str(number)}
+    said |= {name: str(bool(flag)) for name, flag in call.flags.items()}
     task, facts = known
-    said = str(seed) if isinstance(seed, (int, np.integer, type(None))) else "an array"
-    return task._replace(arrays=arrays, seed=seed), facts | {"seed": said}
+    return task._replace(arrays=arrays, seed=held.get("seed", number)), facts | said
+
+
+def _arrays(call: Call) -> dict[str, Any]:
+    """Those of the call, as NumPy's or CuPy's; dlse may be None."""
+    return {
+        name: None if x is None and name == "dlse" else as_array(name, x)
+        for name, x in call.arrays.items()
+    }
 
 
 def checked(call: Call) -> Task:
     """The task, as far as this rank knows."""
+    check_communicator(call.comm)
     layout = checked_layout(call.layout)
     if call.method is not None and call.method not in METHODS:
         raise ValueError(f"method={call.method!r}: give {', '.join(map(repr, METHODS))}, or None")
-    given = call.arrays.items()
-    arrays: dict[str, Any] = {name: x if x is None else as_array(name, x) for name, x in given}
+    arrays = _arrays(call)
     q, k, v = (arrays[name] for name in "qkv")
     # Whatever attention() would say of the shards' shapes, types and options.
     plan(
         q, k, v, causal=call.causal, window=call.window, dropout_p=call.dropout_p, seed=call.seed,
-        **call.options,
+        backward=call.name == "attention_backward", **call.options,
     )  # fmt: skip
     if call.dropout_p and call.seed is None:
         raise ValueError(f"dropout_p={call.dropout_p!r} goes with seed, the same on all ranks")
@@ -212,18 +224,14 @@ def checked(call: Call) -> Task:
     leading = _leading(q.shape[:-2], k.shape[:-2], v.shape[:-2], bool(call.options["enable_gqa"]))
     _check_mask(call.mask, (*leading, *lengths))
     dtype = result_dtype(q.dtype, k.dtype, v.dtype)
+    lse_dtype = np.dtype(ACCUMULATORS[dtype.name])
     if "out" in arrays:
-        shape = (*leading, q.shape[-2], v.shape[-1])
-        for name in ("dout", "out", "lse", "dlse"):
-            x, wanted = arrays[name], shape[: -1 if "lse" in name else None]
-            if x is not None and x.shape != wanted:
-                raise ValueError(f"{name} has shape {x.shape}: this rank's part has {wanted}")
+        _check_results(arrays, (*leading, q.shape[-2], v.shape[-1]), dtype, lse_dtype)
     sight = Sight(
         Band.from_options(call.causal, call.window), lengths, call.mask,
         call.mask is not None or bool(call.dropout_p),
     )  # fmt: skip
     heads = tuple(x.shape[-3] if x.ndim > 2 else 1 for x in (q, k))
-    lse_dtype = np.dtype(ACCUMULATORS[dtype.name])
     sizes = Sizes(
         size, layout, sight, math.prod(leading[:-1]), (heads[0], heads[1]),
         (q.shape[-1], v.shape[-1]), dtype.itemsize, lse_dtype.itemsize,
@@ -258,6 +266,20 @@ def _leading(
     if grouped and q:
         k, v = (x and (*x[:-1], 1) for x in (k, v))
     return np.broadcast_shapes(q, k, v)
+
+
+def _check_results(
+    arrays: dict[str, Any], shape: tuple[int, ...], dtype: np.dtype[Any], lse_dtype: np.dtype[Any]
+) -> None:
+    """Raise unless out, lse and their gradients are those of this rank's queries."""
+    for name in ("dout", "out", "lse", "dlse"):
+        x = arrays[name]
+        if x is None:
+            continue
+        own, kind = (shape[:-1], lse_dtype) if "lse" in name else (shape, dtype)
+        if x.shape != own:
+            raise ValueError(f"{name} has shape {x.shape}: this rank's part has {own}")
+        check_read(name, Spec(x.shape, x.strides, x.dtype), own, kind, exact=name == "lse")
 
 
 def _check_mask(mask: Any, shape: tuple[int, ...]) -> None:
