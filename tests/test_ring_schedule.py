@@ -1,5 +1,7 @@
 """What ranks compute, send and receive, without computing it; parts of block masks."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -7,7 +9,16 @@ from hypothesis import strategies as st
 
 import cuflash
 from cuflash import BlockMask
-from cuflash.distributed import LocalComm, Machine, plan, positions
+from cuflash.distributed import (
+    Communicator,
+    LocalComm,
+    Machine,
+    attention,
+    plan,
+    positions,
+    ring,
+)
+from cuflash.distributed.communicator import Nothing
 from cuflash.distributed.estimate import Sizes, crowded_steps, pairs
 from cuflash.distributed.schedule import STEP, Sight, ring_steps
 from cuflash.distributed.task import Task
@@ -172,10 +183,49 @@ def test_two_results_of_halves_take_the_memory_of_one():
     """Kernels merge the second with the first; of more ranks all are kept until the end."""
     halves, floats = (planned(causal=True, dtype=x).estimates[0] for x in (np.float16, np.float32))
     keys = 2048 * 2 * 8 * 64  # numbers that come to rank 0
-    assert halves.memory == 2 * keys
-    assert floats.memory == 4 * keys + 2 * 2048 * 8 * (64 * 4 + 4)
+    copied = keys // 2  # for rank 1, which sees half of them
+    assert halves.memory == 2 * (keys + copied)
+    assert floats.memory == 4 * (keys + copied) + 2 * 2048 * 8 * (64 * 4 + 4)
     four = planned(size=4, causal=True).estimates[0]
-    assert four.memory == 2 * keys + 4 * 1024 * 8 * (64 * 2 + 4)
+    assert four.memory == 2 * keys + keys // 2 + 4 * 1024 * 8 * (64 * 2 + 4)
+
+
+@pytest.mark.parametrize("name", ["float16", "float32"])
+def test_a_rank_takes_the_memory_that_the_plan_says(monkeypatch, name):
+    """Of one rank alone, with kernels that compute nothing."""
+
+    class Alone(Communicator):
+        def tell(self, words):
+            return [words] * self.size
+
+        def start(self, sends, receives):
+            return Nothing()
+
+        def check(self):
+            pass
+
+    def forward_block(task, block, arrays, first, slot):
+        slot.out[...] = 0
+        slot.lse[...] = 0
+
+    monkeypatch.setattr(ring, "forward_block", forward_block)
+    x = np.zeros((4, 1024, 64), name)
+    found = {}
+    for size in (1, 2, 4, 8, 9, 32):
+        how = {"comm": Alone(0, size), "method": "ring"}
+        planned = plan(x, x, x, **how).estimates[0].memory
+        tracemalloc.start()
+        try:
+            attention(x, x, x, **how)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        # The result, what NumPy merges in, in the type of sums, and what is no array.
+        beside = x.nbytes + 3 * 4 * x.size + (128 << 10)
+        assert planned <= peak <= planned + beside, size
+        found[size] = planned / x.nbytes
+    assert found[1] == 0
+    assert found[9] == found[32] < 1.01 * found[8]  # however many ranks there are
 
 
 def test_gradients_send_keys_and_their_gradients():

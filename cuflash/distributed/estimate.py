@@ -9,7 +9,7 @@ from typing import NamedTuple
 from .machine import Machine
 from .schedule import Block, Sight, Step, blocks_of, ring_steps
 from .shards import spans
-from .totals import are_joined, slots_of
+from .totals import are_joined, kept_slots, slots_of
 
 METHODS = ("ring", "ulysses", "gather")
 AHEAD = 2  # steps of a ring whose keys are under way
@@ -159,20 +159,36 @@ def _ring_of(sizes: Sizes, machine: Machine, steps: Sequence[Step], rank: int) -
             if sizes.backward:
                 returned = line.move((step.source, step.receive), (step.target, step.send), now)
     blocks = [x for step in steps for x in step.blocks]
-    rows = sizes.sight.lengths[0] // sizes.size
-    slots = slots_of(blocks)
-    parts = 0
-    if sizes.backward:
-        per_row = sizes.batch * sizes.heads[0] * sizes.dims[0] * sizes.sums
-        parts = rows * per_row if len(blocks) > 1 else 0
-    elif slots > 1 and not are_joined(slots, sizes.item):
-        parts = min(slots, 8) * rows * _query_bytes(sizes)[1]
+    kept, moved = _results_of(sizes, blocks)
     most = max((len(x.receive) for x in steps), default=0)
     buffers = min(len(steps) - 1, AHEAD) * most * per_key
     if sizes.backward:
         buffers *= 2
-    total = max(now, returned) + 2 * parts / machine.memory
-    return Estimate("ring", "", total, work, line.busy, line.sent, len(blocks), buffers + parts)
+    whole = sizes.sight.lengths[1] // sizes.size
+    copies = sum(len(x) for x in {x.send for x in steps} if len(x) < whole) * per_key
+    total = max(now, returned) + moved / machine.memory
+    memory = buffers + copies + kept
+    return Estimate("ring", "", total, work, line.busy, line.sent, len(blocks), memory)
+
+
+def _results_of(sizes: Sizes, blocks: Sequence[Block]) -> tuple[int, int]:
+    """Bytes of what blocks leave that are kept beside the result, and that are read and written to
+    make one of them.
+    """
+    rows, columns = (x // sizes.size for x in sizes.sight.lengths)
+    of_sums = rows * sizes.batch * sizes.heads[0] * sizes.sums
+    if sizes.backward:
+        total = of_sums * sizes.dims[0]
+        of_keys = columns * _key_bytes(sizes) // sizes.item * sizes.sums
+        return (total + of_keys if len(blocks) > 2 else 0), (2 * total if len(blocks) > 1 else 0)
+    slots = slots_of(blocks)
+    if slots < 2 or are_joined(slots, sizes.item):
+        return 0, 0
+    one, kept = rows * _query_bytes(sizes)[1], kept_slots(slots)
+    if kept == slots:
+        return slots * one, 2 * slots * one
+    total = of_sums * (sizes.dims[1] + 1)  # there are two: the sum so far, and the next one
+    return kept * one + 2 * total, 2 * slots * one + 2 * total * -(-slots // kept)
 
 
 class _Line:

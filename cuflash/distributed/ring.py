@@ -1,9 +1,10 @@
 """Ring attention: keys and values travel while blocks of them are worked on.
 
 At each step a rank works on the keys of another one, and has those of the next two steps sent to
-it: two shards of keys and values are in memory beside its own. A rank gets keys from the one that
-owns them, not from its neighbour: so a step sends what is needed there, and nothing waits for a
-step before it. Backward, dk and dv go back to the owner, who adds them in the order of the steps.
+it: two shards of keys and values are in memory beside its own, and forward results of up to eight
+steps. A rank gets keys from the one that owns them, not from its neighbour: so a step sends what is
+needed there, and nothing waits for a step before it. Backward, dk and dv go back to the owner, who
+adds them in the order of the steps.
 
 References
 ----------

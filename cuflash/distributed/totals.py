@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .task import Task
 
 MOST_SLOTS = 8
+SLOTS_BESIDE_SUMS = 4  # with two sums in float32, the memory of eight results of halves
 
 
 class Results:
@@ -23,8 +24,9 @@ class Results:
 
     A block writes into the first slot whose rows are free. In the end slots are merged, in their
     order; one alone is the result itself. In the place of a second one, kernels of halves merge
-    what they have with the first as they write it. More than MOST_SLOTS are merged as they are
-    full, and the sum so far is kept in the type of sums.
+    what they have with the first as they write it. So each result is read once, and rounded once.
+    More than MOST_SLOTS share fewer, which are merged when they are full: the sum so far is kept in
+    the type of sums, and is another array than the next one.
 
     Parameters
     ----------
@@ -40,7 +42,7 @@ class Results:
         rows = like.shape[-2]
         slots = slots_of(blocks)
         self.joins = are_joined(slots, task.dtype.itemsize)
-        count = 1 if self.joins else max(1, min(slots, MOST_SLOTS))
+        count = 1 if self.joins else max(1, kept_slots(slots))
         self.task = task
         self.used: list[list[range]] = [[] for _ in range(count)]
         shape = (*task.leading, rows)
@@ -115,6 +117,11 @@ def slots_of(blocks: Iterable[Block]) -> int:
             used.append([])
         used[number].append(block.rows)
     return len(used)
+
+
+def kept_slots(slots: int) -> int:
+    """How many there is memory for where blocks take so many."""
+    return slots if slots <= MOST_SLOTS else SLOTS_BESIDE_SUMS
 
 
 def _first_free(used: list[list[range]], rows: range) -> int:
