@@ -226,7 +226,7 @@ _DOUBLE = (
     *_both(dtypes=DOUBLE, max_dim=64,  block_q=16, warps=4, slabs=1, split=1, stages=2,
            min_blocks=2),
     *_both(dtypes=DOUBLE, max_dim=128, block_q=32, step_q=16, warps=8, slabs=1, split=2, stages=1,
-           one_score_tile=True, load_unroll=1),
+           one_score_tile=True, load_unroll=8),
     *_both(dtypes=DOUBLE, max_dim=128, block_q=32, step_q=8, warps=8, slabs=1, split=4, stages=1),
 )
 # fmt: on

@@ -167,7 +167,8 @@ struct DoubleMmaTile {
                                                          const double* V_smem) const {
         constexpr int P_PITCH = pitch<double>(STEPS);
         const double* const P_rows = P_slab + lane / 4 * P_PITCH + first_of_sums(lane);
-        const double* const V_rows = V_smem + first_of_sums(lane) * VALUE_PITCH + lane / 4;
+        const double* const V_rows =
+            V_smem + first_of_sums(lane) * VALUE_PITCH + part() * 16 + lane / 4;
 #pragma unroll
         for (int keys = 0; keys < STEPS / 16; ++keys) {
             double a[SLABS][8];
@@ -197,14 +198,15 @@ struct DoubleMmaTile {
     }
 
   private:
-    // O += A V with 16 values from the lane's first on, of the columns that this warp sums.
+    // O += A V with 16 values from the lane's first on, of the columns that this warp sums: all are at
+    // constant distances from its first one.
     __device__ __forceinline__ void multiply_values(double (&O)[ROWS][VALUE_COLUMNS],
                                                     const double (&a)[SLABS][8],
                                                     const double* V_rows) const {
 #pragma unroll
         for (int tile = 0; tile < VALUE_COLUMNS / 2; ++tile) {
-            const int group = tile / 2 * SPLIT + (SPLIT == 1 ? 0 : part());
-            if (VALUE_GROUPS % SPLIT != 0 && group >= VALUE_GROUPS) break;
+            const int group = tile / 2 * SPLIT;
+            if (VALUE_GROUPS % SPLIT != 0 && group + part() >= VALUE_GROUPS) break;
             add_products(O, tile, a, V_rows + group * 16 + tile % 2 * 8, VALUE_PITCH);
         }
     }
