@@ -2,6 +2,7 @@
 
 import functools
 import pickle
+import threading
 import time
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from cuflash import BlockMask, distributed, reference
 from cuflash.distributed import LocalComm, RankError, task
+from cuflash.distributed.totals import GradientSum
 
 SIZES = (1, 2, 3, 4, 8)
 LAYOUTS = ("contiguous", "zigzag")
@@ -163,6 +165,39 @@ def test_the_same_bits_each_time(method, layout):
     case = case_of("grouped heads", 4)
     for x, y in zip(case.run(layout, method), case.run(layout, method), strict=True):
         np.testing.assert_array_equal(x, y)
+
+
+def test_gradients_travel_while_dq_is_summed(monkeypatch):
+    """dk and dv leave as soon as they are there, each by itself."""
+    done = {0: [], 1: []}
+    of_thread = threading.local()
+
+    def note(owner, name, word):
+        whole = getattr(owner, name)
+
+        def noted(*args, **options):
+            done[of_thread.rank].append(word)
+            return whole(*args, **options)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    note(LocalComm, "start", "transfer")
+    note(distributed.ring, "backward_block", "block")
+    note(GradientSum, "add", "sum")
+    x = np.random.default_rng(0).standard_normal((2, 64, 8), dtype=np.float32)
+
+    def rank(comm):
+        of_thread.rank = comm.rank
+        how = {"comm": comm, "method": "ring", "layout": "zigzag", "causal": True}
+        out, lse = distributed.attention(x, x, x, return_lse=True, **how)
+        done[comm.rank].clear()
+        distributed.attention_backward(x, x, x, x, out, lse, **how)
+
+    LocalComm.run(2, rank)
+    own = ["transfer", "block", *["sum"] * 3]  # keys and values come; dk, dv and dq
+    others = ["block", *["sum"] * 2, *["transfer"] * 2, "sum"]
+    returned = ["sum"] * 2
+    assert list(done.values()) == [[*own, *others, *returned]] * 2
 
 
 def test_nan_stays_with_the_queries_that_see_it():

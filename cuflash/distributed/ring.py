@@ -16,7 +16,7 @@ References
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .blocks import backward_block, forward_block
 from .communicator import Parcel, Transfer
@@ -28,6 +28,10 @@ from .totals import GradientSum, Results
 
 if TYPE_CHECKING:
     from .communicator import Communicator
+
+
+# dk or dv of some of the own columns, which another rank has worked out: none or one, as it comes.
+_Returning: TypeAlias = "tuple[Transfer, range, list[Any]]"
 
 
 class _Keys:
@@ -111,29 +115,29 @@ def backward(
     dq = GradientSum(q, q.shape, q.dtype, task.lse_dtype, count)
     count = len(steps[0].blocks) + sum(1 for x in steps if x.send)
     own_sums = [GradientSum(x, x.shape, x.dtype, task.lse_dtype, count) for x in (k, v)]
-    returning: list[tuple[Transfer, range, list[Any]]] = []
+    returning: list[_Returning] = []
     task.confirm()
     keys.begin_first()
     for number, step in enumerate(steps):
         there, first = keys.of(number)
         sums = own_sums if number == 0 else _sums_of(task, step, (k, v))
+        later: list[tuple[range, Any]] = []  # a part of dq, which is added while dk and dv travel
         for block in step.blocks:
-            parts = backward_block(task, block, given, there, first, deterministic)
+            while later:
+                dq.add(*later.pop())
+            part, *others = backward_block(task, block, given, there, first, deterministic)
+            later.append((block.rows, part))
             columns = range(block.columns.start - first, block.columns.stop - first)
-            for total, rows, part in zip((dq, *sums), (block.rows, columns, columns), parts):
-                total.add(rows, part)
-            del parts, part  # what has been added needs no memory while the next is computed
+            for total, other in zip(sums, others):
+                total.add(columns, other)
+            del part, others, other  # what has been added needs no memory from then on
         del there
-        if number == 0:
-            continue
-        keys.begin(number + AHEAD)
-        _add_returned(own_sums, returning)
-        leaving = [contiguous(x.result()) for x in sums] if step.receive else []
-        coming = [_room(x, len(step.send)) for x in (k, v)] if step.send else []
-        transfer = comm.start(
-            [(step.source, x) for x in leaving], [(step.target, x) for x in coming]
-        )
-        returning.append((transfer, step.send, coming))
+        if number:
+            keys.begin(number + AHEAD)
+            _add_returned(own_sums, returning)  # of the step before: they have come by now
+            returning = _begin_return(comm, step, sums, (k, v))
+        while later:
+            dq.add(*later.pop())
     _add_returned(own_sums, returning)
     dk, dv = (x.result() for x in own_sums)
     return dq.result(), dk, dv
@@ -154,12 +158,25 @@ def _sums_of(task: Task, step: Step, keys: tuple[Any, Any]) -> list[GradientSum]
     ]  # fmt: skip
 
 
-def _add_returned(
-    sums: list[GradientSum], returning: list[tuple[Transfer, range, list[Any]]]
-) -> None:
-    """Add dk and dv that other ranks have worked out; those of the step before have come by now."""
-    while returning:
-        transfer, span, coming = returning.pop(0)
+def _begin_return(
+    comm: Communicator, step: Step, sums: list[GradientSum], like: tuple[Any, Any]
+) -> list[_Returning]:
+    """Send another rank's dk and dv, which `sums` have, and receive own ones: each of them by
+    itself, so that one is added while the other is under way.
+    """
+    returning: list[_Returning] = []
+    for total, x in zip(sums, like):
+        leaving = [(step.source, contiguous(total.result()))] if step.receive else []
+        coming = [_room(x, len(step.send))] if step.send else []
+        transfer = comm.start(leaving, [(step.target, y) for y in coming])
+        returning.append((transfer, step.send, coming))
+    return returning
+
+
+def _add_returned(sums: list[GradientSum], returning: list[_Returning]) -> None:
+    """Add dk and dv that other ranks have worked out, once they have come."""
+    for total, (transfer, span, coming) in zip(sums, returning):
         transfer.wait()
-        for total, part in zip(sums, coming):
+        for part in coming:
             total.add(span, part)
+    returning.clear()
