@@ -171,15 +171,15 @@ def test_pages_are_gathered_where_tiles_are_visited(monkeypatch):
     original = tiles.PagedRows.__getitem__
     monkeypatch.setattr(tiles.PagedRows, "__getitem__", watched)
     rng = np.random.default_rng(0)
-    k, v = rng.standard_normal((2, 1000, 1, 16, 8))
+    k, v = rng.standard_normal((2, 5000, 1, 16, 8))
     q = rng.standard_normal((1, 1, 1, 8))
-    options = {"page_table": np.arange(1000)[None], "kv_lengths": 16000}
+    options = {"page_table": np.arange(5000)[None], "kv_lengths": 80000}
     cuflash.attention(q, k, v, **options, window=(40, 0))
     assert sum(end - begin for begin, end in gathered) == 2 * 41
     gathered.clear()
     cuflash.attention(q, k, v, **options)
-    assert max(end - begin for begin, end in gathered) == 512  # a tile
-    assert sum(end - begin for begin, end in gathered) == 2 * 16000
+    assert max(end - begin for begin, end in gathered) == 65536  # a tile
+    assert sum(end - begin for begin, end in gathered) == 2 * 80000
 
 
 def test_a_slice_of_pages():

@@ -575,10 +575,11 @@ def test_reasons():
     mma = next(row for row in GPU_ROWS if row.engine == "mma" and row.algo == "fa2")
     simt = next(row for row in GPU_ROWS if row.engine == "simt" and row.algo == "fa2")
     single = next(row for row in GPU_ROWS if "float64" not in row.dtypes and row.engine == "simt")
-    cpu = next(row for row in TILES if row.engine == "numpy")
+    few, cpu = [row for row in TILES if row.kind == "fa2 numpy"]
     many = problem(leading=(64, 64))
     assert reason(cpu) == "the numpy engine works on NumPy arrays"
     assert reason(cpu, device=CPU) == ""
+    assert reason(few, device=CPU) == "is for up to 16 queries, these are 100"
     assert reason(simt, device=CPU) == "the simt engine works on CuPy arrays"
     assert reason(mma, problem("float32")) == "serves float16, bfloat16, not float32"
     assert reason(single, problem("float64")).endswith(", not float64")
@@ -888,4 +889,5 @@ def test_sections_are_alike_and_about_half_the_cache(heads, keys, d):
 
 def test_rows_of_numpy_say_their_tiles():
     rows = [row for row in TILES if row.engine == "numpy"]
-    assert {str(row) for row in rows} == {"fa1 numpy 2048x512", "fa2 numpy 2048x512"}
+    sizes = ("16x65536", "2048x512")
+    assert {str(row) for row in rows} == {f"{x} numpy {y}" for x in ("fa1", "fa2") for y in sizes}
