@@ -195,8 +195,9 @@ def attention(
     score_mod : ScoreMod or function, optional
         Any other change of the scores: an expression, see :class:`ScoreMod`, or a function of
         (score, batch, head, q, k), with shift as sixth argument if it takes six, which is traced
-        once into such an expression. Arrays and numbers in its closure and its module are captured
-        and read at each call. `numpy.where` and the like are understood; `if` is not.
+        into such an expression. Arrays and numbers by names of its closure and its module, and of
+        Python functions that it finds there, are captured and read at each call. `numpy.where` and
+        the like are understood; `if` is not.
     softcap : float, optional
         Scores s become `softcap * tanh(s / softcap)`. From 2^-100 to 2^100; for float64 operands
         from 2^-1000 to 2^1000.

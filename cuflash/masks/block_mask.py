@@ -260,7 +260,7 @@ class BlockMask:
         A Python function that stays simple is also traced, as those of `score_mod` are, into an
         expression that kernels evaluate for the elements of partial tiles; others read stored bits
         there. Simple is: integers and truth values, of at most 32 bits; arithmetic, comparisons,
-        ``& | ~``, `where` and arrays and numbers of its own closure or module, indexed inside
+        ``& | ~``, `where` and arrays and numbers of its closure or module, indexed inside
         their extent; and at most six operations for each pair of query and key, as in
         ``(ids[q] == ids[k]) & (k <= q)``, without ``//`` and ``%`` of both. The arrays are copied.
         The expression stands for the function only if both agree on all elements. So do masks

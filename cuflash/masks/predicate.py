@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ..scores.closure import Closure
 from ..scores.evaluate import evaluate
 from ..scores.expression import Capture, Node, parse_condition
-from ..scores.trace import captures_of, trace
+from ..scores.trace import trace
 from .arguments import on_host
 
 if TYPE_CHECKING:
@@ -172,9 +173,9 @@ def _traced(f: Callable[..., Any], shape: Sequence[int]) -> Predicate | None:
     sizes = dict(zip(_POSITIONS, (*(1, 1, *leading)[-2:], query_length, key_length)))
     names = [name if name in "qk" or sizes[name] > 1 else "0" for name in _POSITIONS]
     try:
-        captures = captures_of(f)
-        text = trace(f, names, {name: f"held_{i}" for i, name in enumerate(captures)})
-        values = list(captures.values())
+        closure = Closure(f)
+        text = trace(closure, names, {name: f"held_{i}" for i, name in enumerate(closure.captures)})
+        values = list(closure.captures.values())
         used = sorted({int(number) for number in _HELD.findall(text)})
         text = _HELD.sub(lambda found: f"held_{used.index(int(found[1]))}", text)
         made = Predicate(text, tuple(_held(values[i]) for i in used))

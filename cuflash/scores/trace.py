@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import inspect
 import linecache
-import sys
+import re
 import types
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from operator import is_
 from typing import Any, NoReturn
 
 import numpy as np
 
+from .closure import Closure
 from .expression import FUNCTIONS, RESERVED
 from .score_mod import ScoreMod
 
-_MODULE = __name__
-_INSTEAD = "where(condition, a, b) chooses"
+# What to write instead.
+_KNOWN = f"functions are {', '.join(FUNCTIONS)} of NumPy"
+_CHOOSES = "where(condition, a, b) chooses"
+_NAMED = "an array that values index has a name in the module or closure: table = layer.table"
+_DECIDES = "a number that decides what is traced is the default of an argument: n=n"
 _UFUNCS = {
     np.add: "+", np.subtract: "-", np.multiply: "*", np.true_divide: "/", np.floor_divide: "//",
     np.remainder: "%", np.bitwise_and: "&", np.bitwise_or: "|", np.logical_and: "&",
@@ -27,9 +32,9 @@ _CALLED = {
     np.exp: "exp", np.log: "log", np.tanh: "tanh", np.sqrt: "sqrt", np.absolute: "abs",
     np.minimum: "minimum", np.maximum: "maximum", np.where: "where",
 }  # fmt: skip
-# Of functions that were traced, by the names of what they capture.
-_texts: weakref.WeakKeyDictionary[types.FunctionType, dict[tuple[str, ...], str]]
-_texts = weakref.WeakKeyDictionary()
+# Of functions that were traced, as far as the same closure makes the same of them.
+_expressions: weakref.WeakKeyDictionary[types.FunctionType, _Expression]
+_expressions = weakref.WeakKeyDictionary()
 _PREFIXES = {np.negative: "-", np.positive: "+", np.invert: "~", np.logical_not: "~"}
 
 
@@ -49,85 +54,78 @@ def as_score_mod(given: object) -> ScoreMod | None:
         raise TypeError(
             f"score_mod is a {type(given).__name__}: give a cuflash.ScoreMod or a function"
         )
-    captures = captures_of(given)
-    texts = _texts.setdefault(given, {})
-    names = tuple(captures)
-    if names not in texts:
-        texts[names] = _text_of(given, captures)
-    return ScoreMod(texts[names], **captures)
+    closure = Closure(given)
+    expression = _expressions.get(given)
+    if expression is None or not expression.is_of(closure):
+        expression = _Expression(_text_of(closure), closure)
+        if closure.is_settled:
+            _expressions[given] = expression
+    found = closure.captures
+    return ScoreMod(expression.text, **{name: found[name] for name in expression.names})
 
 
-def captures_of(function: types.FunctionType) -> dict[str, Any]:
-    """Arrays and numbers that the function finds in its closure and its module."""
-    found = inspect.getclosurevars(function)
-    seen = {**found.globals, **found.nonlocals}
-    return {name: value for name, value in seen.items() if _is_captured(value)}
+class _Expression:
+    """What a function was traced into, which captures that reads, and the key of its closure."""
+
+    __slots__ = ("key", "names", "text")
+
+    def __init__(self, text: str, closure: Closure):
+        words = frozenset(re.findall(r"\w+", text))
+        self.text, self.key = text, closure.key
+        self.names = tuple(name for name in closure.captures if name in words)
+
+    def is_of(self, closure: Closure) -> bool:
+        """Whether the function is the same with this closure."""
+        key = closure.key
+        return closure.is_settled and len(key) == len(self.key) and all(map(is_, key, self.key))
 
 
-def _is_captured(value: object) -> bool:
-    if isinstance(value, (bool, int, float, np.generic)):
-        return True
-    is_array = hasattr(value, "dtype") and hasattr(value, "shape")
-    return is_array and not isinstance(value, (type, types.ModuleType))
-
-
-def _text_of(function: types.FunctionType, captures: dict[str, Any]) -> str:
-    """The expression of what the function returns, whose captures stand by their names."""
-    for name in captures:
+def _text_of(closure: Closure) -> str:
+    """The expression of what a function returns, whose captures stand by their names."""
+    function = closure.function
+    for name in closure.captures:
         if name in RESERVED:
             raise _untraceable(
                 function, f"{name} of its closure or module has the name of an argument: rename it"
             )
+    signature = inspect.signature(function)
+    wanted = [p.default is p.empty or p.name == "shift" for p in signature.parameters.values()]
+    names = RESERVED[: 6 if sum(wanted) == 6 else 5]
     try:
-        count = sum(
-            p.default is p.empty or p.name == "shift"
-            for p in inspect.signature(function).parameters.values()
-        )
-        names = RESERVED[: 6 if count == 6 else 5]
-        inspect.signature(function).bind(*names)
+        signature.bind(*names)
     except TypeError:
         raise TypeError(
-            f"score_mod {function.__qualname__} takes {inspect.signature(function)}: it is called "
-            "with (score, batch, head, q, k) and, if it takes six, shift"
+            f"score_mod {function.__qualname__} takes {signature}: it is called with "
+            "(score, batch, head, q, k) and, if it takes six, shift"
         ) from None
-    return trace(function, names, {name: name for name in captures})
+    return trace(closure, names, {name: name for name in closure.captures})
 
 
-def trace(
-    function: types.FunctionType, arguments: Sequence[str], captures: Mapping[str, str]
-) -> str:
+def trace(closure: Closure, arguments: Sequence[str], captures: Mapping[str, str]) -> str:
     """The expression of what a function returns.
 
     Parameters
     ----------
-    function : function
+    closure : Closure
+        That of the function.
     arguments : sequence of str
         What stands for its arguments in the expression.
     captures : mapping of str to str
-        What stands for the names of its closure and its module.
+        What stands for its captures.
 
     Raises
     ------
     TypeError
         If it cannot be traced; the message shows the line.
     """
-    code = function.__code__
-    stand_ins = {name: _Traced(text) for name, text in captures.items()}
-    cells = tuple(
-        types.CellType(stand_ins[name]) if name in stand_ins else cell
-        for name, cell in zip(code.co_freevars, function.__closure__ or ())
-    )
-    traced = types.FunctionType(
-        code, {**function.__globals__, **stand_ins}, function.__name__, function.__defaults__, cells
-    )
-    traced.__kwdefaults__ = function.__kwdefaults__
+    function = closure.function
+    traced = closure.with_captures({name: _Traced(text) for name, text in captures.items()})
     try:
         result = traced(*map(_Traced, arguments))
     except _Untraceable as error:
-        raise TypeError(str(error)) from None
+        raise _untraceable(function, f"{error}{_line_of(error)}; {error.instead}") from None
     except (TypeError, AttributeError) as error:
-        line = _line_of(function, error)
-        raise _untraceable(function, f"{error}{line}; functions are {_functions()}") from error
+        raise _untraceable(function, f"{error}{_line_of(error)}; {_KNOWN}") from error
     if isinstance(result, (bool, int, float, np.generic)):
         result = _Traced(_text(result))
     if not isinstance(result, _Traced):
@@ -135,22 +133,20 @@ def trace(
     return result._text
 
 
-def _functions() -> str:
-    return f"{', '.join(FUNCTIONS)} of NumPy"
-
-
 def _untraceable(function: Callable[..., Any], why: str) -> TypeError:
     return TypeError(f"score_mod {function.__qualname__} cannot be traced: {why}")
 
 
-def _line_of(function: types.FunctionType, error: BaseException) -> str:
-    """Where in the function an error came up."""
-    trace = error.__traceback__
+def _line_of(error: BaseException) -> str:
+    """Where an error came up: in the innermost function that is none of NumPy's or of here."""
+    trace, where = error.__traceback__, ""
     while trace is not None:
-        if trace.tb_frame.f_code is function.__code__:
-            return _show(trace.tb_frame.f_code.co_filename, trace.tb_lineno)
+        frame = trace.tb_frame
+        module = str(frame.f_globals.get("__name__"))
+        if module != __name__ and module.split(".")[0] not in ("numpy", "cupy"):
+            where = _show(frame.f_code.co_filename, trace.tb_lineno)
         trace = trace.tb_next
-    return ""
+    return where
 
 
 def _show(path: str, number: int) -> str:
@@ -159,20 +155,27 @@ def _show(path: str, number: int) -> str:
 
 
 class _Untraceable(Exception):
-    """What Python wants to know of a value that is not known while a function is traced."""
+    """What Python wants to know of a value that is not known while a function is traced.
+
+    Parameters
+    ----------
+    why : str
+    instead : str
+        What to write.
+    """
+
+    def __init__(self, why: str, instead: str):
+        super().__init__(why)
+        self.instead = instead
 
 
-def _refuse(wanted: str) -> NoReturn:
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_globals.get("__name__") == _MODULE:
-        frame = frame.f_back
-    where = _show(frame.f_code.co_filename, frame.f_lineno)
-    raise _Untraceable(f"score_mod cannot be traced: it asks for {wanted}{where}; {_INSTEAD}")
+def _refuse(wanted: str, instead: str) -> NoReturn:
+    raise _Untraceable(f"it asks for {wanted}", instead)
 
 
 def _unknown(function: Any) -> _Untraceable:
     name = getattr(function, "__name__", str(function))
-    return _Untraceable(f"score_mod cannot be traced: {name} is not among {_functions()}")
+    return _Untraceable(f"it calls {name}", _KNOWN)
 
 
 def _text(x: object) -> str:
@@ -185,14 +188,13 @@ def _text(x: object) -> str:
         return str(int(x))
     if isinstance(x, (float, np.floating)):
         return repr(float(x))
-    raise _Untraceable(f"score_mod cannot be traced: a {type(x).__name__} stands in its arithmetic")
+    raise _Untraceable(f"a {type(x).__name__} stands in its arithmetic", _NAMED)
 
 
 class _Traced:
     """The text of a value, which operators and functions of NumPy add to."""
 
     __slots__ = ("_text",)
-    __hash__ = None  # type: ignore[assignment]  # == is part of the expression
 
     def __init__(self, text: str):
         self._text = text
@@ -206,9 +208,7 @@ class _Traced:
                 return _Traced(f"({_PREFIXES[ufunc]}{given[0]})")
             if ufunc in _CALLED:
                 return _Traced(f"{_CALLED[ufunc]}({', '.join(given)})")
-        raise _Untraceable(
-            f"score_mod cannot be traced: {ufunc.__name__} is not among {_functions()}"
-        )
+        raise _unknown(ufunc)
 
     def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
         if function in _CALLED and not options:
@@ -232,22 +232,29 @@ class _Traced:
         return _Traced(f"abs({self._text})")
 
     def __bool__(self) -> bool:
-        _refuse("the truth of a value (`if`, `and`, `or`, `not`, min, max)")
+        wanted = "the truth of a value (`if`, `and`, `or`, `not`, min, max)"
+        _refuse(wanted, f"{_CHOOSES}; {_DECIDES}")
 
     def __float__(self) -> float:
-        _refuse("a value as a float")
+        _refuse("a value as a float", _KNOWN)
 
     def __int__(self) -> int:
-        _refuse("a value as an int")
+        _refuse("a value as an int", _DECIDES)
 
     def __index__(self) -> int:
-        _refuse("a value as an index")
+        _refuse("a value as an index", f"{_NAMED}; {_DECIDES}")
+
+    def __array__(self, *options: Any, **more: Any) -> Any:
+        _refuse("a value as an array or an index of one", _NAMED)
+
+    def __hash__(self) -> int:
+        _refuse("a value as a key", _NAMED)
 
     def __iter__(self) -> Any:
-        _refuse("the items of a value")
+        _refuse("the items of a value", _DECIDES)
 
     def __len__(self) -> int:
-        _refuse("the length of a value")
+        _refuse("the length of a value", _DECIDES)
 
 
 def _operator(symbol: str, turned: bool = False) -> Callable[[_Traced, object], Any]:
