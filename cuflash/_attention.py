@@ -22,6 +22,7 @@ from .calls.call import BackwardCall, ForwardCall
 from .calls.run import launch_module, run_call
 from .keywords import explains_keywords
 from .planning.plan import choice_for_gradients
+from .scores.trace import as_score_mod
 from .scores.wanted import as_names
 
 if TYPE_CHECKING:
@@ -683,6 +684,8 @@ def attention_vjp(
         As in :func:`attention`.
     q_lengths, kv_lengths, q_offset, scale, enable_gqa, dropout_p, seed
         As in :func:`attention`.
+    split_keys : int, optional
+        As in :func:`attention`; gradients have nothing of it.
     deterministic, wrt
         As in :func:`attention_backward`.
     return_lse : bool
@@ -694,9 +697,9 @@ def attention_vjp(
         As of :func:`attention`; with `return_lse` the pair (out, lse).
     vjp : function
         `vjp(dout, dlse=None)` returns (dq, dk, dv) and the gradients of `wrt`, as
-        :func:`attention_backward` does. It holds
-        the operands, mask, out and lse themselves: do not change them before it is called. It may
-        be called any number of times.
+        :func:`attention_backward` does. It holds the operands, mask, out and lse themselves, and
+        the arrays that `score_mod` captures: do not change what they hold before it is called.
+        Captured names may stand for something else by then. It may be called any number of times.
 
     Raises
     ------
@@ -728,6 +731,7 @@ def attention_vjp(
     >>> np.allclose(dv.sum(), out.size)
     True
     """
+    score_mod = as_score_mod(score_mod)  # its captures are those of this call, for vjp as well
     options: MaskOptions = {
         "causal": causal, "window": window, "mask": mask, "bias": bias, "score_mod": score_mod,
         "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks, "q_lengths": q_lengths,

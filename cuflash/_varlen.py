@@ -9,6 +9,7 @@ from ._attention import attention, attention_backward, attention_vjp
 from .calls.packed import packed_queries
 from .keywords import takes_options_of
 from .planning.plan import choice_for_gradients
+from .scores.trace import as_score_mod
 
 if TYPE_CHECKING:
     import numpy as np
@@ -389,6 +390,8 @@ def attention_varlen_vjp(
         "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k,
     }  # fmt: skip
     asked: Any = {**options}
+    if "score_mod" in asked:  # its captures are those of this call, for vjp as well
+        asked["score_mod"] = as_score_mod(asked["score_mod"])
     forward = {name: x for name, x in asked.items() if name in _FORWARD}
     out, lse = attention_varlen(q, k, v, **starts, return_lse=True, **forward)
     own = choice_for_gradients(asked.get("algo"), asked.get("engine"))

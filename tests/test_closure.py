@@ -225,6 +225,24 @@ def test_attention_sees_it():
         np.testing.assert_allclose(out, cuflash.attention(q, k, v, bias=bias))
 
 
+def test_gradients_are_of_what_the_result_was_made_of():
+    """Closures of a loop find what its variable is last."""
+    q, k, v, dout = np.random.default_rng(0).standard_normal((4, 30, 3, 8))
+    calls = [
+        cuflash.attention_vjp,
+        functools.partial(cuflash.attention_varlen_vjp, cu_seqlens_q=[0, 30]),
+    ]
+    for call in calls:
+        made = []
+        for factor in (1.0, 2.0):
+            mod = lambda score, batch, head, q, k: score * factor + TABLE[0]  # noqa: B023, E731
+            made.append(call(q, k, v, score_mod=mod)[1])
+        for vjp, scale in zip(made, (8**-0.5, 2 * 8**-0.5)):
+            expected = call(q, k, v, scale=scale)[1](dout)
+            for x, y in zip(vjp(dout), expected):
+                np.testing.assert_allclose(x, y, atol=1e-12)
+
+
 def test_a_name_without_a_value():
     def mod(score, batch, head, q, k):
         return score + later(k)
@@ -308,6 +326,14 @@ def test_what_an_expression_does_not_read_is_no_capture():
         return score + (unused(k) if switch else k)
 
     assert as_score_mod(mod).text == ("(score + k)", (), ())
+
+
+T, k = np.zeros(3, complex), np.zeros(3)
+
+
+def test_names_of_attributes_are_no_names_of_the_module():
+    held = types.SimpleNamespace(T=0.5, k=2)
+    assert value(lambda s, b, h, i, j: s + held.T * j * held.k) == 2 + 3
 
 
 def test_functions_that_find_each_other():

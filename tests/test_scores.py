@@ -153,6 +153,35 @@ def test_an_expression_means_what_python_does(text):
             assert np.broadcast_to(got, (2, 3))[i, j] == pytest.approx(expected, rel=1e-13), (i, j)
 
 
+LONG = np.array([2**30, 3, -(2**31)], np.int64)
+OVERFLOWING = {
+    "1.0 * ((2147483647 + k) % 5)": lambda k: (np.int32(2147483647) + k) % 5,
+    "1.0 * (k * k * 65536 * 65536 + n)": lambda k: 7 + 0 * k,
+    "0.001 * ((long[k] * long[k]) // 1024)": lambda k: 0.001 * (LONG[k] ** 2 // 1024),
+    "1.0 * (short[k] * 65536 * 65536)": lambda k: 0 * k,
+    "1.0 * ((2147483647 + (k > 0)) // 2)": lambda k: np.where(k > 0, -(2**30), 2**30 - 1),
+}
+
+
+@pytest.mark.parametrize("text", OVERFLOWING)
+def test_integers_have_the_bits_that_kernels_give_them(text):
+    """In the NumPy engine, the reference and its bounds."""
+    mod = ScoreMod(f"0 * score + {text}", n=7, long=LONG, short=LONG.astype(np.int16))
+    k = np.arange(3, dtype=np.int32)
+    with np.errstate(over="ignore"):
+        bias = np.float64(OVERFLOWING[text](k))
+        np.testing.assert_array_equal(mod.evaluate(np.ones(3), k=np.arange(3)), bias)
+    zeros, values = np.zeros((3, 4)), RNG.standard_normal((3, 4))
+    expected = cuflash.reference.attention(zeros, zeros, values, bias=bias)
+    options = {"score_mod": mod}
+    np.testing.assert_allclose(
+        cuflash.reference.attention(zeros, zeros, values, **options), expected
+    )
+    out, lse = cuflash.attention(zeros, zeros, values, **options, return_lse=True)
+    assert_forward_close(out, lse, zeros, zeros, values, **options)
+    np.testing.assert_allclose(out, expected)
+
+
 @pytest.mark.parametrize("text", REALS)
 @pytest.mark.parametrize("unit", ["", "much"])
 def test_a_derivative_is_the_limit_of_differences(text, unit):
@@ -236,7 +265,7 @@ WRONG = [
     ("[score]", "^^^^^^^", "List has no meaning here"),
     ("q in k", "^^^^^^", "comparisons are"),
     ("not q", "^^^^^", "write ~ for `not`"),
-    ("", "", ""),
+    ("", "^", "it is empty: score is what changes nothing"),
 ]
 
 

@@ -169,13 +169,17 @@ def attention_backward(
         As given to :func:`attention`.
     q_lengths, kv_lengths, q_offset, scale, enable_gqa, dropout_p, seed
         As given to :func:`attention`.
+    wrt : tuple of str
+        Of which arrays that scores depend on gradients are wanted, too, as in
+        :func:`cuflash.attention_backward`.
     dtype : scalar type, default numpy.float64
         Of the arithmetic and the results; `numpy.longdouble` checks float64 results.
 
     Returns
     -------
     dq, dk, dv : ndarray
-        In the shapes of `q`, `k` and `v`, summed over the heads that share them.
+        In the shapes of `q`, `k` and `v`, summed over the heads that share them; behind them
+        those of `wrt`, in the shapes of these arrays.
 
     Notes
     -----

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from .evaluate import read
+from .evaluate import element_type, given_value, read
 from .expression import Node
 
 
@@ -53,26 +53,23 @@ def estimate(
     operation = node.operation
     if operation == "score":
         return score
-    if operation == "position":
-        return Estimate(names[node.value], 0)
-    if operation == "number":
-        is_rounded = node.kind == "real" and np.isfinite(node.value)
-        return Estimate(node.value, u * abs(node.value) if is_rounded else 0)
+    if operation in ("position", "number", "capture"):
+        value = given_value(node, names)
+        is_rounded = node.kind == "real" and np.isfinite(value)
+        return Estimate(value, u * abs(value) if is_rounded else 0)
     inputs = [estimate(x, names, score, u, variable) for x in node.inputs]
-    if operation in ("capture", "read"):
-        value = names[node.value.name]
-        if operation == "read":
-            value = read(value, [x.value for x in inputs])
-        if node.kind != "real":
-            return Estimate(value.astype(np.int64) if node.kind == "integer" else value, 0)
-        value = np.asarray(value).astype(np.result_type(score.value))
+    if operation == "read":
+        value = read(names[node.value.name], [x.value for x in inputs])
+        if (as_type := element_type(node)) is not None:
+            return Estimate(value.astype(as_type), 0)
+        value = value.astype(np.result_type(score.value))
         slope = float(variable is not None and node.key == variable.key)
         return Estimate(value, np.where(np.isfinite(value), u * np.abs(value), 0), slope)
     if operation == "real":
         value = np.asarray(inputs[0].value).astype(np.result_type(score.value))
         return Estimate(value, u * np.abs(value))
     if operation == "integer":
-        return Estimate(np.asarray(inputs[0].value).astype(np.int64), 0)
+        return Estimate(np.asarray(inputs[0].value).astype(np.int32), 0)
     if operation in _PLAIN:
         a, b = inputs
         near = np.abs(a.value - b.value) <= a.error + b.error

@@ -13,6 +13,8 @@ from .expression import Node
 # A value, and its derivative by the score; None is 0.
 Point: TypeAlias = tuple[Any, Any]
 
+_INT32 = np.dtype(np.int32)
+_LONG = ("uint32", "int64")  # elements that need 64 bits
 _PLAIN: dict[str, Callable[..., Any]] = {
     "&": np.bitwise_and, "|": np.bitwise_or, "~": np.invert, "<": np.less, "<=": np.less_equal,
     ">": np.greater, ">=": np.greater_equal, "==": np.equal, "!=": np.not_equal,
@@ -42,26 +44,40 @@ def evaluate(
     """
     if node.operation == "score":
         return names["score"], (dtype.type(1) if variable is None else None)
-    if node.operation == "position":
-        return names[node.value], None
-    if node.operation == "number":
-        return (dtype.type(node.value) if node.kind == "real" else node.value), None
-    if node.operation == "capture":
-        value = names[node.value.name]
+    if node.operation in ("position", "number", "capture"):
+        value = given_value(node, names)
         return (dtype.type(value) if node.kind == "real" else value), None
     inputs = [evaluate(x, names, dtype, variable) for x in node.inputs]
     if node.operation == "read":
         found = read(names[node.value.name], [x for x, _ in inputs])
-        wanted = {"real": dtype, "integer": np.dtype(np.int64), "bool": np.dtype(np.bool_)}
+        as_type = element_type(node) or dtype
         is_variable = variable is not None and node.key == variable.key
-        return found.astype(wanted[node.kind], copy=False), (dtype.type(1) if is_variable else None)
+        return found.astype(as_type, copy=False), (dtype.type(1) if is_variable else None)
     if node.operation in ("real", "integer"):
-        as_type = dtype if node.operation == "real" else np.dtype(np.int64)
+        as_type = dtype if node.operation == "real" else _INT32
         return np.asarray(inputs[0][0]).astype(as_type), None
     if node.operation in _PLAIN:
         return _PLAIN[node.operation](*(x for x, _ in inputs)), None
     value, slope = _RULES[node.operation](*inputs)
     return value, slope
+
+
+def given_value(node: Node, names: Mapping[str, Any]) -> Any:
+    """The value of a position, a number or a captured number; integers have 32 bits."""
+    if node.operation == "number":
+        value = node.value
+    else:
+        value = names[node.value if node.operation == "position" else node.value.name]
+    return np.asarray(value).astype(_INT32, copy=False) if node.kind == "integer" else value
+
+
+def element_type(node: Node) -> np.dtype[Any] | None:
+    """The type of what a read finds, as kernels have it; None for real numbers."""
+    if node.kind == "real":
+        return None
+    if node.kind == "bool":
+        return np.dtype(np.bool_)
+    return np.dtype(np.int64) if node.value.element in _LONG else _INT32
 
 
 def read(array: NDArray[Any], indices: list[Any]) -> NDArray[Any]:

@@ -155,6 +155,8 @@ class _Reader:
         self.text, self.captures = text, {x.name: x for x in captures}
 
     def read(self) -> Node:
+        if not self.text.strip():
+            self._show("it is empty: score is what changes nothing", 1, 0, 1)
         try:
             tree = ast.parse(f"({self.text}\n)", mode="eval")
         except SyntaxError as error:

@@ -41,7 +41,8 @@ class ScoreMod:
         (which score it is) and `shift` (key `q + shift` is on the diagonal), and of the captured
         names. Operators are ``+ - * / // % & | ~`` and comparisons; functions `where`, `minimum`,
         `maximum`, `abs`, `exp`, `log`, `tanh` and `sqrt`; `inf` is infinity. Integers have 32
-        bits, as have their sums and products; `/` between them is an error.
+        bits, elements of arrays of uint32 and int64 have 64, and so have sums and products;
+        `/` between integers is an error.
     **captures : number or array
         What other names in the expression stand for. Another number compiles nothing. An array is
         indexed with as many integers as it has axes: ``table[head, k // 16]``. Indices that it
