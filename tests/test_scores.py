@@ -534,15 +534,6 @@ PAIRS = {
     "dropout": {"dropout_p": 0.2, "seed": 5},
 }  # fmt: skip
 NEW = ("bias", "alibi", "sinks", "score_mod")
-COMBINED = [
-    (a, b) for i, a in enumerate(PAIRS) for b in list(PAIRS)[i + 1 :] if a in NEW and b != a
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("algo", ["fa1", "fa2"])
-@pytest.mark.parametrize(("a", "b"), COMBINED)
-def test_every_pair_on_numpy(algo, a, b):
-    run(algo, "numpy", operands("float64"), **PAIRS[a], **PAIRS[b])
 
 
 @pytest.mark.one_in(2)
