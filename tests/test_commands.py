@@ -156,6 +156,37 @@ def test_explain_prints_what_plan_says(monkeypatch, capsys, line, options):
     assert out == f"{cuflash.plan(*GROUPED, enable_gqa=True, **options)}\n"
 
 
+ARRAYS = {
+    "--bias 4,300,500 --sinks 4:float64 --alibi-slopes 2,4":
+        {"bias": np.zeros((4, 300, 500), np.float32), "sinks": np.zeros(4),
+         "alibi_slopes": np.zeros((2, 4), np.float32)},
+    "--mask 300,500 --dropout-p 0.25": {"mask": np.ones((300, 500), bool), "dropout_p": 0.25},
+    "--mask blocks:64": {"mask": cuflash.BlockMask.causal((300, 500), block_size=64)},
+    "--score-mod score*a+t[k] --capture a=2 --capture t=500:int32":
+        {"score_mod": cuflash.ScoreMod("score*a+t[k]", a=2, t=np.zeros(500, np.int32))},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("line", ARRAYS)
+def test_explain_of_arrays(monkeypatch, capsys, line):
+    """What the plan of such arrays says, of whatever values."""
+    command = f"explain {PROBLEM} --plan-only --on H200 {line}"
+    status, out, err = run(monkeypatch, capsys, command)
+    assert (status, err) == (0, "")
+    h200 = cuflash.Device(90, "H200", 132)
+    assert out == f"{cuflash.plan(*GROUPED, enable_gqa=True, device=h200, **ARRAYS[line])}\n"
+
+
+def test_explain_of_gradients_of_arrays(monkeypatch, capsys):
+    line = "explain --shape 2,4,300,64 --dtype float16 --backward --on H200 --plan-only"
+    status, out, err = run(monkeypatch, capsys, f"{line} --bias 4,300,300:float16 --wrt bias")
+    assert (status, err) == (0, "")
+    q, bias = np.zeros((2, 4, 300, 64), np.float16), np.zeros((4, 300, 300), np.float16)
+    how = {"bias": bias, "device": cuflash.Device(90, "H200", 132)}
+    plans = cuflash.plan(q, q, q, **how), cuflash.plan(q, q, q, backward=True, wrt=("bias",), **how)
+    assert out == "{}\n\n{}\n".format(*plans)
+
+
 def test_explain_of_gradients_and_several_types(monkeypatch, capsys):
     line = "explain --shape 1,2,300,64 --dtype float16 float32 --backward --any-order --on H200"
     status, out, _ = run(monkeypatch, capsys, f"{line} --plan-only")
@@ -232,6 +263,9 @@ def test_explain_where_kernels_cannot_be_compiled(monkeypatch, capsys):
         ("--on H200 --keys 2,4,300,32", "head dim"),
         ("--on H200 --keys=-2,4,300,64", "(-2, 4, 300, 64) is no shape"),
         ("--on H200 --engine numpy", "no kernel serves"),
+        ("--on H200 --bias 4,300,300 --wrt bias", "--wrt goes with --backward"),
+        ("--on H200 --score-mod score+", "score"),
+        ("--on H200 --bias 4,300,x", "'4,300,x' is no shape"),
     ],
 )
 def test_mistakes_in_words(monkeypatch, capsys, line, words):

@@ -555,7 +555,8 @@ DEFAULTS = {
     "aligned": True, "progress": True, "algo": None, "engine": None, "causal": False,
     "window": None, "softcap": None, "scale": None, "enable_gqa": False, "split_keys": None,
     "q_offset": None, "q_lengths": None, "kv_lengths": None, "max_seqlen_q": None,
-    "max_seqlen_k": None,
+    "max_seqlen_k": None, "mask": None, "bias": None, "score_mod": None, "alibi_slopes": None,
+    "sinks": None, "dropout_p": 0.0, "page_table": None, "wrt": (),
 }  # fmt: skip
 
 
@@ -582,6 +583,55 @@ def test_command(monkeypatch, capsys, line, shapes, options):
     assert status == 0
     assert given == [(shapes, DEFAULTS | options)]
     assert capsys.readouterr().out.endswith("s  for 0 kernel(s)\n")
+
+
+SLOPES = np.zeros(8)
+
+
+def test_arrays_of_the_command(monkeypatch):
+    """Of which only shapes and types count."""
+    line = (
+        "--shape 2,8,100,64 --dtype float16 --bias 8,100,100:bfloat16 --sinks 8 --alibi-slopes 2,8"
+        " --mask 100,100 --dropout-p 0.1 --wrt bias sinks --backward --score-mod score+a*t[head]"
+        " --capture a=0.5 --capture t=8:float64"
+    )
+    status, [(_, options)] = run_command(monkeypatch, line)
+    assert status == 0
+    found = {name: (x.shape, x.dtype.name) for name, x in options.items() if hasattr(x, "shape")}
+    assert found == {
+        "bias": ((8, 100, 100), "bfloat16"), "sinks": ((8,), "float32"),
+        "alibi_slopes": ((2, 8), "float32"), "mask": ((100, 100), "bool"),
+    }  # fmt: skip
+    assert (options["dropout_p"], options["wrt"]) == (0.1, ["bias", "sinks"])
+    assert options["score_mod"].text == cuflash.ScoreMod("score+a*t[head]", a=0.5, t=SLOPES).text
+
+
+@pytest.mark.parametrize(
+    ("line", "shape", "block"),
+    [
+        ("--shape 2,8,100,64 --keys 2,8,90,64 --mask blocks", (100, 90), 128),
+        ("--shape 900,8,64 --sequences 7 --max-seqlen-q 300 --mask blocks:32", (300, 300), 32),
+        ("--shape 900,8,64 --keys 800,8,64 --sequences 7 --mask blocks", (900, 800), 128),
+        ("--shape 2,8,1,64 --keys 30,8,16,64 --page-table 2,9 --mask blocks", (1, 144), 128),
+    ],
+)
+def test_masks_of_blocks_of_the_command(monkeypatch, line, shape, block):
+    status, [(_, options)] = run_command(monkeypatch, f"{line} --dtype float16")
+    assert status == 0
+    assert (options["mask"].shape, options["mask"].block_size) == (shape, (block, block))
+    assert options["mask"].density == 1
+
+
+def test_pages_of_the_command(compiler, monkeypatch):
+    """The command's arrays are what precompile() takes."""
+    line = "--shape 2,8,1,64 --keys 30,8,16,64 --page-table 2,9:int64 --kv-lengths int32"
+    with monkeypatch.context() as changes:
+        status, [(shapes, options)] = run_command(changes, f"{line} --dtype float16 --quiet")
+    assert status == 0
+    assert options["kv_lengths"].shape == (2,)
+    cuflash.precompile(shapes, **options)
+    table = {"page_table": np.zeros((2, 9), np.int64), "kv_lengths": LENGTHS}
+    assert set(compiler.compiled) == texts(*plans_of(shapes, "float16", False, **table))
 
 
 def test_lengths_of_the_command(monkeypatch):
@@ -623,6 +673,10 @@ def test_what_the_command_prints(monkeypatch, capsys):
         ("--shape 2,8 --dtype float16", ValueError("head dims"), 2, "error: head dims"),
         ("--shape 2,8 --dtype float16", NotImplementedError("none"), 2, "error: none"),
         ("--shape 2,8 --dtype float16", RuntimeError("no compile"), 1, "no compile\n"),
+        ("--shape 2,8 --dtype float16 --bias 8:float8", (), 2, "'float8' is no type: give one of"),
+        ("--shape 2,8 --dtype float16 --mask blocks:a", (), 2, "'a' is no size of blocks, such"),
+        ("--shape 2,8 --dtype float16 --capture a", (), 2, "'a' names no number or array, such as"),
+        ("--shape 2,8 --dtype float16 --capture a=1", (), 2, "--capture goes with --score-mod"),
         ("--shape 3,8,1,64 --keys 2,8,9,64 --kv-lengths int32 --dtype float16", (), 2, "broadcast"),
     ],
 )
@@ -631,6 +685,22 @@ def test_mistakes_of_the_command(monkeypatch, capsys, line, result, status, word
     printed = capsys.readouterr()
     assert (found, printed.out) == (status, "")
     assert words in printed.err
+
+
+def test_without_a_gpu(compiler, monkeypatch):
+    """CuPy's own error is a number of CUDA's alone."""
+
+    def none():
+        raise RuntimeError("cudaErrorNoDevice: no CUDA-capable device is detected")
+
+    runtime = compiler.module.cupy.cuda.runtime
+    monkeypatch.setattr(runtime, "getDevice", none)
+    monkeypatch.setattr(runtime, "getDeviceCount", none)
+    words = r"compiled for a GPU, and CUDA finds none \(cudaErrorNoDevice: no CUDA-capable device"
+    for device in (None, 0):
+        with pytest.raises(RuntimeError, match=words):
+            cuflash.precompile(Q, "float16", device=device)
+    assert not compiler.compiled
 
 
 def test_the_command_without_a_gpu(monkeypatch, capsys):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -15,11 +14,9 @@ from .._plan import plan
 from ..calls.run import launch_module
 from ..compare.machine import DTYPES, find_cupy, first_line
 from ..extras import HOW_TO_INSTALL_CUPY
-from ..operands.dtypes import CHUNK_BYTES
-from ..operands.spec import Spec
 from ..planning.plan import Plan
 from ..planning.problem import CPU, Device
-from .problem_line import Shape, add_problem, take_problem
+from .problem_line import Shape, add_problem, placeholder, take_problem
 
 # Compute capability and multiprocessors, as the vendor gives them.
 GPUS = {
@@ -44,9 +41,11 @@ def main(arguments: Sequence[str]) -> int:
         device = _device(on, multiprocessors)
         shapes = take_problem(options)
         options["device"] = None if device.is_cpu else device
-        kinds = [{"backward": False, "deterministic": True}]
+        kinds: list[dict[str, Any]] = [{"backward": False, "deterministic": True, "wrt": ()}]
         if backward:
-            kinds.append({"backward": True, "deterministic": options["deterministic"]})
+            kinds.append({"backward": True})
+        elif options["wrt"]:
+            raise ValueError("--wrt goes with --backward")
         plans = [
             _plan(shapes, DTYPES[dtype], aligned, options | kind)
             for dtype in dtypes
@@ -96,21 +95,8 @@ def _cells(x: KernelInfo) -> tuple[str, ...]:
 def _plan(
     shapes: tuple[Shape, ...], dtype: np.dtype[Any], aligned: bool, options: dict[str, Any]
 ) -> Plan:
-    q, k, v = (_array(x, dtype, aligned) for x in shapes)
+    q, k, v = (placeholder(x, dtype, aligned) for x in shapes)
     return plan(q, k, v, **options)
-
-
-def _array(shape: Shape, dtype: np.dtype[Any], aligned: bool) -> np.ndarray[Any, Any]:
-    """An array of this shape that has no memory: nobody may read it, and a plan does not."""
-    if any(size < 0 for size in shape):
-        raise ValueError(f"{shape} is no shape: sizes are 0 or more")
-    memory = np.zeros(3 * CHUNK_BYTES, np.uint8)
-    start = -memory.ctypes.data % CHUNK_BYTES + (0 if aligned else dtype.itemsize)
-    item = memory[start : start + dtype.itemsize].view(dtype)
-    spec = Spec.contiguous(shape, dtype)
-    if not math.prod(shape):
-        return np.zeros(shape, dtype)
-    return np.lib.stride_tricks.as_strided(item, shape, spec.strides, writeable=False)
 
 
 def _device(on: str | None, multiprocessors: int | None) -> Device:

@@ -74,11 +74,18 @@ def device_facts(device_id: int) -> Device:
 
 def device_number(device: object) -> int:
     """The number of a CUDA device, by default of the current one; an error where there is none."""
-    if device is None:
-        return int(cupy.cuda.runtime.getDevice())
     wanted = "give the number of a CUDA device, or None for the current one"
-    number = checked_integer("device", device, wanted)
-    count = cupy.cuda.runtime.getDeviceCount()
+    runtime = cupy.cuda.runtime
+    number = None if device is None else checked_integer("device", device, wanted)
+    try:
+        if number is None:
+            return int(runtime.getDevice())
+        count = runtime.getDeviceCount()
+    except RuntimeError as error:  # no driver, or nothing that it drives
+        raise RuntimeError(
+            f"kernels are compiled for a GPU, and CUDA finds none ({error}): run this where one "
+            "is; plan() and kernel_info() take device=cuflash.Device(...) without one"
+        ) from error
     if not 0 <= number < count:
         raise ValueError(f"device={device!r}: {wanted}; there are {count}")
     return number
