@@ -15,6 +15,8 @@ _ADDEND = "bias= takes an array of float, which is added to scores"
 _DROPOUT = "dropout_p= is the share of weights that are dropped, with seed= for which ones"
 _NO_WEIGHTS = "weights are never in memory; return_lse=True gives each row's sum of exponentials"
 _PACKED = "attention_varlen() takes packed sequences"
+_STARTS = f"{_PACKED}: give cu_seqlens_q and cu_seqlens_k, the same array for both"
+_LONGEST = f"{_PACKED}: give max_seqlen_q and max_seqlen_k, the same number for both"
 _PAGES = "page_table= says which pages of k and v hold a batch entry's keys; in attention() alone"
 _KERNEL = "algo= and engine= choose the kernel"
 _ON_KEYS = "kv_lengths= says how many keys are valid"
@@ -68,10 +70,10 @@ ELSEWHERE = {
     "qkv": _APART,
     "kv": _APART,
     "num_splits": "split_keys= says how many keys a block works on, 0 for all of them",
-    "cu_seqlens": _PACKED,
+    "cu_seqlens": _STARTS,
     "cu_seqlens_q": _PACKED,
     "cu_seqlens_k": _PACKED,
-    "max_seqlen": _PACKED,
+    "max_seqlen": _LONGEST,
     "max_seqlen_q": _PACKED,
     "max_seqlen_k": _PACKED,
     "page_table": "pages have no gradients; those of a cache in one piece are attention's own",

@@ -51,14 +51,20 @@ def gigabytes(tokens, heads, dim, dtype):
     return 8 * tokens * heads * dim * np.dtype(dtype).itemsize / 1e9
 
 
-def rank(comm, tokens, heads, dim, dtype, budget, on_device):
+def why_pointless(ranks, budget, *form):
+    """In words, where a rank has room for the whole, or none for its part; else an empty string."""
+    whole = gigabytes(*form)
+    part = whole / max(ranks, 1)
+    if part <= (part if budget is None else budget) < whole:
+        return ""
+    return (
+        f"operands and results take {whole:.3g} GB, {part:.3g} on each of {ranks} ranks: give more "
+        "ranks than one, and a --budget between, or none"
+    )
+
+
+def rank(comm, tokens, heads, dim, dtype, on_device):
     """One rank's work; returns the worst error over its bound."""
-    whole = gigabytes(tokens, heads, dim, dtype)
-    if not whole / comm.size <= budget < whole:
-        raise ValueError(
-            f"--budget {budget}: operands and results take {whole:.3g} GB, {whole / comm.size:.3g} "
-            f"on each of {comm.size} ranks: give a number between"
-        )
     form = tokens, heads, dim, dtype
     q, k, v, dout = (on_device(own_part(name, comm, *form)) for name in "qkvd")
     how = {"comm": comm, "layout": "zigzag", **CAUSAL}
@@ -119,19 +125,21 @@ def main(arguments=None):
     parser.add_argument("--heads", type=int, default=2)
     parser.add_argument("--dim", type=int, default=32)
     parser.add_argument("--ranks", type=int, default=2, help="threads, where no launcher says")
-    parser.add_argument("--budget", type=float, default=0.003, help="GB that a rank has room for")
+    parser.add_argument(
+        "--budget", type=float, help="GB that a rank has room for, by default those of its part"
+    )
     asked = parser.parse_args(arguments)
     form = asked.tokens, asked.heads, asked.dim
-    if "RANK" in os.environ:
-        comm, dtype, on_device = launched()
-        worst = rank(comm, *form, dtype, asked.budget, on_device)
-        ranks, speaks = comm.size, comm.rank == 0
-    else:
-        found = distributed.LocalComm.run(
-            asked.ranks, lambda comm: rank(comm, *form, np.float32, asked.budget, np.asarray)
-        )
-        worst, ranks, speaks = max(found), asked.ranks, True
-    if speaks:
+    comm, dtype, on_device = launched() if "RANK" in os.environ else (None, np.float32, np.asarray)
+    ranks = asked.ranks if comm is None else comm.size
+    if wrong := why_pointless(ranks, asked.budget, *form, dtype):
+        parser.error(wrong)
+
+    def work(comm):
+        return rank(comm, *form, dtype, on_device)
+
+    worst = max(distributed.LocalComm.run(ranks, work)) if comm is None else work(comm)
+    if comm is None or comm.rank == 0:
         print(
             f"{asked.tokens} tokens on {ranks} ranks: rows of out, lse and gradients are within "
             f"{worst:.2f} of their bounds"

@@ -76,6 +76,13 @@ ERRORS = {
         ValueError,
         "leading axes do not broadcast",
     ),
+    "groups by a word": (
+        (Q, K, V),
+        {"enable_gqa": "no"},
+        TypeError,
+        "enable_gqa='no': give True or False",
+    ),
+    "groups by a list": ((Q, K, V), {"enable_gqa": [1]}, TypeError, r"enable_gqa=\[1\]: give True"),
     "ints": ((Q.astype(int), K, V), {}, TypeError, "q has dtype int64: attention takes float16, "),
     "bools": ((Q, K > 0, V), {}, TypeError, "k has dtype bool: attention takes"),
     "complex": ((Q, K, V * 1j), {}, TypeError, "v has dtype complex64: attention takes"),
@@ -195,7 +202,12 @@ ERRORS = {
         ValueError,
         r"q_offset has shape \(1,\) .*must broadcast to \(\)",
     ),
-    "float offset": ((Q, K, V), {"q_offset": 2.0}, TypeError, "q_offset is a float: give a NumPy"),
+    "float offset": (
+        (Q, K, V),
+        {"q_offset": 2.0},
+        TypeError,
+        "q_offset is a float: give an integer, or an array of integers",
+    ),
     "float offsets": (
         (Q, K, V),
         {"q_offset": [1.0, 2.0]},
@@ -410,6 +422,27 @@ def test_keywords_of_other_libraries(function, name):
 def test_what_stands_for_a_keyword(name, words):
     with pytest.raises(TypeError, match=re.escape(words)):
         cuflash.attention(Q, K, V, causal=True, **{name: 1})
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("cu_seqlens", "give cu_seqlens_q and cu_seqlens_k, the same array for both"),
+        ("max_seqlen", "give max_seqlen_q and max_seqlen_k, the same number for both"),
+    ],
+)
+def test_names_of_packed_q_k_and_v(name, words):
+    """As flash-attn calls offsets and lengths where q, k and v are one array."""
+    for function in (cuflash.attention, cuflash.attention_varlen):
+        with pytest.raises(TypeError, match=f"'{name}': .* takes packed sequences: {words}$"):
+            function(Q[0], K[0], V[0], **{name: 20})
+
+
+def test_tables_are_no_numbers():
+    with pytest.raises(TypeError, match="page_table is a float: give an array of integers"):
+        cuflash.attention(Q, K, V, page_table=2.0)
+    with pytest.raises(TypeError, match="cu_seqlens_q is a float: give an array of integers"):
+        cuflash.attention_varlen(Q[0], K[0], V[0], 2.0)
 
 
 def test_other_errors_of_arguments_are_pythons():

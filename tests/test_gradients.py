@@ -106,12 +106,24 @@ BACKWARD_ERRORS = {
         ValueError,
         r"dv \(the third of grads_out\) has strides .*: its elements share memory",
     ),
+    "order by a word": (
+        {"deterministic": "no"},
+        TypeError,
+        "deterministic='no': give True or False",
+    ),
+    "no order": ({"deterministic": None}, TypeError, "deterministic=None: give True or False"),
     "dk, what is no array": (
         {"grads_out": (None, "dk", None)},
         TypeError,
         "dk is a str: give a NumPy or CuPy array",
     ),
 }
+
+
+@pytest.mark.parametrize("value", [True, False, np.True_, 0, 1])
+def test_what_is_true_or_false(value):
+    for _ in range(2):
+        cuflash.attention_backward(**GRADIENTS, deterministic=value, enable_gqa=value)
 
 
 @pytest.mark.parametrize("name", BACKWARD_ERRORS)

@@ -30,9 +30,26 @@ def test_ranks_are_processes_where_a_launcher_starts_them():
     assert done.stdout.count("1024 tokens on 2 ranks: rows of out, lse and gradients are") == 1
 
 
-def test_a_budget_that_makes_no_sense():
-    with pytest.raises(ValueError, match="take 0.00105 GB, 0.000524 on each of 2 ranks"):
-        long_context.main(["--tokens", "1024", "--dim", "16", "--budget", "0.002"])
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("--budget 0.002", "take 0.00105 GB, 0.000524 on each of 2 ranks: give more ranks than"),
+        ("--budget 0.0005", "one, and a --budget between, or none"),
+        ("--ranks 1", "take 0.00105 GB, 0.00105 on each of 1 ranks"),
+    ],
+)
+def test_a_budget_that_makes_no_sense(capsys, line, words):
+    """One line of words."""
+    with pytest.raises(SystemExit) as exited:
+        long_context.main(["--tokens", "1024", "--dim", "16", *line.split()])
+    assert exited.value.code == 2
+    assert words in capsys.readouterr().err
+
+
+def test_without_a_budget_any_size_will_do(capsys):
+    sizes = "--tokens 1024 --ranks 4 --heads 1 --dim 8"
+    assert long_context.main(sizes.split()) == 0
+    assert "1024 tokens on 4 ranks" in capsys.readouterr().out
 
 
 def test_what_is_drawn_does_not_depend_on_who_draws():

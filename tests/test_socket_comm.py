@@ -1,6 +1,8 @@
 """Ranks that talk over sockets: threads here stand for processes, but where one is killed."""
 
 import contextlib
+import inspect
+import re
 import socket
 import subprocess
 import sys
@@ -13,7 +15,7 @@ import pytest
 
 import cuflash
 from cuflash import distributed
-from cuflash.distributed import RankError, SocketComm, host_group
+from cuflash.distributed import LocalComm, NcclComm, RankError, SocketComm, host_group
 
 # What takes milliseconds may take many seconds on a busy machine. Nobody waits that long in vain.
 PATIENCE = 60.0
@@ -41,6 +43,15 @@ def run(size, function, timeout=PATIENCE):
 
     with ThreadPoolExecutor(size) as pool:
         return list(pool.map(rank, range(size)))
+
+
+@pytest.mark.parametrize(
+    "function",
+    [LocalComm.make, LocalComm.run, SocketComm.from_environment, NcclComm.from_environment],
+)
+def test_docstrings_tell_of_every_parameter(function):
+    told = re.findall(r"^(\w+) : ", inspect.getdoc(function), re.MULTILINE)
+    assert told == list(inspect.signature(function).parameters)
 
 
 @pytest.mark.parametrize("method", ["ring", "ulysses", "gather"])

@@ -25,6 +25,11 @@ _INTEGERS = {
     "q_offset": "offsets", "start": "positions", "page_table": "page numbers",
     "cu_seqlens_q": "offsets", "cu_seqlens_k": "offsets",
 }  # fmt: skip
+# What to give where something is no array.
+_WANTED = {
+    **dict.fromkeys((*OF_BATCH, "start", "lengths"), "an integer, or an array of integers"),
+    **dict.fromkeys(("page_table", "cu_seqlens_q", "cu_seqlens_k"), "an array of integers"),
+}
 _DLPACK_CPU = 1  # kDLCPU
 # Types that need no conversion, and whether they are NumPy's: CuPy's come once one was seen.
 array_types: dict[type, bool] = {np.ndarray: True}
@@ -66,9 +71,8 @@ def as_array(name: str, x: Any) -> Array:
     if hasattr(x, "__dlpack_device__") or hasattr(x, "__cuda_array_interface__"):
         view: CupyArray = memory_module().as_array(x)
         return view
-    raise TypeError(
-        f"{name} is a {type(x).__name__}: give a NumPy or CuPy array, or one that speaks DLPack"
-    )
+    wanted = _WANTED.get(name, "a NumPy or CuPy array, or one that speaks DLPack")
+    raise TypeError(f"{name} is a {type(x).__name__}: give {wanted}")
 
 
 def check_devices(arrays: dict[str, Array]) -> None:

@@ -20,6 +20,7 @@ from ..operands.checks import (
     check_pools,
     check_read,
     checked_integer,
+    checked_truth,
 )
 from ..operands.dtypes import result_dtype
 from ..operands.layout import Layout, Packing, check_shapes, make_layout, unpaged
@@ -170,7 +171,7 @@ class Call:
             self.scale = checked_scale(options.scale, accumulator)
         lengths = {name: given.get(name) for name in OF_BATCH}
         mask = given.get("mask")
-        gqa = bool(options.enable_gqa)
+        gqa = checked_truth("enable_gqa", options.enable_gqa)
         broadcast = {
             **lengths, "mask": mask, "page_table": table, "enable_gqa": gqa, "packing": packing,
         }  # fmt: skip
@@ -215,7 +216,7 @@ class Call:
             page_table=table.dtype.name if table else "",
             aligned=aligned and all(spec.rows_are_aligned() for spec in rows),
             backward=self.backward,
-            deterministic=bool(options.deterministic),
+            deterministic=checked_truth("deterministic", options.deterministic),
             split_keys=checked_split(options.split_keys),
             dropout=self.dropout_p > 0,
             joins=options.joins,

@@ -97,7 +97,14 @@ class LocalComm(Communicator):
 
     @classmethod
     def make(cls, size: int, timeout: float = TIMEOUT) -> list[LocalComm]:
-        """The communicators of `size` ranks, one for each thread."""
+        """The communicators of `size` ranks, one for each thread.
+
+        Parameters
+        ----------
+        size : int
+        timeout : float
+            Seconds after which a rank that has not arrived is given up.
+        """
         exchange = _Exchange()
         return [cls(rank, size, timeout, exchange) for rank in range(size)]
 
@@ -108,6 +115,14 @@ class LocalComm(Communicator):
         """What `function(comm)` returns on each of `size` ranks, in threads of their own.
 
         An error of one rank makes all fail; it is raised here.
+
+        Parameters
+        ----------
+        size : int
+        function : function
+            Of a rank's communicator.
+        timeout : float
+            Seconds after which a rank that has not arrived is given up.
         """
 
         def call(comm: LocalComm) -> Result:

@@ -73,6 +73,11 @@ class NcclComm(ProcessComm):
         """The rank that RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT say.
 
         Its GPU, the one with the number LOCAL_RANK, becomes the current one.
+
+        Parameters
+        ----------
+        timeout : float
+            Seconds after which a rank that has not arrived is given up.
         """
         import cupy
         from cupy.cuda import nccl

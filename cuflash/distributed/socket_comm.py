@@ -86,7 +86,13 @@ class SocketComm(ProcessComm):
 
     @classmethod
     def from_environment(cls, timeout: float = TIMEOUT) -> SocketComm:
-        """The rank that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say."""
+        """The rank that RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say.
+
+        Parameters
+        ----------
+        timeout : float
+            Seconds after which a rank that has not arrived is given up.
+        """
         return cls(int(variable("RANK")), int(variable("WORLD_SIZE")), timeout=timeout)
 
     def _connect(self) -> dict[int, socket.socket]:

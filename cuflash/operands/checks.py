@@ -27,6 +27,13 @@ def checked_integer(name: str, value: Any, wanted: str) -> int:
         raise TypeError(f"{name}={value!r}: {wanted}") from None
 
 
+def checked_truth(name: str, value: Any) -> bool:
+    """`value` as a bool, or a TypeError for what is neither True nor False, nor equal to one."""
+    if isinstance(value, (int, float, np.generic)) and value in (0, 1):
+        return bool(value)
+    raise TypeError(f"{name}={value!r}: give True or False")
+
+
 def _turned(name: str, given: Spec, shape: tuple[int, ...]) -> str:
     """How to pass what has heads and rows the wrong way round, or nothing."""
     own = given.shape
