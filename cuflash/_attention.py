@@ -465,8 +465,8 @@ def attention_backward(
         What :func:`attention` returned with `return_lse`: float32, or float64 for float64.
     algo : {"fa1", "fa2", "fa3"}, optional
         FlashAttention-1 (one thread block per head), FlashAttention-2 (one per head and key tile)
-        or FlashAttention-3 (blocks that persist). By default the fastest. It need not be that of
-        the forward call.
+        or FlashAttention-3 (blocks that persist). By default that of the first row that serves of
+        a table in the order of measured speed. It need not be that of the forward call.
     engine : {"numpy", "simt", "mma", "wgmma"}, optional
         As in :func:`attention`; fa1 has no gradients on wgmma.
     causal, window, mask, bias, score_mod, softcap, alibi_slopes, sinks

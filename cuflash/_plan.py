@@ -99,9 +99,9 @@ def plan(
     Returns
     -------
     Plan
-        Printable: kernel, tiles, shared memory, grid, workspace, FLOPs, bytes moved, the estimated
-        time and that of others, and why other rows of the table were rejected. `.source()` is the
-        CUDA C that would be compiled.
+        Printable: kernel, tiles, shared memory, grid, workspace, FLOPs, bytes moved; of a forward
+        pass the estimated time and that of others, of gradients the order of sums; and why other
+        rows of the table were rejected. `.source()` is the CUDA C that would be compiled.
 
     Examples
     --------

@@ -18,7 +18,7 @@ import cuflash
 from cuflash import reference
 from cuflash.masks.band import Band
 from cuflash.operands.dtypes import DOUBLE, HALF, ITEM_BYTES
-from cuflash.planning.plan import TILES, Plan, make_plan
+from cuflash.planning.plan import MOST_COMPARED, TILES, Plan, make_plan
 from cuflash.planning.planes import PlanesTile
 from cuflash.planning.planes_gradients import PlanesKeysTile
 from cuflash.planning.problem import CPU, SHARED_BYTES, Device, Problem
@@ -29,29 +29,6 @@ H200 = Device(90, "NVIDIA H200", multiprocessors=132)
 GPU_ROWS = [row for row in TILES if row.threads and not row.backward]
 BACKWARD_ROWS = [row for row in TILES if row.threads and row.backward]
 ARCHES = (70, 75, 80, 86, 89, 90, 100, 120)
-
-# (type, algo, architecture): head dims up to this one are served; more need more shared memory
-# than the architecture has.
-LIMITS = {
-    ("float16", "fa1", 75): 500,
-    ("bfloat16", "fa1", 75): 500,
-    ("float32", "fa1", 75): 500,
-    ("float64", "fa1", 70): 378,
-    ("float64", "fa1", 75): 250,
-    ("float64", "fa1", 86): 390,
-    ("float64", "fa1", 89): 390,
-    ("float64", "fa1", 120): 390,
-    ("float64", "fa2", 70): 506,
-    ("float64", "fa2", 75): 336,
-}
-
-
-# The same for backward, whatever the algorithm: it holds keys, values, queries and dout.
-BACKWARD_LIMITS = {
-    ("float16", 70): 448, ("bfloat16", 70): 448, ("float32", 70): 448, ("float64", 70): 224,
-    ("float16", 75): 320, ("bfloat16", 75): 320, ("float32", 75): 320, ("float64", 75): 160,
-    ("float64", 80): 416, ("float64", 86): 256, ("float64", 89): 256, ("float64", 120): 256,
-}  # fmt: skip
 
 
 def problem(dtype="float16", leading=(2, 3), n=100, m=90, d=64, e=None, **more):
@@ -561,11 +538,34 @@ def served(dtype, algo, arch, d, make=problem):
 def test_every_head_dim_is_served(dtype, algo, arch):
     """Those around multiples of 8, where rows end."""
     dims = [d for d in range(1, 513) if d % 8 in (0, 1)]
-    limit = LIMITS.get((dtype, algo, arch), 512)
-    assert [d for d in dims if served(dtype, algo, arch, d)] == [d for d in dims if d <= limit]
-    limit = BACKWARD_LIMITS.get((dtype, arch), 512)
-    found = [d for d in dims if served(dtype, algo, arch, d, backward)]
-    assert found == [d for d in dims if d <= limit]
+    for make in (problem, backward):
+        assert [d for d in dims if served(dtype, algo, arch, d, make)] == dims
+
+
+def widest(dtype, arch, make):
+    """The widest heads that are served, in steps of 16."""
+    dims = [d for d in range(16, 2048, 16) if served(dtype, "fa2", arch, d, make)]
+    assert dims == [*range(16, dims[-1] + 1, 16)]
+    return dims[-1]
+
+
+@pytest.mark.parametrize("arch", [70, 75, 80, 86, 90, 120])
+@pytest.mark.parametrize("make", [problem, backward])
+def test_the_widest_heads(make, arch):
+    """Shared memory of 64 KB, and of 96 KB, holds few rows of float64."""
+    limits = {75: (656, 640), 70: (1008, 960)}.get(arch, (1024, 1024))
+    assert widest("float64", arch, make) == limits[make is backward]
+    assert {widest(x, arch, make) for x in ("float16", "float32")} == {1024}
+    with pytest.raises(NotImplementedError, match="serves head dims up to 1024"):
+        make_plan(make("float32", d=1025), Device(arch))
+
+
+@pytest.mark.parametrize("arch", [70, 75, 80, 86, 89, 90, 100, 120])
+@pytest.mark.parametrize("dtype", ITEM_BYTES)
+def test_default_calls_serve_every_head_dim_of_the_contract(dtype, arch):
+    for d in (1, 64, 128, 176, 256, 257, 320, 512):
+        assert served(dtype, None, arch, d)
+        assert served(dtype, None, arch, d, backward)
 
 
 def test_reasons():
@@ -740,7 +740,7 @@ def test_rows_that_do_not_serve_are_listed_with_their_reasons():
     plan = make_plan(problem("float32", (1,), 4, 4, 32), H200)
     rows = [row for row in TILES if row.algo != "fa1" and not row.backward]
     listed = [row for row, _ in plan.rejected]
-    serving = [row for row in rows if row not in listed]
+    serving = [row for row in rows if row not in listed and row.max_dim <= MOST_COMPARED]
     assert listed == [row for row in rows if row in listed]
     bare = [dataclasses.replace(tile, packed=1, span=0) for tile, _ in plan.others]
     chosen = dataclasses.replace(plan.tile, packed=1, span=0)
@@ -775,7 +775,7 @@ def test_reasons_are_said_once():
     alone = next(row for row, why in plan.rejected if why == "serves head dims up to 16")
     assert second == f"rejected   {alone}: serves head dims up to 16"
     with pytest.raises(NotImplementedError) as caught:
-        make_plan(backward(d=600), H200, "fa2")
+        make_plan(backward(d=1100), H200, "fa2")
     _, *lines = str(caught.value).splitlines()
     assert sum(rows_of(line, "fa2 backward mma") for line in lines) >= 2
     assert lines[-1] == "  fa2 numpy 2048x512: the numpy engine works on NumPy arrays"
@@ -805,6 +805,17 @@ def test_printing():
     assert "head dim 64, backward\n" in str(gradients)
     assert "\nkernel     fa2_backward, algo fa2, engine mma\n" in str(gradients)
     assert f"\nworkspace  {gradients.workspace_bytes} bytes\n" in str(gradients)
+    turns = dict(gradients.workspace)["turns"]
+    sums = dict(gradients.workspace)["dq_sum"]
+    order = "the same each time: blocks take turns at a tile of dQ"
+    assert f"\norder      {order}, dq_sum {sums} bytes, turns {turns} bytes\n" in str(gradients)
+    free = make_plan(backward(n=512, m=512, deterministic=False), H200, "fa2", "mma")
+    order = f"any: blocks add to a tile of dQ as they come, dq_sum {sums} bytes"
+    assert f"\norder      {order}\n" in str(free)
+    for alone in (make_plan(backward(), H200, "fa1"), make_plan(backward(d=256), H200)):
+        assert "\norder      the same each time: one block adds to a tile of dQ" in str(alone)
+    assert "\norder" not in str(make_plan(backward(leading=(1,)), CPU))
+    assert "\norder" not in str(plan)
     cpu = str(make_plan(problem(leading=(1,)), CPU))
     assert "device     CPU\nkernel     fa2_forward, algo fa2, engine numpy\n" in cpu
     assert "\ngrid" not in cpu
@@ -812,6 +823,24 @@ def test_printing():
     assert str(Problem("float32", (), 1, 2, 3, 3)) == (
         "float32 heads 1, queries 1, keys 2, head dim 3"
     )
+
+
+@pytest.mark.parametrize(
+    ("make", "engine"), [(problem, "mma"), (problem, "wgmma"), (backward, "wgmma")]
+)
+def test_plans_of_planes_say_what_is_left_and_what_it_costs(make, engine):
+    plan = make_plan(make("float32", (4, 16), 4096, 4096), H200, "fa2", engine)
+    sizes = {x: size for x, size in plan.workspace if "plane" in x or x in ("held_heads", "again")}
+    left = {x.name for x in plan.kernels if plan.tile.of_kernel(x.name).engine == "simt"}
+    (line,) = [x for x in str(plan).splitlines() if x.startswith("behind")]
+    name, text = line.removeprefix("behind     ").split(" on simt, ")
+    assert name in left
+    assert text == (
+        "for what planes do not hold: takes as long as simt does for these heads or rows, on top; "
+        f"planes and marks {sum(sizes.values())} bytes"
+    )
+    assert ("q_planes" in sizes) == (engine == "wgmma")
+    assert "\nbehind" not in str(make_plan(make("float32", d=64), H200, "fa2", "simt"))
 
 
 def test_devices():

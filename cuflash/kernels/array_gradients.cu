@@ -28,6 +28,13 @@ static_assert(is_laid_out<Shared>(tile_bytes::K, K_TILE) &&
               "the plan's tiles in shared memory are those of the kernel");
 static_assert(BLOCK_Q % STEPS == 0, "whole steps");
 constexpr int PASSES = BLOCK_Q / STEPS, ROW_WARPS = WARPS / WARP_SPLIT;
+
+// Of lanes that hold the same scores one speaks for all.
+constexpr int ROW_HOLDERS = KeyTile::ROW_THREADS * KeyTile::HOLDERS;
+__device__ __forceinline__ bool speaks(const KeyTile& tile) {
+    return KeyTile::HOLDERS == 1 || tile.lane % ROW_HOLDERS < KeyTile::ROW_THREADS;
+}
+
 using Sums = Accumulator[PASSES][ROWS][COLUMNS];
 
 // The tiles of one visit. With two stages those of the next are under way; keys that all visits share
@@ -87,7 +94,8 @@ __device__ __forceinline__ void add_step(Accumulator (&sums)[ROWS][COLUMNS],
 #pragma unroll
         for (int j = 0; j < COLUMNS; ++j) {
             if constexpr (SCATTERS)
-                add_term(p, head, q + keys.column(j), k_begin + keys.row(i), dS_regs[i][j]);
+                add_term(p, head, q + keys.column(j), k_begin + keys.row(i),
+                         speaks(keys) ? dS_regs[i][j] : Accumulator(0));
             else
                 sums[i][j] += dS_regs[i][j];
         }
@@ -161,6 +169,7 @@ template <typename Store>
 __device__ __forceinline__ void each_pair(const Sums& sums, const Store& store) {
     const KeyTile tile(threadIdx.x % 32, nullptr);
     const int first_step = threadIdx.x / 32 % WARP_SPLIT * STEP_Q;
+    if (!speaks(tile)) return;
 #pragma unroll
     for (int pass = 0; pass < PASSES; ++pass)
 #pragma unroll
@@ -183,7 +192,7 @@ __device__ __forceinline__ void sum_over_queries(const Sums& sums, Accumulator* 
             for (int j = 0; j < COLUMNS; ++j) total += sums[pass][i][j];
         total = row_sum<KeyTile::ROW_THREADS>(total);
         const int part = threadIdx.x / 32 % WARP_SPLIT;
-        if (tile.lane % KeyTile::ROW_THREADS == 0)
+        if (tile.lane % ROW_HOLDERS == 0)
             shared_sums[part * BLOCK_K + first_row_of_warp() + tile.row(i)] = total;
     }
 }
@@ -200,7 +209,7 @@ __device__ __forceinline__ void sum_over_keys(const Sums& sums, Accumulator* sha
 #pragma unroll
             for (int i = 0; i < ROWS; ++i) total += sums[pass][i][j];
 #pragma unroll
-            for (int lane = KeyTile::ROW_THREADS; lane < 32; lane *= 2)
+            for (int lane = ROW_HOLDERS; lane < 32; lane *= 2)
                 total += __shfl_xor_sync(FULL_WARP, total, lane);
             const int column = pass * STEPS + first_step + tile.column(j);
             if (tile.lane < KeyTile::ROW_THREADS)

@@ -86,7 +86,8 @@ struct State {
             const int q = q_begin + tile.row(i);
             const Accumulator total = softmax.total(i);
             if (q >= rows) continue;
-            if (tile.lane % Tile::ROW_THREADS == 0) maximum[q] = softmax.origin[i], sum[q] = total;
+            if (tile.lane % (Tile::ROW_THREADS * Tile::HOLDERS) == 0)
+                maximum[q] = softmax.origin[i], sum[q] = total;
 #pragma unroll
             for (int j = 0; j < Tile::VALUE_COLUMNS; j += GROUP) {
                 if (tile.value_column(j) >= HEAD_DIM_V) continue;

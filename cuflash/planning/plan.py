@@ -25,6 +25,10 @@ ALGOS: tuple[Algo, ...] = ("fa1", "fa2", "fa3")
 DEFAULT_ALGOS: tuple[Algo, ...] = ("fa2", "fa3")
 WORKSPACE_ALIGNMENT = 256  # bytes
 MOST_OTHERS = 6  # which a plan prints
+MOST_COMPARED = 512  # head dim: forward rows for wider heads are for what no row before them serves
+PARTS_OF_PLANES = (
+    *(f"{name}_planes" for name in ("q", "k", "v", "dout")), "plane_ranges", "held_heads", "again",
+)  # fmt: skip
 FOLLOWING_ARCH = 90  # from here on kernels can wait for others (kernels/ptx/overlap.cuh)
 
 # The modules of the engines, the fastest first. Hopper's engine has several.
@@ -261,6 +265,37 @@ class Plan:
         """
         return source.kernel_source(self.problem, self.tile, kernel or self.kernel)
 
+    @property
+    def _order(self) -> str:
+        """In which order blocks add to a tile of dQ, and what that costs, in words."""
+        sizes = dict(self.workspace)
+        parts = [f", {x} {sizes[x]} bytes" for x in ("dq_sum", "turns") if x in sizes]
+        adds = any(x.name.endswith("sum_dq") for x in self.kernels) and not self.tile.keys_outside
+        if self.chains:
+            order = f"planned, of {self.chains} chain(s) of tiles of keys a head"
+        elif self.is_ordered:
+            order = "the same each time: blocks take turns at a tile of dQ"
+        elif adds and not self.problem.deterministic:
+            order = "any: blocks add to a tile of dQ as they come"
+        else:
+            order = "the same each time: one block adds to a tile of dQ"
+        return order + "".join(parts)
+
+    @property
+    def _behind(self) -> str:
+        """The kernel of another engine that works on what this one leaves out, and what that costs;
+        or an empty string.
+        """
+        if "again" not in dict(self.workspace):
+            return ""
+        engines = ((x.name, self.tile.of_kernel(x.name).engine) for x in self.kernels)
+        name, engine = next(x for x in engines if x[1] != self.engine)
+        planes = sum(size for part, size in self.workspace if part in PARTS_OF_PLANES)
+        return (
+            f"{name} on {engine}, for what planes do not hold: takes as long as {engine} does for "
+            f"these heads or rows, on top; planes and marks {planes} bytes"
+        )
+
     def __str__(self) -> str:
         p = self.problem
         lines = [
@@ -275,14 +310,16 @@ class Plan:
                 f"block      {self.threads} threads, {self.shared_bytes} bytes of shared memory",
                 f"grid       {self.grid} blocks",
             ]
-        if self.chains:
-            lines.append(f"order      planned, of {self.chains} chain(s) of tiles of keys a head")
+        if p.backward and self.threads:
+            lines.append(f"order      {self._order}")
         lines += [
             f"workspace  {self.workspace_bytes} bytes",
             f"work       {self.flops / 1e9:.3f} GFLOP",
             f"traffic    {self.traffic / 1e9:.3f} GB without caches, unfused "
             f"{self.unfused_traffic / 1e9:.3f} GB",
         ]
+        if behind := self._behind:
+            lines.append(f"behind     {behind}")
         if self.tile.rate:
             lines.append(f"estimate   {estimate(self.tile, p.typical, self.device):.1f} us")
         lines += [f"other      {time:.1f} us: {tile}" for tile, time in self.others[:MOST_OTHERS]]
@@ -322,7 +359,7 @@ def make_plan(
     algo : {"fa1", "fa2", "fa3"}, optional
         By default fa3 or, where it does not serve, fa2: fa1 is never faster.
     engine : {"numpy", "simt", "mma", "wgmma"}, optional
-        By default the fastest that serves.
+        By default any that serves.
 
     Raises
     ------
@@ -361,11 +398,12 @@ def _chosen(problem: Problem, device: Device, algo: str | None, engine: str | No
 
 def _fastest(problem: Problem, device: Device, rows: Iterable[Tile]) -> Plan | None:
     """The variant that is estimated to take least, of those rows that serve and have a rate."""
-    rejected, timed = [], []
+    rejected: list[tuple[Tile, str]] = []
+    timed: list[tuple[float, Tile]] = []
     for row in rows:
         if reason := row.reject(problem, device):
             rejected.append((row, reason))
-        elif row.rate:
+        elif row.rate and not (timed and row.max_dim > MOST_COMPARED):
             timed += best_variants(row, problem, device)
     if not timed:
         return None

@@ -95,6 +95,8 @@ _FORWARD = (
          rate=18, item_time=1.25, start_time=12.3),
     _fa2(dtypes=EVERY,  max_dim=512, block_k=8,  warps=2, row_lanes=8,  lane_rows=1,
          rate=11, item_time=0.94, start_time=12.1),
+    _fa2(dtypes=EVERY,  max_dim=1024, block_k=4, warps=4, row_lanes=32, lane_rows=1,
+         rate=8, item_time=0.77, start_time=14.3),  # on an H100, 2026-11-25
     _fa1(dtypes=SINGLE, max_dim=64,  block_k=128, warps=8, row_lanes=8,  lane_rows=4, stages=2,
          step_k=64),
     _fa1(dtypes=SINGLE, max_dim=128, block_k=64,  warps=8, row_lanes=16, lane_rows=4, stages=2),
@@ -102,7 +104,12 @@ _FORWARD = (
     _fa1(dtypes=EVERY,  max_dim=256, block_k=32,  warps=4, row_lanes=16, lane_rows=2, stages=2),
     _fa1(dtypes=EVERY,  max_dim=512, block_k=16,  warps=4, row_lanes=16, lane_rows=1, stages=2),
     _fa1(dtypes=EVERY,  max_dim=512, block_k=8,   warps=2, row_lanes=8,  lane_rows=1, stages=2),
+    _fa1(dtypes=EVERY,  max_dim=1024, block_k=4,  warps=2, row_lanes=32, lane_rows=1, stages=2),
 )
+# The last rows are for shared memories of 64 to 99 KB. On an H100 (2026-11-25), gradients of 32
+# heads, 512 tokens, D 448 in float32 and D 256 in float64: 16x8 3.31 and 3.64 ms, 8x8 3.37 and
+# 3.73, 4x8 4.38 and 4.99, 4x2 5.91 and 6.42; with 32 lanes a row 8x8 3.53 and 4.50, 4x8 5.01 and
+# 6.84.
 _BACKWARD = (
     *_both(dtypes=SINGLE, max_dim=32,  block_q=64, warps=4, row_lanes=8,  lane_rows=8, stages=2),
     *_both(dtypes=SINGLE, max_dim=32,  block_q=64, warps=4, row_lanes=8,  lane_rows=8, stages=1),
@@ -112,6 +119,9 @@ _BACKWARD = (
     *_both(dtypes=EVERY,  max_dim=128, block_q=32, warps=4, row_lanes=16, lane_rows=4, stages=1),
     *_both(dtypes=EVERY,  max_dim=256, block_q=16, warps=4, row_lanes=16, lane_rows=2, stages=1),
     *_both(dtypes=EVERY,  max_dim=512, block_q=16, warps=4, row_lanes=16, lane_rows=1, stages=1),
+    *_both(dtypes=EVERY,  max_dim=512, block_q=8,  warps=4, row_lanes=16, lane_rows=1, stages=1),
+    *_both(dtypes=EVERY,  max_dim=512, block_q=4,  warps=4, row_lanes=16, lane_rows=1, stages=1),
+    *_both(dtypes=EVERY,  max_dim=1024, block_q=4, warps=2, row_lanes=32, lane_rows=1, stages=1),
 )
 # Behind kernels on planes, by the head dims that these serve: tiles are theirs.
 BEHIND_PLANES = {

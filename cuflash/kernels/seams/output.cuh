@@ -154,7 +154,8 @@ __device__ __forceinline__ void store_rows(const Accumulator (&O)[ROWS][COLUMNS]
 #pragma unroll
     for (int i = 0; i < ROWS; ++i) {
         const int row = row_begin + tile.row(i);
-        const bool exists = row_exists(p, head, row), speaks = tile.lane % Tile::ROW_THREADS == 0;
+        const bool exists = row_exists(p, head, row);
+        const bool speaks = tile.lane % (Tile::ROW_THREADS * Tile::HOLDERS) == 0;
         const Accumulator total = softmax.total(i);
         const auto log_sum = [&] { return softmax.log_sum_exp(i, total, multiplier); };
         const RowEnd end(p, row_head(head, row), query_of(row), total, log_sum);

@@ -64,7 +64,7 @@ struct DoubleMmaTile {
     using Shared = double;
     static constexpr int ROWS = 2 * SLABS, COLUMNS = STEP_K / 4, WARP_ROWS = 16 * SLABS;
     static constexpr int PADDED_D = round_up(D, 16), PADDED_DV = round_up(DV, 16);
-    static constexpr int VALUE_GROUPS = PADDED_DV / 16, ROW_THREADS = 4;
+    static constexpr int VALUE_GROUPS = PADDED_DV / 16, ROW_THREADS = 4, HOLDERS = 1;
     static constexpr int VALUE_COLUMNS = 4 * (round_up(VALUE_GROUPS, SPLIT) / SPLIT);
     static constexpr int PITCH = pitch<double>(PADDED_D), VALUE_PITCH = pitch<double>(PADDED_DV);
     static constexpr int DEPTHS = PADDED_D / 16;

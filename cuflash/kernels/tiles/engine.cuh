@@ -12,7 +12,8 @@
 //     ROWS, COLUMNS, VALUE_COLUMNS  what a lane holds: scores S[ROWS][COLUMNS], sums
 //                                   O[ROWS][VALUE_COLUMNS]
 //     COLUMN_GROUP                  adjacent columns of O in a lane
-//     ROW_THREADS                   adjacent lanes that share a row
+//     ROW_THREADS, HOLDERS          adjacent lanes that share the scores of a row; how often in a
+//                                   row there are such, which hold the same
 //     lane                          the lane's number in its warp
 //     row(i), column(j)             to which row and column of the warp's tile S[i][j] belongs
 //     value_column(j)               to which column O[i][j] belongs

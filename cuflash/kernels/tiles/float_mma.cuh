@@ -95,7 +95,7 @@ struct FloatMmaTile {
     using Shared = float;
     static constexpr int ROWS = 2 * SLABS, COLUMNS = STEP_K / 4, WARP_ROWS = 16 * SLABS;
     static constexpr int PADDED_D = round_up(D, 16), PADDED_DV = round_up(DV, 16);
-    static constexpr int ROW_THREADS = 4, VALUE_COLUMNS = PADDED_DV / 4;
+    static constexpr int ROW_THREADS = 4, HOLDERS = 1, VALUE_COLUMNS = PADDED_DV / 4;
     static constexpr int PITCH = pitch<float>(PADDED_D), VALUE_PITCH = pitch<float>(PADDED_DV);
     static_assert(PITCH > PADDED_D && VALUE_PITCH > PADDED_DV, "a row's unit has its place");
     static constexpr int DEPTHS = PADDED_D / 16, KEYS = STEP_K / 16;

@@ -1,8 +1,11 @@
 // Products of a warp's slab of rows on the FMA units: any type, any architecture.
 //
-// The 32 lanes form a grid of 32 / ROW_THREADS by ROW_THREADS; each lane holds ROWS rows and a few
+// The 32 lanes form a grid of 32 / ROW_LANES by ROW_LANES; each lane holds ROWS rows and a few
 // columns, all interleaved, so that what adjacent lanes read from shared memory lies in different
 // banks or is the same address. P changes hands between lanes through shared memory of the warp.
+//
+// Where shared memory has room for few keys of wide heads, a row has more lanes than there are keys: then
+// HOLDERS lanes score the same key, each some of the columns, and all of them hold the score.
 //
 // docs/kernels.md says what bounds its speed.
 #pragma once
@@ -14,8 +17,10 @@ template <typename A, int ROW_LANES, int ROWS_PER_LANE, int STEP_K, int D, int D
 struct SimtTile {
     static constexpr bool IS_OF_TENSOR_CORES = false;
     using Shared = A;
-    static constexpr int ROW_THREADS = ROW_LANES, LANE_ROWS = 32 / ROW_LANES;
-    static constexpr int ROWS = ROWS_PER_LANE, COLUMNS = STEP_K / ROW_LANES;
+    static constexpr int ROW_THREADS = ROW_LANES < STEP_K ? ROW_LANES : STEP_K;
+    static constexpr int HOLDERS = ROW_LANES / ROW_THREADS;
+    static constexpr int LANE_ROWS = 32 / ROW_LANES;
+    static constexpr int ROWS = ROWS_PER_LANE, COLUMNS = STEP_K / ROW_THREADS;
     static constexpr int WARP_ROWS = ROWS * LANE_ROWS;
     // Output columns per lane, in groups of 1, 2 or a whole chunk of adjacent ones.
     static constexpr int SHARE = (DV + ROW_LANES - 1) / ROW_LANES;
@@ -33,9 +38,16 @@ struct SimtTile {
     __device__ __forceinline__ SimtTile(int lane, A* exchange) : lane(lane), P_smem(exchange) {}
 
     __device__ __forceinline__ int row(int i) const { return i * LANE_ROWS + lane / ROW_LANES; }
-    __device__ __forceinline__ int column(int j) const { return j * ROW_LANES + lane % ROW_LANES; }
+    __device__ __forceinline__ int column(int j) const {
+        return j * ROW_THREADS + lane % ROW_THREADS;
+    }
     __device__ __forceinline__ int value_column(int j) const {
         return (j / COLUMN_GROUP * ROW_LANES + lane % ROW_LANES) * COLUMN_GROUP + j % COLUMN_GROUP;
+    }
+
+    // Which of the lanes that hold the same scores this is.
+    __device__ __forceinline__ int holder() const {
+        return HOLDERS > 1 ? lane % ROW_LANES / ROW_THREADS : 0;
     }
 
     __device__ __forceinline__ void take_queries(const A* slab) { Q_slab = slab; }
@@ -56,7 +68,7 @@ struct SimtTile {
 #pragma unroll
             for (int j = 0; j < COLUMNS; ++j) S[i][j] = A(0);
 #pragma unroll 2
-        for (int d = 0; d < PADDED_D; d += CHUNK<A>) {
+        for (int d = holder() * CHUNK<A>; d < PADDED_D; d += HOLDERS * CHUNK<A>) {
             Vector<A> K_regs[COLUMNS];
 #pragma unroll
             for (int j = 0; j < COLUMNS; ++j)
@@ -72,6 +84,13 @@ struct SimtTile {
                         S[i][j] = multiply_add(Q.at[e], K_regs[j].at[e], S[i][j]);
             }
         }
+#pragma unroll
+        for (int lanes = ROW_THREADS; lanes < ROW_LANES; lanes *= 2)
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+                for (int j = 0; j < COLUMNS; ++j)
+                    S[i][j] += __shfl_xor_sync(FULL_WARP, S[i][j], lanes);
     }
 
     // O += P V for the STEP_K values from V_smem on.
@@ -80,7 +99,8 @@ struct SimtTile {
 #pragma unroll
         for (int i = 0; i < ROWS; ++i)
 #pragma unroll
-            for (int j = 0; j < COLUMNS; ++j) P_smem[row(i) * P_PITCH + column(j)] = P[i][j];
+            for (int j = 0; j < COLUMNS; ++j)
+                if (holder() == 0) P_smem[row(i) * P_PITCH + column(j)] = P[i][j];
         __syncwarp();  // every lane reads what all lanes of its row have written
 #pragma unroll 1
         for (int k = 0; k < STEP_K; k += CHUNK<A>) {

@@ -92,7 +92,7 @@ __device__ __forceinline__ void exchange(Vector<u32, 4>& words, int lane) {
 
 template <typename T, int BLOCK_K, int D, int DV>
 struct WarpgroupTile {
-    static constexpr int ROWS = 2, COLUMNS = BLOCK_K / 4, ROW_THREADS = 4;
+    static constexpr int ROWS = 2, COLUMNS = BLOCK_K / 4, ROW_THREADS = 4, HOLDERS = 1;
     static constexpr int VALUE_COLUMNS = padded(DV) / 4, COLUMN_GROUP = 2;
     static constexpr bool IS_OF_TENSOR_CORES = true;
     using Queries = Panels<SLAB, padded(D)>;
