@@ -129,7 +129,7 @@ def takes_options_of(
 
         @functools.wraps(function)
         def call(*args: Params.args, **options: Params.kwargs) -> Result:
-            if not options.keys() <= known:
+            if not known.issuperset(options):
                 _explain(call, options)
                 name = next(x for x in options if x not in known)
                 raise TypeError(

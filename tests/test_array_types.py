@@ -3,11 +3,13 @@
 import ml_dtypes
 import numpy as np
 import pytest
-from small_calls import GRADIENTS, Dlpack, K, Q, V, check, inputs, result
+from small_calls import GRADIENTS, Dlpack, K, Q, V, check, inputs, normal, result
 from tolerance import assert_forward_close
 
 import cuflash
 from cuflash.calls import arrays as array_arguments
+from cuflash.calls.arguments import Arguments
+from cuflash.calls.call import ForwardCall
 from cuflash.operands.spec import Spec
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
@@ -122,3 +124,16 @@ def test_what_needs_no_copy_is_not_copied():
     copy = array_arguments.conform(K, Spec.contiguous(K.shape, float))
     assert copy.flags.c_contiguous
     np.testing.assert_array_equal(copy, K)
+
+
+def test_an_array_of_two_names():
+    """What is known of it is that of two arrays."""
+    x, y = normal(2, 3, 5, 4), normal(2, 3, 5, 4, seed=1)
+    for one, other in ((x, y), (Dlpack(x), Dlpack(y))):
+        mine = Arguments(ForwardCall.operands, {"q": other, "k": one, "v": one})
+        assert [name for name, *_ in mine.forms] == ["q", "k", "v"]
+        assert mine.forms[1][1:] == mine.forms[2][1:]
+        assert mine.addresses["v"] == mine.addresses["k"] == x.ctypes.data
+        assert mine.addresses["q"] == y.ctypes.data
+        assert isinstance(mine.arrays["v"], np.ndarray)
+        assert mine.arrays["v"] is mine.arrays["k"]

@@ -1102,6 +1102,18 @@ def test_pointers_of_packed_sequences(launch, masked):
         assert params["head_count"] == params["heads"] == 3
 
 
+def test_a_call_looks_at_the_stream_once(launch, monkeypatch):
+    given = {name: make(2, 8, 100, 64) for name in "qkv"}
+    call, arguments = call_of(ForwardCall, given, OPTIONS._replace(algo="fa1"))
+    assert call.workspace_bytes
+    run(launch, call, arguments, 2)
+    asked = []
+    cuda = sys.modules["cupy"].cuda
+    monkeypatch.setattr(cuda, "get_current_stream", lambda: asked.append(1) or Stream())
+    run(launch, call, Arguments(ForwardCall.operands, dict(given)), 2)
+    assert len(asked) == 1
+
+
 def test_results_of_packed_sequences_where_there_are_no_keys(launch, monkeypatch):
     assert launch.inside_sequences(np.array([1, 3, 4]), None, 6, np).tolist() == [
         -1, 0, 0, 1, -1, -1,

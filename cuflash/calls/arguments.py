@@ -90,6 +90,10 @@ class PackedQueries(NamedTuple):
     longest: tuple[int | None, int | None]
 
 
+# As `as_options` does.
+as_packed: Callable[[tuple[Any, ...]], PackedQueries] = partial(tuple.__new__, PackedQueries)
+
+
 def unpacked(q: Any) -> tuple[Any, dict[str, Any], tuple[int | None, int | None] | None]:
     """The queries themselves; if sequences are packed, where these begin and how long they are."""
     return q if type(q) is PackedQueries else (q, {}, None)
@@ -132,8 +136,14 @@ class Arguments:
     ):  # fmt: skip
         forms: list[Form] = []
         addresses = _nowhere(operands, wrt).copy()
-        device_id, bits = None, 0
+        device_id, bits, address, last = None, 0, 0, None
         for name, x in arrays.items():
+            if x is last:  # where keys begin mostly is where queries do
+                arrays[name] = arrays[forms[-1][0]]
+                forms.append((name, *forms[-1][1:]))
+                addresses[name] = address
+                continue
+            last = x
             on_host = array_types.get(type(x))
             if on_host is None:
                 x = arrays[name] = as_array(name, x)

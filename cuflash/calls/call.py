@@ -225,9 +225,9 @@ class Call:
         )
         self.plan: Plan = make_plan(problem, device, options.algo, options.engine)
         self.mask_held = predicate.held if predicate and problem.mask_form.text else ()
-        self.workspace_bytes = self.plan.workspace_bytes
         self.has_lists = mask_kind == "blocks"
         self.is_empty = 0 in self.layout.out_shape or k.shape[-2] == 0
+        self.workspace_bytes = 0 if self.is_empty else self.plan.workspace_bytes
         self.launch: Callable[..., None] | None = None
 
     def _mask_form(

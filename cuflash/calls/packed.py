@@ -9,7 +9,7 @@ import numpy as np
 
 from ..operands.checks import checked_integer
 from ..operands.spec import Spec
-from .arguments import PackedQueries
+from .arguments import PackedQueries, as_packed
 from .arrays import (
     OF_BATCH,
     are_on_device,
@@ -54,10 +54,11 @@ def packed_queries(
     ValueError, TypeError
         For what cannot be offsets; their values are looked at where these are on the host.
     """
-    longest = max_seqlen_q, max_seqlen_k
-    given, most = _starts_and_longest(cu_seqlens_q, cu_seqlens_k, longest, page_table is not None)
+    given, most = _starts_and_longest(
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, page_table is not None
+    )
     starts = given if are_on_device(*given.values()) else _checked_starts(q, k, given, most)
-    return PackedQueries(q, starts, most)
+    return as_packed((q, starts, most))
 
 
 def integers_as_read(
@@ -169,8 +170,9 @@ def starts_specs(
     max_seqlen_k: object, is_paged: bool,
 ) -> tuple[dict[str, Spec], tuple[int | None, int | None]]:  # fmt: skip
     """Those of offsets of any values, and how long sequences may be."""
-    longest = max_seqlen_q, max_seqlen_k
-    given, most = _starts_and_longest(cu_seqlens_q, cu_seqlens_k, longest, is_paged)
+    given, most = _starts_and_longest(
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, is_paged
+    )
     starts = integers_of_one_type(_as_starts(given))
     specs = {name: Spec.contiguous(x.shape, x.dtype) for name, x in starts.items()}
     return specs, most
@@ -196,25 +198,25 @@ def packed_specs(specs: dict[str, Spec], is_paged: bool) -> dict[str, Spec]:
 
 
 def _starts_and_longest(
-    cu_seqlens_q: Integers, cu_seqlens_k: Integers | None, longest: tuple[object, object],
+    cu_seqlens_q: Integers, cu_seqlens_k: Integers | None, most: object, most_keys: object,
     is_paged: bool,
 ) -> tuple[dict[str, Integers], tuple[int | None, int | None]]:  # fmt: skip
     """Offsets, and the most tokens of a sequence, where some may be those of queries."""
-    most = checked_longest("max_seqlen_q", longest[0])
-    most_keys = checked_longest("max_seqlen_k", longest[1])
-    given = {"cu_seqlens_q": cu_seqlens_q}
     if is_paged:
         if cu_seqlens_k is not None or most_keys is not None:
             raise ValueError(
                 "cu_seqlens_k and max_seqlen_k go without a page_table, with which kv_lengths= "
                 "says how many keys each sequence has"
             )
-    elif cu_seqlens_k is None:
-        given["cu_seqlens_k"] = cu_seqlens_q
-        most_keys = most if most_keys is None else most_keys
+        given = {"cu_seqlens_q": cu_seqlens_q}
     else:
-        given["cu_seqlens_k"] = cu_seqlens_k
-    return given, (most, most_keys)
+        if cu_seqlens_k is None:
+            cu_seqlens_k = cu_seqlens_q
+            most_keys = most if most_keys is None else most_keys
+        given = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    return given, (
+        checked_longest("max_seqlen_q", most), checked_longest("max_seqlen_k", most_keys),
+    )  # fmt: skip
 
 
 def _check_axes(name: str, shape: tuple[int, ...]) -> None:

@@ -48,8 +48,8 @@ if TYPE_CHECKING:
 _logger = logging.getLogger("cuflash")
 _compiling: dict[int, threading.Lock] = {}  # by the hash of a source
 
-# Launches a call's kernels, given the operands' addresses and that of the workspace.
-CallLauncher: TypeAlias = Callable[[dict[str, int], int], None]
+# Launches a call's kernels, given the operands' addresses, that of the workspace, and the stream.
+CallLauncher: TypeAlias = Callable[[dict[str, int], int, int], None]
 
 
 @functools.cache
@@ -194,10 +194,10 @@ def begin_to_compile(plan: Plan, device_id: int) -> None:
 
 
 def prepare(call: Call, device_id: int) -> CallLauncher:
-    """A function that launches a call's kernels on the current stream.
+    """A function that launches a call's kernels.
 
     Its arguments are the addresses of the operands by their names, in the order of the kernels'
-    pointers, and that of the workspace.
+    pointers, that of the workspace, and the stream.
     """
     plan = call.plan
     names = pointers(plan.problem)
@@ -220,13 +220,13 @@ def prepare(call: Call, device_id: int) -> CallLauncher:
     offsets = [starts[name] for name in parts if name in starts]
     maps_workspace = any(x.planes > 1 for x in plan.map_boxes(plan.kernel))
     form = f"{given}Q" + "".join("Q" if name in starts else "8x" for name in parts)
-    pack_fields, current_stream = struct.Struct(form).pack_into, cupy.cuda.get_current_stream
+    pack_fields = struct.Struct(form).pack_into
 
-    def launch(addresses: dict[str, int], base: int) -> None:
+    def launch(addresses: dict[str, int], base: int, stream: int) -> None:
         fields = *addresses.values(), *[base + x for x in offsets]
         if maps_workspace:
             addresses = addresses | {name: base + x for name, x in starts.items()}
-        start(current_stream().ptr, pack_fields, fields, addresses)
+        start(stream, pack_fields, fields, addresses)
 
     return with_range(launch, f"cuflash {plan.kernel}: {plan.problem}")
 
@@ -240,7 +240,9 @@ def run(call: Call, arguments: Arguments, count: int) -> list[Any]:
     if cupy.cuda.runtime.getDevice() != device_id:
         with cupy.cuda.Device(device_id):
             return run(call, arguments, count)
-    results = results_of(call.results[:count], arrays, addresses)
+    takes_memory = call.workspace_bytes > 0 and arguments.workspace is None
+    stream = cupy.cuda.get_current_stream()
+    results = results_of(call.results[:count], arrays, addresses, stream, takes_memory)
     if call.is_empty:
         for x, value in zip(results, (*call.empty_values, *(0 for _ in call.targets))):
             x.fill(value)
@@ -264,9 +266,9 @@ def run(call: Call, arguments: Arguments, count: int) -> list[Any]:
         held = workspace(call.workspace_bytes, arguments.workspace, device_id)
         base = held.ptr
     if call.copied or call.staged:
-        _launch_with_copies(call, launch, arguments, base, results)
+        _launch_with_copies(call, launch, arguments, base, results, stream.ptr)
     else:
-        launch(addresses, base)
+        launch(addresses, base, stream.ptr)
     return results
 
 
@@ -280,10 +282,11 @@ def run_again(
     if cupy.cuda.runtime.getDevice() != device_id:
         with cupy.cuda.Device(device_id):
             return run_again(call, addresses, made, device_id)
-    results = results_of(made, {}, addresses)
-    held = workspace(call.workspace_bytes, None, device_id) if call.workspace_bytes else None
+    stream, takes_memory = cupy.cuda.get_current_stream(), call.workspace_bytes > 0
+    results = results_of(made, {}, addresses, stream, takes_memory)
+    held = workspace(call.workspace_bytes, None, device_id) if takes_memory else None
     assert call.launch is not None
-    call.launch(addresses, 0 if held is None else held.ptr)
+    call.launch(addresses, 0 if held is None else held.ptr, stream.ptr)
     return results
 
 
@@ -345,15 +348,16 @@ def _fill_sink_gradient(call: Call, arrays: dict[str, Any], results: list[Any]) 
 
 
 def _launch_with_copies(
-    call: Call, launch: CallLauncher, arguments: Arguments, base: int, results: list[Any]
-) -> None:
+    call: Call, launch: CallLauncher, arguments: Arguments, base: int, results: list[Any],
+    stream: int,
+) -> None:  # fmt: skip
     """Launch where a kernel cannot read or write the caller's arrays themselves."""
     given = call.heads_first({name: arguments.arrays[name] for name, _ in call.copied})
     copies = {name: conform(given[name], spec) for name, spec in call.copied}
     stages = {name: empty(spec.shape, spec.dtype) for name, spec in call.staged}
     for name, x in (copies | stages).items():
         arguments.addresses[name] = x.data.ptr
-    launch(arguments.addresses, base)
+    launch(arguments.addresses, base, stream)
     written = {name: x for (name, _), x in zip(call.results, results) if name in stages}
     for name, x in call.heads_first(written).items():
         x[...] = stages[name]

@@ -45,9 +45,9 @@ _FIRST_USE = (
 )
 
 
-def refuse_capture(reason: str = _NO_MEMORY) -> None:
-    """Raise a RuntimeError while the current stream records into a CUDA graph."""
-    if cupy.cuda.get_current_stream().is_capturing():
+def refuse_capture(reason: str = _NO_MEMORY, stream: Any = None) -> None:
+    """Raise a RuntimeError while the current stream, or that given, records into a CUDA graph."""
+    if (stream or cupy.cuda.get_current_stream()).is_capturing():
         raise RuntimeError(f"while a CUDA graph is captured, {reason}")
 
 
@@ -58,15 +58,21 @@ def empty(shape: tuple[int, ...], dtype: Any) -> cupy.ndarray:
 
 
 def results_of(
-    wanted: Iterable[Copy], given: Mapping[str, Any], addresses: dict[str, int]
-) -> list[cupy.ndarray]:
-    """The arrays that results go to: those given, or new, of which `addresses` are told."""
-    results, may_take_memory = [], False
+    wanted: Iterable[Copy], given: Mapping[str, Any], addresses: dict[str, int],
+    stream: Any = None, takes_more: bool = False,
+) -> list[cupy.ndarray]:  # fmt: skip
+    """The arrays that results go to: those given, or new, of which `addresses` are told.
+
+    An error if the call takes memory, for them or beside (`takes_more`), that it may not.
+    """
+    results, may_take_memory = [], takes_more
+    if takes_more:
+        refuse_capture(stream=stream)
     for name, spec in wanted:
         x = given.get(name)
         if x is None:
             if not may_take_memory:
-                refuse_capture()
+                refuse_capture(stream=stream)
                 may_take_memory = True
             x = cupy.ndarray(spec.shape, spec.dtype)
             addresses[name] = x.data.ptr
@@ -110,9 +116,11 @@ def as_int64(x: cupy.ndarray) -> cupy.ndarray:
 
 
 def workspace(needed: int, given: Any, device_id: int) -> Any:
-    """Memory for what kernels keep, a pointer of CuPy: to the caller's, or new."""
+    """Memory for what kernels keep, a pointer of CuPy: to the caller's, or new.
+
+    Whether memory may be taken has been asked.
+    """
     if given is None:
-        refuse_capture()
         return cupy.cuda.alloc(needed)
     if not isinstance(given, cupy.ndarray) or not given.flags.c_contiguous:
         raise ValueError(f"workspace is a {type(given).__name__}: give a contiguous CuPy array")
