@@ -108,8 +108,8 @@ DIFFERENT = {
         "ValueError: rank 1: seed=-1: give an integer from 0 to 2^64 - 1",
     ),
     "a flag that is none": (
-        lambda c: backward(c, deterministic=np.ones(2)),
-        "ValueError: rank 0: The truth value of an array",
+        lambda c: backward(c, deterministic="no"),
+        "TypeError: rank 0: deterministic='no': give True or False",
     ),
     "no lse": (lambda c: backward(c, lse=None), "TypeError: rank 0: lse is a NoneType: give"),
     "lse of another type": (

@@ -15,7 +15,7 @@ from ..dropout import KEY_BLOCK, QUERY_BLOCK, PlacedSeed
 from ..masks.band import Band
 from ..masks.block_mask import BlockMask
 from ..masks.sections import digest, section
-from ..operands.checks import check_read
+from ..operands.checks import check_read, checked_truth
 from ..operands.dtypes import ACCUMULATORS, result_dtype
 from ..operands.spec import Spec
 from .communicator import check_communicator
@@ -188,7 +188,7 @@ def _known(call: Call) -> tuple[Task, dict[str, str]]:
         _tasks[key] = known
     _, number, held = split_dropout(arrays["q"], call.dropout_p, call.seed)
     said = {"seed": "an array" if held else str(number)}
-    said |= {name: str(bool(flag)) for name, flag in call.flags.items()}
+    said |= {name: str(checked_truth(name, flag)) for name, flag in call.flags.items()}
     task, facts = known
     return task._replace(arrays=arrays, seed=held.get("seed", number)), facts | said
 
