@@ -136,7 +136,8 @@ class Arguments:
     ):  # fmt: skip
         forms: list[Form] = []
         addresses = _nowhere(operands, wrt).copy()
-        device_id, bits, address, last = None, 0, 0, None
+        device_id, bits, address = None, 0, 0
+        last: object = forms  # which is no operand
         for name, x in arrays.items():
             if x is last:  # where keys begin mostly is where queries do
                 arrays[name] = arrays[forms[-1][0]]
