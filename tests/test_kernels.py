@@ -20,6 +20,7 @@ from cases import (
     HUGE,
     KERNELS,
     BackwardCase,
+    Case,
     assert_huge_scores,
     check_all,
     groups,
@@ -374,6 +375,27 @@ def check_random(case):
 @pytest.mark.parametrize("seed", [*range(22), 79, 882, 50077])
 def test_random_case(seed):
     check_random(random_case(seed))
+
+
+# On both sides of where rows of the tables end, and of what they make of narrow heads.
+HEAD_DIMS = {
+    "wgmma": (8, 32, 40, 64, 72, 96, 104, 128, 136, 160, 192, 200, 256),
+    "mma": (1, 8, 17, 32, 48, 64, 80, 96, 112, 128, 160, 192, 256),
+}
+
+
+@pytest.mark.one_in(24)
+@pytest.mark.parametrize(
+    ("engine", "dim", "value_dim"),
+    [(name, *pair) for name, x in HEAD_DIMS.items() for pair in itertools.product(x, x)],
+)
+def test_every_pair_of_head_dims(engine, dim, value_dim):
+    algo = "fa3" if engine == "wgmma" else "fa2"
+    dtype = DTYPES[engine][(dim + value_dim) // 8 % 2]
+    shapes = (2, 133, dim), (2, 197, dim), (2, 197, value_dim)
+    for kind, check in ((Case, check_forward), (BackwardCase, check_backward)):
+        case = kind(f"dims {dim} {value_dim}", algo, engine, dtype, *shapes, {"causal": dim > 64})
+        check(case, mode="fast")
 
 
 @EACH_KERNEL
