@@ -19,6 +19,7 @@ from cuflash.operands.dtypes import DOUBLE, EVERY, HALF
 from cuflash.planning.plan import make_plan
 from cuflash.planning.problem import Device, Problem
 from cuflash.planning.turing import TuringTile
+from cuflash.planning.wgmma_gradients import SHORT_HEADS
 
 H200 = Device(90, "NVIDIA H200", multiprocessors=132)
 # With so few multiprocessors a small problem keeps them busy: it gets the tiles of a large one, and
@@ -868,6 +869,9 @@ class _Cases:
     def wide(self):
         """Nor has it other kernels for wide heads."""
 
+    def long(self):
+        """Nor for heads of more queries."""
+
 
 class _BackwardCases(_Cases):
     """Collects the backward cases of one kernel: smaller and fewer, with an eye on sums."""
@@ -1011,6 +1015,27 @@ class _BackwardCases(_Cases):
             name = f"dims {dim} and {value_dim}"
             self.add(name, dtype, (n, dim), (m, dim), (m, value_dim), causal=i % 2 == 0)
 
+    def long(self):
+        """On Hopper, heads of so many queries that tiles have more than 64 of them above head dim 64,
+        and of few keys.
+        """
+        if self.engine != "wgmma":
+            return
+        for i, dim in enumerate((96, 128)):
+            dtype, m = self.dtypes[-1 - i], 140
+            n, banded = (x + 7 for x in SHORT_HEADS)
+            q, k = (2, n, dim), (2, m, dim)
+            name = f"long {dim}"
+            self.add(name, dtype, q, k, (2, m, 40))
+            self.add(f"{name} in any order", dtype, q, k, deterministic=False)
+            self.add(f"{name} visible", dtype, q, k, poison="visible")
+            self.add(f"{name} hidden, lengths", dtype, (2, 1, n, dim), (2, 1, m, dim),
+                     poison="hidden", q_lengths=np.int32([n, 300]),
+                     kv_lengths=np.int32([m // 2, m + 1]))  # fmt: skip
+            self.add(f"{name} of a group", dtype, (1, 3, banded, dim), (1, 1, m, dim), causal=True,
+                     enable_gqa=True)  # fmt: skip
+            self.add(f"{name} window", dtype, (banded, dim), k, window=(60, 9), causal="top_left")
+
     def wide(self):
         """On Hopper, heads that have kernels of their own: some of what other families are for."""
         if self.engine != "wgmma":
@@ -1136,7 +1161,7 @@ def _all_cases(kind, kernels):
 
 
 FAMILIES = (
-    "edges windows softcaps lengths heads axes strides dims wide masked extremes blocks elements "
+    "edges windows softcaps lengths heads axes strides dims long wide masked extremes blocks elements "
     "scales orders offsets splits scores dropout wrt"
 ).split()
 CASES = _all_cases(_Cases, KERNELS)

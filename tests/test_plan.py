@@ -215,9 +215,9 @@ def test_a_block_on_hopper_sums_over_the_heads_that_share_its_keys(algo):
 def test_modified_scores_have_smaller_tiles_on_hopper():
     """To change them takes registers, and so does their derivative."""
     for d, queries, fewer in ((64, 128, 96), (128, 80, 64)):
-        plan = make_plan(backward(d=d), H200, "fa3")
+        plan = make_plan(backward(n=600, d=d), H200, "fa3")
         assert plan.block_q == queries
-        modified = make_plan(backward(d=d, score=form("score / 2")), H200, "fa3")
+        modified = make_plan(backward(n=600, d=d, score=form("score / 2")), H200, "fa3")
         assert modified.block_q == fewer
         assert "has no registers for modified scores" in dict(modified.rejected).values()
 
@@ -426,6 +426,53 @@ def test_the_last_tiles_of_keys_add_first_under_a_causal_mask_where_heads_are_sm
     packed = backward("float16", (2,), 64 * 4096, 64 * 4096, band=Band(right=0), sequences=64)
     plan = make_plan(dataclasses.replace(packed, longest=(4096, 4096)), h100, "fa3", "wgmma")
     assert plan.tile.constants(plan.problem)["LAST_KEYS_FIRST"], "as a batch of such lengths"
+
+
+def test_short_heads_have_smaller_tiles_of_queries():
+    """Above head dim 64, and longer ones under a band."""
+
+    def planned(length, dim, **more):
+        return make_plan(backward("bfloat16", (4, 16), length, length, dim, **more), H200).block_q
+
+    causal = {"band": Band(right=0)}
+    for dim, queries in ((64, 128), (96, 96), (128, 80)):
+        short = min(queries, 64) if dim > 64 else queries
+        assert [planned(n, dim) for n in (100, 512, 513, 4096)] == [short, short, queries, queries]
+        assert [planned(n, dim, **causal) for n in (512, 1024, 1025)] == [short, short, queries]
+        assert planned(1024, dim, band=Band(100, 0)) == short
+    packed = backward("bfloat16", (4,), 40 * 512, 40 * 512, 128, sequences=40)
+    assert make_plan(packed, H200).block_q == 64, "as a batch of such lengths"
+    rejected = make_plan(backward(n=512, d=128), H200, "fa3").rejected
+    assert "takes 513 queries, smaller tiles are faster for 512" in dict(rejected).values()
+
+
+def test_heads_of_large_groups_have_blocks_each_where_the_longest_tiles_come_last():
+    def is_grouped(group, length, **more):
+        p = backward("bfloat16", (16, 32), length, length, 128, **{"band": Band(right=0), **more})
+        p = dataclasses.replace(p, summed=(1, group, group), group=group)
+        return make_plan(p, H200, "fa3").tile.grouped
+
+    assert [is_grouped(4, n) for n in (4095, 4096)] == [True, False]
+    assert [is_grouped(8, n) for n in (2047, 2048)] == [True, False]
+    assert is_grouped(2, 16384), "so few end late by little"
+    for more in {"band": Band()}, {"band": Band(100, 0)}, {"deterministic": False}:
+        assert is_grouped(4, 4096, **more), more
+
+
+def test_heads_that_blocks_of_any_order_begin_with_fill_the_multiprocessors_once():
+    """A quarter of that without a band, and no more than eight of them."""
+
+    def section(length, dim=128, **more):
+        given = {"band": Band(right=0), "deterministic": False, **more}
+        return make_plan(backward("bfloat16", (64,), length, length, dim, **given), H200).section
+
+    lengths = 100, 1024, 4096, 8192, 16384, 32768
+    for dim in (64, 128, 256):
+        assert [section(n, dim) for n in lengths] == [8, 8, 4, 2, 1, 1]
+        assert [section(n, dim, band=Band()) for n in lengths] == [8, 4, 1, 1, 1, 1]
+    masked = [section(n, mask="blocks") for n in lengths]
+    assert masked == sorted(masked, reverse=True)
+    assert masked[0] > 8, "as the cache holds"
 
 
 def test_heads_come_one_by_one_where_their_tiles_take_equally_long():

@@ -12,7 +12,7 @@ from .hopper import BARRIER_BYTES, WARPGROUP_ROWS, HopperGradientTile
 from .launches import Buffer, Launch
 from .problem import Device, Problem
 from .products import product
-from .sections import section_in_order
+from .sections import section_in_any_order, section_in_order
 from .tile import KernelTile, ceil_div, round_up
 from .wgmma_arrays import WGMMA_WALK, WgmmaArrayTile, walked
 
@@ -36,6 +36,18 @@ BANDED_COLUMNS, BANDED_CACHES = 1024, 20
 SMALL_HEAD_BYTES = 13 << 20
 LEAST_STEPS_APART = 1.5
 LEAST_AT_ONCE = 4
+# Groups of so many heads, of so many queries together, from which on blocks that add in order have a
+# head each under a causal mask: the longest tiles come last, and those of whole groups end long after
+# all others. A head each is so many times as fast (H200, 2026-11-26, bf16, 16k tokens, head dim 128):
+# four heads of 2k queries 0.94, of 4k 1.03, of 8k 1.09; eight of 1k 0.89, of 2k 1.02, of 4k 1.11; two
+# of 4k 0.94, of 8k 0.97, of 16k 0.98.
+LARGE_GROUP = 4
+LATE_QUERIES = 1 << 14
+# Heads of up to so many queries, without a band and with one, take tiles of 64 where larger ones fit:
+# tiles at the diagonal and the last ones have less that is hidden, and blocks wait for each other for
+# less long. That is so many times as fast (H200, 2026-11-26, bf16, 16k tokens, head dims 128 and 96):
+# full 256 queries 1.12, 1.08, 512 1.05, 1.06, 1k 0.98, 0.97; causal 512 1.12, 1.13, 1k 1.03, 1.03.
+SHORT_HEADS = 512, 1024
 HEAD_BYTES = 128  # of where a head lies
 REGION_BYTES = 16  # of what it knows of its region, where sequences are packed
 # Heads have so many chains (masks/planned_sums.py) that each of these blocks, those of an H100 or
@@ -56,6 +68,11 @@ TURNS = 2  # of a tile of dQ: each warpgroup adds a part
 SIDE_THREADS = 256  # of the kernels before and after the one that does the work
 
 
+def is_causal(problem: Problem) -> bool:
+    """Whether later queries see more keys, and all see the first one."""
+    return problem.band.left is None and problem.band.right is not None
+
+
 @dataclass(frozen=True, kw_only=True)
 class WgmmaGradientTile(HopperGradientTile):
     """A row of the kernel with five products, for head dims up to 128.
@@ -67,16 +84,30 @@ class WgmmaGradientTile(HopperGradientTile):
     ----------
     grouped : bool
         Whether a block has all heads that share keys, so that it sums their dK and dV.
+    longer_than : tuple of int
+        Queries of a head, without a band and with one, that other rows are faster for.
     """
 
     warps: int = 8
     grouped: bool = False
+    longer_than: tuple[int, int] = (0, 0)
 
     def reject(self, problem: Problem, device: Device) -> str:
         """Why this row cannot or should not serve, or an empty string."""
         if self.grouped and problem.group == 1:
             return "sums over heads in a row that share keys, here none do"
+        if self.grouped and self.ends_late(problem):
+            return "its longest tiles would come last, and end long after all others"
+        queries, short = problem.typical.query_length, self.longer_than[not problem.band.is_open]
+        if queries <= short:
+            return f"takes {short + 1} queries, smaller tiles are faster for {queries}"
         return super().reject(problem, device)
+
+    def ends_late(self, problem: Problem) -> bool:
+        """Whether the last tiles that begin, of whole groups, would keep few blocks busy."""
+        p = problem.typical
+        large = p.group >= LARGE_GROUP and p.group * p.query_length >= LATE_QUERIES
+        return large and is_causal(p) and self.adds_in_order(p)
 
     def blocks(self, problem: Problem) -> int:
         """Thread blocks: tiles of keys of all heads or groups."""
@@ -125,9 +156,8 @@ class WgmmaGradientTile(HopperGradientTile):
         counts where heads are long.
         """
         p = problem.typical
-        causal = p.band.left is None and p.band.right is not None
         in_order = self.adds_in_order(p) and p.mask != "blocks"  # whose lists have an order
-        return causal and in_order and self.cached_bytes(p) <= SMALL_HEAD_BYTES
+        return is_causal(p) and in_order and self.cached_bytes(p) <= SMALL_HEAD_BYTES
 
     def chains(self, problem: Problem) -> int:
         """Chains of a head, one for each block that works on it, where the lists of a mask plan the
@@ -161,7 +191,9 @@ class WgmmaGradientTile(HopperGradientTile):
         run at a time.
         """
         if not self.adds_in_order(problem):
-            return super().section(problem, cached)
+            if problem.mask:
+                return super().section(problem, cached)
+            return section_in_any_order(problem)
         if self.last_keys_first(problem):
             follows_at_once = self.block_k < LEAST_STEPS_APART * self.block_q
             return max(1, int(max(LEAST_AT_ONCE, cached) if follows_at_once else cached / 2))
@@ -289,10 +321,11 @@ class WgmmaGradientTile(HopperGradientTile):
             yield cls(algo="fa2", fill=fill, grouped=grouped, **sizes)
 
 
+_PLAIN = {"modified": False, "drops": False}
 ROWS = (
-    *WgmmaGradientTile.rows_of(max_dim=64, block_q=128, modified=False, drops=False),
+    *WgmmaGradientTile.rows_of(max_dim=64, block_q=128, **_PLAIN),
     *WgmmaGradientTile.rows_of(max_dim=64, block_q=96),
-    *WgmmaGradientTile.rows_of(max_dim=96, block_q=96, modified=False, drops=False),
-    *WgmmaGradientTile.rows_of(max_dim=128, block_q=80, modified=False, drops=False),
+    *WgmmaGradientTile.rows_of(max_dim=96, block_q=96, **_PLAIN, longer_than=SHORT_HEADS),
+    *WgmmaGradientTile.rows_of(max_dim=128, block_q=80, **_PLAIN, longer_than=SHORT_HEADS),
     *WgmmaGradientTile.rows_of(max_dim=128, block_q=64),
 )
