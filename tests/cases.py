@@ -20,6 +20,7 @@ from cuflash.planning.plan import make_plan
 from cuflash.planning.problem import Device, Problem
 from cuflash.planning.turing import TuringTile
 from cuflash.planning.wgmma_gradients import SHORT_HEADS
+from cuflash.planning.wgmma_two_kernels import LONG_WIDE_HEADS
 
 H200 = Device(90, "NVIDIA H200", multiprocessors=132)
 # With so few multiprocessors a small problem keeps them busy: it gets the tiles of a large one, and
@@ -1016,9 +1017,7 @@ class _BackwardCases(_Cases):
             self.add(name, dtype, (n, dim), (m, dim), (m, value_dim), causal=i % 2 == 0)
 
     def long(self):
-        """On Hopper, heads of so many queries that tiles have more than 64 of them above head dim 64,
-        and of few keys.
-        """
+        """On Hopper, heads of so many queries that tiles are larger above head dim 64."""
         if self.engine != "wgmma":
             return
         for i, dim in enumerate((96, 128)):
@@ -1035,6 +1034,10 @@ class _BackwardCases(_Cases):
             self.add(f"{name} of a group", dtype, (1, 3, banded, dim), (1, 1, m, dim), causal=True,
                      enable_gqa=True)  # fmt: skip
             self.add(f"{name} window", dtype, (banded, dim), k, window=(60, 9), causal="top_left")
+        n, banded = (x + 7 for x in LONG_WIDE_HEADS)
+        k, v = (2, m, 168), (2, m, 40)
+        self.add("long 168", dtype, (2, n, 168), k, v, poison="visible")
+        self.add("long 168 causal", dtype, (2, banded, 168), k, v, causal="top_left")
 
     def wide(self):
         """On Hopper, heads that have kernels of their own: some of what other families are for."""
@@ -1161,8 +1164,8 @@ def _all_cases(kind, kernels):
 
 
 FAMILIES = (
-    "edges windows softcaps lengths heads axes strides dims long wide masked extremes blocks elements "
-    "scales orders offsets splits scores dropout wrt"
+    "edges windows softcaps lengths heads axes strides dims long wide masked extremes blocks "
+    "elements scales orders offsets splits scores dropout wrt"
 ).split()
 CASES = _all_cases(_Cases, KERNELS)
 BACKWARD_CASES = _all_cases(_BackwardCases, BACKWARD_KERNELS)

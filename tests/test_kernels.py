@@ -114,8 +114,8 @@ def thinned(cases):
     """A GPU runs all cases. Here a 20th of twins and of offsets (one integer of a head) is enough,
     and of bfloat16 on simt, whose float32 is the same but for its loads, a tenth of float64, whose
     kernels are those of other types but for the products, a 40th of float32 on mma, which has
-    tests of its own, a 14th of fa1, a half of long heads, a tenth of what is not on wgmma, of splits
-    and of head dims, and a fourth of the rest.
+    tests of its own, a 14th of fa1, a half of long heads, a tenth of what is not on wgmma, of
+    splits and of head dims, and a fourth of the rest.
     """
 
     def step(case):

@@ -11,6 +11,7 @@ from emulator import available
 from tolerance import assert_backward_close
 
 from cuflash import BlockMask, reference
+from cuflash.masks.band import Band
 from cuflash.planning.plan import make_plan
 from cuflash.planning.problem import Problem
 from cuflash.planning.source import without_comments
@@ -40,6 +41,17 @@ def test_both_kernels_fit_and_leave_no_room(d, e):
     once_more = {x.name: x.tile_bytes for x in second.shared(plan.problem)}["V"]
     fits = second.shared_bytes(plan.problem) + once_more <= H200.shared_bytes
     assert second.value_stages(plan.problem) == 2 or not fits
+
+
+def test_long_heads_have_larger_tiles_of_queries_where_these_fit():
+    def planned(length, d=192, e=128, **more):
+        problem = Problem("bfloat16", (2, 3), length, length, d, e, backward=True, **more)
+        return make_plan(problem, H200, "fa3", "wgmma").block_q
+
+    assert [planned(n) for n in (1024, 1025)] == [96, 112]
+    assert [planned(n, 160, 160) for n in (1024, 1025)] == [96, 112]
+    assert [planned(n, band=Band(right=0)) for n in (2048, 2049)] == [96, 112]
+    assert [planned(4096, *x) for x in ((192, 136), (192, 192), (200, 8))] == [96, 96, 64]
 
 
 @pytest.mark.parametrize("algo", ["fa2", "fa3"])

@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from .problem import Problem
 
-# Keys that the blocks of an H100 or H200 have at a time, and the most heads that are worked on at a
-# time in any order. Against as many heads as the L2 cache holds (H200, 2026-11-26, bf16, 16k tokens,
-# 16 heads of 128 columns or as many of others): 512 keys 1.03 to 1.05 times as fast, 1k 1.01 to 1.04,
-# 4k 1.00 to 1.02, under a causal mask 1.06 at head dim 256 and 1.09 for 32 heads that share 8.
+# Keys that the blocks of an H100 or H200 have at a time, and the most heads that are worked on at
+# a time in any order. Against as many heads as the L2 cache holds (H200, 2026-11-26, bf16, 16k
+# tokens, 16 heads of 128 columns or as many of others): 512 keys 1.03 to 1.05 times as fast, 1k
+# 1.01 to 1.04, 4k 1.00 to 1.02, under a causal mask 1.06 at head dim 256 and 1.09 for 32 heads
+# that share 8.
 WAVE = 132 * 128
 MOST_HEADS = 8
 

@@ -36,17 +36,18 @@ BANDED_COLUMNS, BANDED_CACHES = 1024, 20
 SMALL_HEAD_BYTES = 13 << 20
 LEAST_STEPS_APART = 1.5
 LEAST_AT_ONCE = 4
-# Groups of so many heads, of so many queries together, from which on blocks that add in order have a
-# head each under a causal mask: the longest tiles come last, and those of whole groups end long after
-# all others. A head each is so many times as fast (H200, 2026-11-26, bf16, 16k tokens, head dim 128):
-# four heads of 2k queries 0.94, of 4k 1.03, of 8k 1.09; eight of 1k 0.89, of 2k 1.02, of 4k 1.11; two
-# of 4k 0.94, of 8k 0.97, of 16k 0.98.
+# Groups of so many heads, of so many queries together, from which on blocks that add in order
+# have a head each under a causal mask: the longest tiles come last, and those of whole groups end
+# long after all others. A head each is so many times as fast (H200, 2026-11-26, bf16, 16k tokens,
+# head dim 128): four heads of 2k queries 0.94, of 4k 1.03, of 8k 1.09; eight of 1k 0.89, of 2k
+# 1.02, of 4k 1.11; two of 4k 0.94, of 8k 0.97, of 16k 0.98.
 LARGE_GROUP = 4
 LATE_QUERIES = 1 << 14
-# Heads of up to so many queries, without a band and with one, take tiles of 64 where larger ones fit:
-# tiles at the diagonal and the last ones have less that is hidden, and blocks wait for each other for
-# less long. That is so many times as fast (H200, 2026-11-26, bf16, 16k tokens, head dims 128 and 96):
-# full 256 queries 1.12, 1.08, 512 1.05, 1.06, 1k 0.98, 0.97; causal 512 1.12, 1.13, 1k 1.03, 1.03.
+# Heads of up to so many queries, without a band and with one, take tiles of 64 where larger ones
+# fit: tiles at the diagonal and the last ones have less that is hidden, and blocks wait for each
+# other for less long. That is so many times as fast (H200, 2026-11-26, bf16, 16k tokens, head
+# dims 128 and 96): full 256 queries 1.12, 1.08, 512 1.05, 1.06, 1k 0.98, 0.97; causal 512 1.12,
+# 1.13, 1k 1.03, 1.03.
 SHORT_HEADS = 512, 1024
 HEAD_BYTES = 128  # of where a head lies
 REGION_BYTES = 16  # of what it knows of its region, where sequences are packed

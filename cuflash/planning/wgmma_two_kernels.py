@@ -14,6 +14,11 @@ from .tile import MASK_LIST_THREADS, KernelTile, ceil_div
 from .wgmma_gradients import WgmmaGradientTile
 
 QUERIES = 2 * WARPGROUP_ROWS  # of a block of the second kernel
+# Heads of more queries than this, without a band and with one, take 112 at a time in the first
+# kernel where these fit in shared memory: operands have up to 320 columns together. That is so many
+# times as fast as 96 (H200, 2026-11-26, bf16, 16k tokens of 16 heads, in any order): D 192 with
+# values of 128, 4k full 1.04, causal 1.01, 16k 1.02, 1.01, but 1k 1.00, 0.96; D 160 4k 1.015, 1.01.
+LONG_WIDE_HEADS = 1024, 2048
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +209,7 @@ class WgmmaQueriesTile(HopperGradientTile):
 
 
 ROWS = (
+    *WgmmaKeysTile.rows_of(max_dim=192, block_q=112, drops=False, longer_than=LONG_WIDE_HEADS),
     *WgmmaKeysTile.rows_of(max_dim=192, block_q=96, drops=False),
     *WgmmaKeysTile.rows_of(max_dim=256, block_q=64),
 )
