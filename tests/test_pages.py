@@ -276,6 +276,18 @@ def test_errors_leave_out_untouched(error, message, change, more):
     assert (out == 7).all()
 
 
+def test_errors_of_packed_queries_leave_out_untouched():
+    """Where tokens belong to no sequence, these zeros included."""
+    q, k, v, options = arrays_of("plain")
+    q = np.ascontiguousarray(q.swapaxes(1, 2)).reshape(-1, *q.shape[1::2])
+    options |= {"cu_seqlens_q": [0, 2, 4], "page_table": table_with(1, 0, -1)}
+    out, lse = np.full(q.shape, 7, q.dtype), np.full(q.shape[1::-1], 7, np.float32)
+    with pytest.raises(ValueError, match="page_table.1, 0. is -1"):
+        cuflash.attention_varlen(q, k, v, **options, return_lse=True, out=(out, lse))
+    assert (out == 7).all()
+    assert (lse == 7).all()
+
+
 def test_out_overlaps_no_page_and_no_table():
     q, k, v, options = arrays_of("plain")
     inside = k.reshape(-1)[: q.size].reshape(q.shape)

@@ -397,16 +397,16 @@ class ForwardCall(Call):
     def run_host(self, arrays: dict[str, Any], mask: Any, seed: int | PlacedSeed | None) -> None:
         """Run on NumPy arrays that are ready to be read and written."""
         options = self._host_options(arrays, mask, seed)
-        if self.layout.packing is not None:  # tokens of no sequence
-            for (name, _), value in zip(self.results, self.empty_values):
-                if name in arrays:
-                    arrays[name][...] = value
         if self.page_size:
             table, lengths = arrays["page_table"], arrays["kv_lengths"]
             length = self.plan.problem.key_length
             valid = np.clip(np.broadcast_to(lengths, len(table)), 0, length)
             check_page_numbers(table, map(range, valid), len(arrays["k"]), self.page_size)
             options["page_table"] = table
+        if self.layout.packing is not None:  # tokens of no sequence
+            for (name, _), value in zip(self.results, self.empty_values):
+                if name in arrays:
+                    arrays[name][...] = value
         earlier = {}
         if self.plan.problem.joins:
             earlier = {name: arrays[name].copy() for name in ("out", "lse")}
