@@ -201,6 +201,7 @@ ERRORS = [
     wrong(with_option(start=[1, 2, 3]), ValueError, "start has shape (3,)"),
     wrong(with_option(start=[1.5]), TypeError, "start has dtype float64: positions are integers"),
     wrong(with_option(start=True), TypeError, "start has dtype bool: positions are integers"),
+    wrong(with_option(start=None), TypeError, "start is a NoneType: give an integer, or an array"),
     wrong(with_option(start=5.0), TypeError, "start is a float: give an integer, or an array of"),
     wrong(with_option(lengths="7"), TypeError, "lengths is a str: give an integer, or an array"),
     wrong(with_option(start=-1), ValueError, "start is -1: positions count from 0"),

@@ -139,6 +139,8 @@ def append(
     page_table: AnyArray | None,
 ) -> None:  # fmt: skip
     """Check the arguments of `append_kv`, and write."""
+    if start is None:
+        raise TypeError("start is a NoneType: give an integer, or an array of integers")
     first, starts = split_offset(start)
     count, counts = split_offset(lengths)
     arrays: dict[str, Any] = dict(matrices)
