@@ -449,6 +449,13 @@ def test_errors(options, kind, message):
                 cuflash.plan(Q, Q, Q, **options)
 
 
+@pytest.mark.skipif(np.finfo(np.longdouble).nmant <= 52, reason="no such number here")
+def test_a_share_nearer_to_1_than_doubles_are():
+    share = 1 - np.finfo(np.longdouble).epsneg
+    with pytest.raises(ValueError, match="give a number from 0 to 1, 1 excluded"):
+        cuflash.attention(Q, Q, Q, dropout_p=share, seed=1)
+
+
 def test_errors_of_the_reference():
     for options, message in (({}, "goes with seed"), ({"seed": -1}, "seed=-1: give")):
         with pytest.raises(ValueError, match=message):
