@@ -257,6 +257,9 @@ def test_explain_where_kernels_cannot_be_compiled(monkeypatch, capsys):
     [
         ("", "none in use: CuPy is not installed"),
         ("--multiprocessors 3", "--multiprocessors goes with --on"),
+        ("--on H200 --multiprocessors 0", "multiprocessors=0: give how many there are, 1 or more"),
+        ("--on cpu --multiprocessors 3", "--multiprocessors goes with a GPU"),
+        ("--on H200 --any-order", "--any-order goes with --backward"),
         ("--on H300", "--on H300: give one of V100, T4, A100"),
         ("--on sm_50", "arch=50: give compute capability times ten"),
         ("--on H200 --window 3,4,5", "window"),

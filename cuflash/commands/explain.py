@@ -46,6 +46,8 @@ def main(arguments: Sequence[str]) -> int:
             kinds.append({"backward": True})
         elif options["wrt"]:
             raise ValueError("--wrt goes with --backward")
+        elif not options["deterministic"]:
+            raise ValueError("--any-order goes with --backward")
         plans = [
             _plan(shapes, DTYPES[dtype], aligned, options | kind)
             for dtype in dtypes
@@ -112,6 +114,8 @@ def _device(on: str | None, multiprocessors: int | None) -> Device:
         return here
     name = on.upper().replace(" ", "")
     if name == "CPU":
+        if multiprocessors is not None:
+            raise ValueError("--multiprocessors goes with a GPU")
         return CPU
     known = {short: (arch, short, count) for short, (arch, count) in GPUS.items()}
     digits = name.removeprefix("SM_").replace(".", "")
@@ -120,7 +124,9 @@ def _device(on: str | None, multiprocessors: int | None) -> Device:
             f"--on {on}: give one of {', '.join(GPUS)}, an architecture such as sm_86, or cpu"
         )
     arch, title, count = known.get(name) or (int(digits), "", Device.multiprocessors)
-    return Device(arch, title, multiprocessors or count)
+    if multiprocessors is not None:
+        count = multiprocessors
+    return Device(arch, title, count)
 
 
 def _line() -> argparse.ArgumentParser:
