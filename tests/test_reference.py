@@ -162,6 +162,13 @@ def test_offsets_are_integers(q_offset):
         reference.attention(*inputs(), q_offset=q_offset)
 
 
+@pytest.mark.parametrize("dtype", [np.uint8, np.int64, np.float32])
+def test_masks_are_of_bool(dtype):
+    mask = np.full((3, 4), 2, dtype)  # what is neither 0 nor 1 would be no truth value
+    with pytest.raises(TypeError, match=f"mask has dtype {np.dtype(dtype)}: give bool"):
+        reference.visible_keys((3, 4), mask=mask)
+
+
 @pytest.mark.parametrize("scale", [None, 0, 0.3, 2])
 @pytest.mark.parametrize("softcap", [None, 0.5, 30])
 def test_scores_match_loops(scale, softcap):

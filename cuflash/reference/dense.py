@@ -93,8 +93,16 @@ def visible_keys(
     if band.right is not None:
         visible = visible & (j <= i + shift + min(band.right, widest))
     if mask is not None:
-        visible = visible & (mask.to_dense() if isinstance(mask, BlockMask) else np.asarray(mask))
+        visible = visible & _elements(mask)
     return np.broadcast_to(visible, shape)
+
+
+def _elements(mask: BlockMask | ArrayLike) -> Bools:
+    """Those of a mask, as an array of bool."""
+    elements = mask.to_dense() if isinstance(mask, BlockMask) else np.asarray(mask)
+    if elements.dtype != np.bool_:
+        raise TypeError(f"mask has dtype {elements.dtype}: give bool, True for what is visible")
+    return elements
 
 
 def _band_of(
