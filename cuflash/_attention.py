@@ -21,6 +21,7 @@ from .calls.arrays import as_mask, as_window, split_offset
 from .calls.call import BackwardCall, ForwardCall
 from .calls.run import launch_module, run_call
 from .keywords import explains_keywords
+from .operands.checks import checked_truth
 from .planning.plan import choice_for_gradients
 from .scores.trace import as_score_mod
 from .scores.wanted import as_names
@@ -365,6 +366,8 @@ def attention(
         window = as_window(window)
     if mask is not None:
         mask = as_mask(mask)
+    if return_lse is not False and return_lse is not True:
+        return_lse = checked_truth("return_lse", return_lse)
     q, starts, longest = unpacked(q)
     arrays = forward_arrays(q, k, v, out, return_lse, q_lengths, kv_lengths, offsets, page_table)
     text, scored = split_scores(q, score_mod, bias, sinks, alibi_slopes)
@@ -378,7 +381,7 @@ def attention(
         share, longest, (), type(out) is Joined,
     )  # fmt: skip
     arguments = Arguments(ForwardCall.operands, arrays, mask, workspace, number)
-    results = run_call(ForwardCall, arguments, as_options(asked), 1 + bool(return_lse))
+    results = run_call(ForwardCall, arguments, as_options(asked), 1 + return_lse)
     if not return_lse:
         return results[0] if out is None else out
     given = out if isinstance(out, tuple) else (None, None)
@@ -731,6 +734,7 @@ def attention_vjp(
     >>> np.allclose(dv.sum(), out.size)
     True
     """
+    wants_lse = checked_truth("return_lse", return_lse)
     score_mod = as_score_mod(score_mod)  # its captures are those of this call, for vjp as well
     options: MaskOptions = {
         "causal": causal, "window": window, "mask": mask, "bias": bias, "score_mod": score_mod,
@@ -768,4 +772,4 @@ def attention_vjp(
             algo=backward_algo, engine=backward_engine, wrt=names, **options,
         )  # fmt: skip
 
-    return ((out, lse) if return_lse else out), vjp
+    return ((out, lse) if wants_lse else out), vjp

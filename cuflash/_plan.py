@@ -18,6 +18,7 @@ from .calls.call import BackwardCall, ForwardCall
 from .calls.packed import packed_queries
 from .calls.run import find_call
 from .keywords import explains_keywords
+from .operands.checks import checked_truth
 from .planning.plan import Plan
 from .planning.problem import Device
 from .scores.wanted import as_names
@@ -145,7 +146,7 @@ def plan(
         split_keys, text, share, longest, as_names(wrt),
     )  # fmt: skip
     integers, visible = (q_lengths, kv_lengths, offsets), as_mask(mask)
-    if backward:
+    if checked_truth("backward", backward):
         if page_table is not None:
             raise ValueError("page_table goes with backward=False: pages have no gradients")
         arrays = backward_arrays({"q": q, "k": k, "v": v}, out, *integers, options.wrt) | scored

@@ -17,6 +17,7 @@ from .calls.packed import packed_specs, starts_specs
 from .calls.run import launch_module
 from .extras import compiling
 from .keywords import explains_keywords
+from .operands.checks import checked_truth
 from .operands.dtypes import ITEM_BYTES
 from .operands.spec import Spec
 from .planning.launches import Launch
@@ -192,6 +193,10 @@ def precompile(
     ... )  # doctest: +SKIP
     """
     triples, dtypes = _triples(shapes), _dtypes(dtype)
+    backward, aligned, progress = (
+        checked_truth(name, x)
+        for name, x in (("backward", backward), ("aligned", aligned), ("progress", progress))
+    )
     offset, offsets = split_offset(q_offset)
     text, scored = split_scores(np.empty(0), score_mod, bias, sinks, alibi_slopes)
     share, _, seeds = split_dropout(np.empty(0), dropout_p, seed, needs_seed=False)
@@ -237,13 +242,13 @@ def precompile(
                 for kind, asked in kinds:
                     call = kind(
                         given, asked._replace(longest=longest), facts, arguments.mask_kind,
-                        bool(aligned), arguments.predicate, arguments.mask_evenness,
+                        aligned, arguments.predicate, arguments.mask_evenness,
                     )  # fmt: skip
                     if not call.is_empty:
                         yield call.plan
 
     kernels = _distinct(plans(), launch.compiler_input)
-    with progress_bar(len(kernels), "kernel", bool(progress)) as step:
+    with progress_bar(len(kernels), "kernel", progress) as step:
         times = launch.compile_each(kernels, number, step)
     return [CompiledKernel(x.name, plan, time) for (plan, x), time in zip(kernels, times)]
 

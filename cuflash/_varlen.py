@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 from ._attention import attention, attention_backward, attention_vjp
 from .calls.packed import packed_queries
 from .keywords import takes_options_of
+from .operands.checks import checked_truth
 from .planning.plan import choice_for_gradients
 from .scores.trace import as_score_mod
 
@@ -389,6 +390,7 @@ def attention_varlen_vjp(
         "cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k,
         "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k,
     }  # fmt: skip
+    wants_lse = checked_truth("return_lse", return_lse)
     asked: Any = {**options}
     if "score_mod" in asked:  # its captures are those of this call, for vjp as well
         asked["score_mod"] = as_score_mod(asked["score_mod"])
@@ -401,4 +403,4 @@ def attention_varlen_vjp(
     def vjp(dout: AnyArray, dlse: AnyArray | None = None) -> Any:
         return attention_varlen_backward(dout, q, k, v, out, lse, **starts, dlse=dlse, **backward)
 
-    return ((out, lse) if return_lse else out), vjp
+    return ((out, lse) if wants_lse else out), vjp

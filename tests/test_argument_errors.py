@@ -106,6 +106,8 @@ ERRORS = {
         ValueError,
         "algo='fa4': choose one of 'fa1', 'fa2', 'fa3', or",
     ),
+    "algo of arrays": ((Q, K, V), {"algo": np.ones(2)}, ValueError, r"algo=array.*choose one"),
+    "engine of arrays": ((Q, K, V), {"engine": np.ones(2)}, ValueError, "engine=array.*choose one"),
     "algo of a kind": ((Q, K, V), {"algo": ["fa2"]}, ValueError, r"algo=\['fa2'\]: choose one"),
     "engine": (
         (Q, K, V),
@@ -138,6 +140,8 @@ ERRORS = {
         r"window=\(1, 2.0\): widths are integers or None",
     ),
     "float window": ((Q, K, V), {"window": 2.0}, TypeError, "window=2.0: widths are integers"),
+    "window True": ((Q, K, V), {"window": True}, TypeError, "window=True: widths are integers"),
+    "a side of True": ((Q, K, V), {"window": (0, True)}, TypeError, "widths are integers or None"),
     "window array": ((Q, K, V), {"window": np.ones(2)}, TypeError, "window=array"),
     "window of flash-attn": (
         (Q, K, V),
@@ -164,6 +168,19 @@ ERRORS = {
     "scale huge": ((Q, K, V), {"scale": 10**400}, ValueError, "scale=1000.*give 0 or a number"),
     "scale True": ((Q, K, V), {"scale": True}, TypeError, "scale=True: give a number"),
     "scale array": ((Q, K, V), {"scale": np.ones(1)}, TypeError, "scale=array.*give a number"),
+    "a bias no float holds": (
+        (Q, K, V),
+        {"bias": 10**400},
+        ValueError,
+        "bias=1000.*: no float is so large",
+    ),
+    "a slope no float holds": (
+        (Q, K, V),
+        {"alibi_slopes": -(10**400)},
+        ValueError,
+        "alibi_slopes=-1",
+    ),
+    "a sink no float holds": ((Q, K, V), {"sinks": 10**400}, ValueError, "sinks=1000.*no float"),
     "lengths of heads": (
         (Q, K, V),
         {"kv_lengths": np.ones((2, 3), int)},
@@ -357,6 +374,33 @@ def test_gradients_refuse_what_attention_refuses(name):
         with pytest.raises(kind, match=f"(?s){message}"):
             cuflash.plan(*arrays, backward=True, **options)
     assert all((x == 77).all() for x in grads)
+
+
+@pytest.mark.parametrize("value", ["no", None, 2, np.ones(2, bool), []])
+def test_whether_is_a_truth_value(value):
+    starts = np.array([0, 2, 5])
+    packed = np.ones((3, 5, 2, 4), np.float32)
+    for function, arrays, name in (
+        (cuflash.attention, (Q, K, V), "return_lse"),
+        (cuflash.attention_vjp, (Q, K, V), "return_lse"),
+        (cuflash.attention_varlen, (*packed, starts), "return_lse"),
+        (cuflash.attention_varlen_vjp, (*packed, starts), "return_lse"),
+        (cuflash.plan, (Q, K, V), "backward"),
+        (cuflash.precompile, (Q.shape, "float32"), "backward"),
+        (cuflash.precompile, (Q.shape, "float32"), "aligned"),
+        (cuflash.precompile, (Q.shape, "float32"), "progress"),
+    ):
+        with pytest.raises(TypeError, match=rf"{name}=.*: give True or False"):
+            function(*arrays, **{name: value})
+
+
+def test_an_option_that_equals_a_remembered_one_is_judged_by_itself():
+    cuflash.attention(Q, K, V, split_keys=0)
+    with pytest.raises(TypeError, match="split_keys=False: give a multiple of 16"):
+        cuflash.attention(Q, K, V, split_keys=False)
+    cuflash.attention(Q, K, V, split_keys=16)
+    with pytest.raises(TypeError, match=r"split_keys=16\.0: give a multiple of 16"):
+        cuflash.attention(Q, K, V, split_keys=16.0)
 
 
 def test_options_that_are_not_there_yet_are_unknown():

@@ -239,6 +239,8 @@ def test_lengths_that_do_not_divide_name_the_next_one():
         distributed.shard(x, comm)
     with pytest.raises(ValueError, match="layout='zigzag': they must be 8 spans .* is so is 40"):
         distributed.positions(33, comm, "zigzag")
+    with pytest.raises(ValueError, match="layout=array.*: give 'contiguous' or 'zigzag'"):
+        distributed.shard(np.zeros((8, 1)), comm, layout=np.zeros(2))
     with pytest.raises(ValueError, match="layout='striped': give 'contiguous' or 'zigzag'"):
         distributed.shard(x, comm, layout="striped")
     with pytest.raises(ValueError, match="axis=2: the array has 2 axes"):

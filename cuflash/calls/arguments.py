@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import reprlib
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
@@ -28,6 +29,8 @@ from .arrays import (
 )
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
     from ..masks.predicate import Predicate
     from ..scores.score_mod import ScoreText
     from ..typing import AnyArray, Array, Integers
@@ -279,7 +282,7 @@ def split_scores(
     found: dict[str, Array] = {}
     for name, x in named_arrays(mod, added).items():
         if isinstance(x, (int, float, np.generic)):
-            x = np.asarray(x, np.float64 if isinstance(x, (int, float, np.integer)) else None)
+            x = _of_number(name, x)
         array = as_array(name, x)
         check_elements(name, array)
         # As lengths are: integers of the host, and numbers, come along.
@@ -322,6 +325,14 @@ def split_dropout(
     if math.prod(array.shape) != 1:
         raise ValueError(f"seed has shape {array.shape}: {SEED_WANTED}")
     return share, None, {"seed": beside(as_array("q", q), array)}
+
+
+def _of_number(name: str, x: Any) -> NDArray[Any]:
+    """A number that scores depend on as an array."""
+    try:
+        return np.asarray(x, np.float64 if isinstance(x, (int, float, np.integer)) else None)
+    except OverflowError:
+        raise ValueError(f"{name}={reprlib.repr(x)}: no float is so large") from None
 
 
 def _comes_along(array: Array) -> bool:

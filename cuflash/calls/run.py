@@ -40,7 +40,9 @@ def find_call(
     """
     aligned = arguments.address_bits % CHUNK_BYTES == 0 or arguments.are_aligned(kind.matrices)
     # 2 == 2.0 and 1 == True, but not all of these are right.
-    types = (type(options.causal), type(options.softcap), type(options.scale))
+    types = (
+        type(options.causal), type(options.softcap), type(options.scale), type(options.split_keys),
+    )  # fmt: skip
     key: tuple[object, ...]
     key = (kind, options, types, tuple(arguments.forms), arguments.mask_kind, aligned, device)
     if arguments.predicate is not None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 
 from ..calls.arrays import as_array
+from ..operands.checks import is_one_of
 from .communicator import check_communicator
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ SPANS = {"contiguous": 1, "zigzag": 2}  # of a rank
 
 def checked_layout(layout: object) -> str:
     """`layout` itself, if it is one."""
-    if layout not in list(SPANS):
+    if not is_one_of(layout, SPANS):
         raise ValueError(f"layout={layout!r}: give 'contiguous' or 'zigzag'")
     return str(layout)
 

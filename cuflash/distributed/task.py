@@ -15,7 +15,7 @@ from ..dropout import KEY_BLOCK, QUERY_BLOCK, PlacedSeed
 from ..masks.band import Band
 from ..masks.block_mask import BlockMask
 from ..masks.sections import digest, section
-from ..operands.checks import check_read, checked_truth
+from ..operands.checks import check_read, checked_truth, is_one_of
 from ..operands.dtypes import ACCUMULATORS, result_dtype
 from ..operands.spec import Spec
 from .communicator import check_communicator
@@ -205,7 +205,7 @@ def checked(call: Call) -> Task:
     """The task, as far as this rank knows."""
     check_communicator(call.comm)
     layout = checked_layout(call.layout)
-    if call.method is not None and call.method not in METHODS:
+    if not is_one_of(call.method, (None, *METHODS)):
         raise ValueError(f"method={call.method!r}: give {', '.join(map(repr, METHODS))}, or None")
     arrays = _arrays(call)
     q, k, v = (arrays[name] for name in "qkv")

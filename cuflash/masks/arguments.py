@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 
+from ..operands.checks import is_one_of
 from .band import ALIGNMENTS, Band, as_int64, integers_of
 from .patterns import HALF
 
@@ -149,7 +150,7 @@ def positive(name: str, value: SupportsIndex) -> int:
 
 def checked_alignment(alignment: Alignment) -> Alignment:
     """`alignment` itself, if it is one."""
-    if alignment not in ALIGNMENTS:
+    if not is_one_of(alignment, ALIGNMENTS):
         raise ValueError(f"alignment={alignment!r}: give 'bottom_right' or 'top_left'")
     return alignment
 

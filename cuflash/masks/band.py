@@ -59,8 +59,8 @@ def window_sides(window: Window | None) -> tuple[int | None, int | None]:
     widths = []
     for side in sides:
         try:
-            if hasattr(side, "__cuda_array_interface__"):
-                raise TypeError  # a device's value is not read back
+            if isinstance(side, bool) or hasattr(side, "__cuda_array_interface__"):
+                raise TypeError  # and a device's value is not read back
             width = None if side is None else operator.index(side)
         except TypeError:
             raise TypeError(

@@ -27,6 +27,11 @@ def checked_integer(name: str, value: Any, wanted: str) -> int:
         raise TypeError(f"{name}={value!r}: {wanted}") from None
 
 
+def is_one_of(value: object, words: Iterable[str | None]) -> bool:
+    """Whether `value` is one of these words: an array, which compares by elements, is none."""
+    return (value is None or isinstance(value, str)) and value in words
+
+
 def checked_truth(name: str, value: Any) -> bool:
     """`value` as a bool, or a TypeError for what is neither True nor False, nor equal to one."""
     if isinstance(value, (int, float, np.generic)) and value in (0, 1):

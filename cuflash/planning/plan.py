@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from ..operands.checks import is_one_of
 from ..operands.dtypes import ITEM_BYTES
 from . import source
 from .choice import best_variants
@@ -341,7 +342,9 @@ def _reasons(rejected: Iterable[tuple[Tile, str]]) -> Iterator[str]:
 def choice_for_gradients(algo: str | None, engine: str | None) -> tuple[Any, Any]:
     """The same algorithm and engine if some row of them computes gradients, else None for both."""
     rows = (row for row in TILES if row.backward)
-    serves = any(algo in (None, row.algo) and engine in (None, row.engine) for row in rows)
+    serves = any(
+        is_one_of(algo, (None, row.algo)) and is_one_of(engine, (None, row.engine)) for row in rows
+    )
     return (algo, engine) if serves else (None, None)
 
 
@@ -368,9 +371,9 @@ def make_plan(
     NotImplementedError
         If no row serves; the message lists the reasons, and which rows each is of.
     """
-    if algo not in (None, *ALGOS):
+    if not is_one_of(algo, (None, *ALGOS)):
         raise ValueError(f"algo={algo!r}: choose one of {', '.join(map(repr, ALGOS))}, or None")
-    if engine not in (None, *ENGINES):
+    if not is_one_of(engine, (None, *ENGINES)):
         known = ", ".join(map(repr, ENGINES))
         raise ValueError(f"engine={engine!r}: choose one of {known}, or None")
     return _chosen(problem, device, algo, engine)
