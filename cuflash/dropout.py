@@ -61,7 +61,7 @@ def checked_share(value: Any) -> float:
     """
     kind: type[Exception] = TypeError
     if isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool):
-        if 0 <= value and float(value) < 1:  # which one nearer to 1 than doubles are is not
+        if 0 <= value < 1 and float(value) < 1:  # one nearer to 1 than doubles are becomes 1
             return float(value)
         kind = ValueError
     raise kind(f"dropout_p={reprlib.repr(value)}: give a number from 0 to 1, 1 excluded")

@@ -417,6 +417,7 @@ ERRORS = [
     ({"dropout_p": 0.1}, ValueError, r"dropout_p=0.1 goes with seed: give an integer from 0 to 2"),
     ({"dropout_p": False}, TypeError, "dropout_p=False: give a number from 0 to 1, 1 excluded"),
     ({"dropout_p": 1.0, "seed": 1}, ValueError, "dropout_p=1.0: give a number from 0 to 1, 1 excl"),
+    ({"dropout_p": 10**400, "seed": 1}, ValueError, "dropout_p=1000.*: give a number from 0 to 1"),
     ({"dropout_p": -0.1, "seed": 1}, ValueError, "dropout_p=-0.1: give"),
     ({"dropout_p": math.nan, "seed": 1}, ValueError, "dropout_p=nan: give"),
     ({"dropout_p": "0.1", "seed": 1}, TypeError, "dropout_p='0.1': give a number"),
