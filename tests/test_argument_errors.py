@@ -181,6 +181,15 @@ ERRORS = {
         "alibi_slopes=-1",
     ),
     "a sink no float holds": ((Q, K, V), {"sinks": 10**400}, ValueError, "sinks=1000.*no float"),
+    "bias True": ((Q, K, V), {"bias": True}, TypeError, "bias has dtype bool: give an array of"),
+    "a slope True": ((Q, K, V), {"alibi_slopes": True}, TypeError, "alibi_slopes has dtype bool"),
+    "a sink True": ((Q, K, V), {"sinks": True}, TypeError, "sinks has dtype bool: give an array"),
+    "lists of unlike lengths": (
+        (Q, K, V),
+        {"kv_lengths": [[1, 2], [3]]},
+        ValueError,
+        r"kv_lengths=\[\[1, 2\], \[3\]\]: give lists of equal lengths, or an array",
+    ),
     "lengths of heads": (
         (Q, K, V),
         {"kv_lengths": np.ones((2, 3), int)},

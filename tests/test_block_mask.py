@@ -822,6 +822,8 @@ def returning(x):
         (lambda: BlockMask.causal((2, -1)), ValueError, r"shape=\(2, -1\): give two lengths"),
         (lambda: BlockMask.causal((2, 2), "left"), ValueError, "alignment='left': give 'bottom_r"),
         (lambda: BlockMask.causal((2, 2), ones), ValueError, "alignment=array"),
+        (lambda: BlockMask.from_dense([[True, True], [True]]), ValueError, "mask=.*equal lengths"),
+        (lambda: BlockMask.prefix((2, 2), [[1, 2], [1]]), ValueError, "length=.*equal lengths"),
         (lambda: BlockMask.causal((2, 2), block_size=1), ValueError, "block_size=1: give"),
         (lambda: BlockMask.sliding_window((2, 2), -1), ValueError, "window=-1: widths are not neg"),
         (lambda: BlockMask.sliding_window((2, 2), 1.5), TypeError, "window=1.5: widths are int"),

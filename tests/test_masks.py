@@ -102,11 +102,11 @@ def test_integers_of_any_size():
         ([1 << 64, 5], [greatest, 5]), ([1 << 63, -1], [greatest, -1]),
         (np.uint64(1 << 63), greatest), ([np.int64(4), 1 << 90], [4, greatest]),
     ):  # fmt: skip
-        got = integers_of(values)
+        got = integers_of("numbers", values)
         assert got.dtype == np.int64
         np.testing.assert_array_equal(got, expected)
     for other in (1.5, [1.0, 2.0], True, [1, None], [1 << 70, True], "3"):
-        assert integers_of(other).dtype.kind not in "iu"
+        assert integers_of("numbers", other).dtype.kind not in "iu"
 
 
 @pytest.mark.parametrize("causal", [False, True, "bottom_right"])

@@ -162,6 +162,12 @@ def test_offsets_are_integers(q_offset):
         reference.attention(*inputs(), q_offset=q_offset)
 
 
+@pytest.mark.parametrize("name", ["mask", "q_lengths", "kv_lengths", "q_offset"])
+def test_lists_of_unlike_lengths(name):
+    with pytest.raises(ValueError, match=rf"{name}=\[\[1, 2\], \[3\]\]: give lists of equal"):
+        reference.attention(*inputs(), **{name: [[1, 2], [3]]})
+
+
 @pytest.mark.parametrize("dtype", [np.uint8, np.int64, np.float32])
 def test_masks_are_of_bool(dtype):
     mask = np.full((3, 4), 2, dtype)  # what is neither 0 nor 1 would be no truth value

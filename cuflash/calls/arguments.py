@@ -330,7 +330,8 @@ def split_dropout(
 def _of_number(name: str, x: Any) -> NDArray[Any]:
     """A number that scores depend on as an array."""
     try:
-        return np.asarray(x, np.float64 if isinstance(x, (int, float, np.integer)) else None)
+        is_number = isinstance(x, (int, float, np.integer)) and not isinstance(x, bool)
+        return np.asarray(x, np.float64 if is_number else None)
     except OverflowError:
         raise ValueError(f"{name}={reprlib.repr(x)}: no float is so large") from None
 

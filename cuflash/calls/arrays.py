@@ -88,7 +88,7 @@ def check_devices(arrays: dict[str, Array]) -> None:
 def as_integers(name: str, given: Integers) -> Array:
     """Lengths, positions or page numbers as an array of int32 or int64."""
     if isinstance(given, (int, np.integer, list, tuple)):
-        given = integers_of(given)
+        given = integers_of(name, given)
     integers = as_array(name, given)
     if integers.dtype.kind not in "iu":
         what = _INTEGERS.get(name, "lengths")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 
-from ..operands.checks import is_one_of
+from ..operands.checks import array_of, is_one_of
 from .band import ALIGNMENTS, Band, as_int64, integers_of
 from .patterns import HALF
 
@@ -77,7 +77,7 @@ def _unmasked(name: str, x: Any, filling: str = "...") -> Any:
 
 def bools(name: str, x: Any) -> NDArray[np.bool_]:
     """`x` as a bool array of two axes or more."""
-    found: NDArray[Any] = np.asarray(on_host(_unmasked(name, x, "False")))
+    found = array_of(name, on_host(_unmasked(name, x, "False")))
     if found.dtype != bool:
         raise TypeError(f"{name} has dtype {found.dtype}: give bool, True for what is visible")
     if found.ndim < 2:
@@ -89,7 +89,7 @@ def bools(name: str, x: Any) -> NDArray[np.bool_]:
 
 def integers(name: str, x: Any, least: int = 0) -> NDArray[np.integer[Any]]:
     """`x` as an array of integers of `least` axes or more."""
-    found: NDArray[Any] = np.asarray(on_host(_unmasked(name, x)))
+    found = array_of(name, on_host(_unmasked(name, x)))
     if not found.size:
         found = found.astype(np.int64)  # an empty list has no type of its own
     if found.dtype.kind not in "iu":
@@ -101,7 +101,7 @@ def integers(name: str, x: Any, least: int = 0) -> NDArray[np.integer[Any]]:
 
 def counts(name: str, x: Any) -> NDArray[np.int64]:
     """`x` as an array of int64, where all that is too large counts as the largest."""
-    return as_int64(integers(name, integers_of(on_host(_unmasked(name, x)))))
+    return as_int64(integers(name, integers_of(name, on_host(_unmasked(name, x)))))
 
 
 def integer_tuple(

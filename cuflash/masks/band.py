@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..operands.checks import array_of
+
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
@@ -18,12 +20,12 @@ MAX_SHIFT = 1 << 29  # either way, as far as the longest sequence
 _INT64 = np.iinfo(np.int64)
 
 
-def integers_of(values: Any) -> NDArray[Any]:
+def integers_of(name: str, values: Any) -> NDArray[Any]:
     """A number or a list as an array: integers of any size as int64, clipped to what it holds.
 
     What is not integers keeps the type that NumPy gives it.
     """
-    x = np.asarray(values)
+    x = array_of(name, values)
     if not x.size:
         return x.astype(np.int64)  # an empty list has no type of its own
     if x.dtype.kind in "fO":  # which NumPy also chooses for integers that no type of it holds

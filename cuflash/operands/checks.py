@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import reprlib
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,15 @@ def checked_integer(name: str, value: Any, wanted: str) -> int:
         return operator.index(value)
     except TypeError:
         raise TypeError(f"{name}={value!r}: {wanted}") from None
+
+
+def array_of(name: str, values: Any) -> NDArray[Any]:
+    """`np.asarray(values)`, or a ValueError that names lists which are no array."""
+    try:
+        return np.asarray(values)
+    except ValueError:  # lists of unlike lengths
+        given = reprlib.repr(values)
+        raise ValueError(f"{name}={given}: give lists of equal lengths, or an array") from None
 
 
 def is_one_of(value: object, words: Iterable[str | None]) -> bool:

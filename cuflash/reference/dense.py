@@ -10,6 +10,7 @@ import numpy as np
 from ..dropout import SEED_WANTED
 from ..masks.band import MAX_SHIFT, Band, integers_of
 from ..masks.block_mask import BlockMask
+from ..operands.checks import array_of
 from ..operands.spec import Spec
 from ..scores.captured import captured_views, make_score, named_arrays
 from ..scores.errors import Estimate, estimate
@@ -99,7 +100,7 @@ def visible_keys(
 
 def _elements(mask: BlockMask | ArrayLike) -> Bools:
     """Those of a mask, as an array of bool."""
-    elements = mask.to_dense() if isinstance(mask, BlockMask) else np.asarray(mask)
+    elements = mask.to_dense() if isinstance(mask, BlockMask) else array_of("mask", mask)
     if elements.dtype != np.bool_:
         raise TypeError(f"mask has dtype {elements.dtype}: give bool, True for what is visible")
     return elements
@@ -113,7 +114,7 @@ def _band_of(
     band = Band.from_options(mask.get("causal", False), mask.get("window"), q_offset)
 
     def of_batch(name: str, given: ArrayLike | None, low: int, high: int) -> NDArray[np.int64]:
-        numbers = integers_of(high if given is None else given)
+        numbers = integers_of(name, high if given is None else given)
         if numbers.dtype.kind not in "iu":
             raise TypeError(f"{name} has dtype {numbers.dtype}: give integers")
         clamped = np.clip(numbers.astype(np.int64), low, high)
