@@ -839,6 +839,7 @@ def returning(x):
         (lambda: BlockMask.documents([[1]] * 2, [[1]] * 3), ValueError,
          r"query_ids and key_ids have shapes \(2, 1\) and \(3, 1\): .*broadcast"),
         (lambda: BlockMask.dilated((2, 2), 1, 0), ValueError, "dilation=0: give a positive int"),
+        (lambda: BlockMask.dilated((2, 2), 1, True), TypeError, "dilation=True: give a positive"),
         (lambda: BlockMask.dilated((2, 2), 1, 1.5), TypeError, "dilation=1.5: give a positive int"),
         (lambda: BlockMask.global_local((2, 2), 1, 3), ValueError,
          "global_tokens=3: give a number of tokens up to 2"),

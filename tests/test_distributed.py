@@ -245,6 +245,28 @@ def test_lengths_that_do_not_divide_name_the_next_one():
         distributed.shard(x, comm, layout="striped")
     with pytest.raises(ValueError, match="axis=2: the array has 2 axes"):
         distributed.shard(x, comm, axis=2)
+    with pytest.raises(TypeError, match="axis=None: give that of the tokens, an integer"):
+        distributed.shard(x, comm, axis=None)
+    with pytest.raises(TypeError, match="length=8.0: give how many tokens the whole sequence has"):
+        distributed.positions(8.0, comm)
+    with pytest.raises(ValueError, match="length=-8: give how many tokens the whole sequence has"):
+        distributed.positions(-8, comm)
+
+
+@pytest.mark.parametrize(("window", "same"), [([3, 1], (3, 1)), (np.array(3), 3)], ids=str)
+def test_windows_that_no_dictionary_holds(window, same):
+    (comm,) = LocalComm.make(1)
+    x = np.random.default_rng(0).standard_normal((2, 32, 4), dtype=np.float32)
+    found = distributed.attention(x, x, x, comm=comm, window=window)
+    expected = distributed.attention(x, x, x, comm=comm, window=same)
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_whether_to_plan_gradients_is_a_truth_value():
+    (comm,) = LocalComm.make(1)
+    x = np.ones((2, 32, 4), np.float32)
+    with pytest.raises(TypeError, match="backward='no': give True or False"):
+        distributed.plan(x, x, x, comm=comm, backward="no")
 
 
 # --------------------------------------------------------------------------------------- errors
@@ -451,6 +473,18 @@ def test_errors_travel():
 def test_wrong_communicators(arguments, message):
     with pytest.raises(ValueError, match=message):
         distributed.Communicator(*arguments)
+
+
+def test_words_are_no_ranks():
+    """As those of the environment are."""
+    with pytest.raises(TypeError, match="rank='0': give a rank from 0 to size - 1"):
+        distributed.Communicator("0", 2)
+    with pytest.raises(TypeError, match="size='2': give how many ranks there are, 1 or more"):
+        distributed.Communicator(0, "2")
+    with pytest.raises(TypeError, match="size='2': give how many ranks there are, 1 or more"):
+        LocalComm.make("2")
+    with pytest.raises(ValueError, match="size=0: give how many ranks there are, 1 or more"):
+        LocalComm.run(0, str)
 
 
 def test_an_error_of_another_kind_ends_the_communicator_everywhere():

@@ -8,9 +8,11 @@ import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar, NamedTuple, NoReturn, Protocol, TypeAlias
 
+from ..operands.checks import checked_integer
 from .machine import Machine
 
 TIMEOUT = 60.0  # seconds
+SIZE_WANTED = "give how many ranks there are, 1 or more"
 
 # A rank and an array, contiguous in C order, that goes to it or comes from it.
 Parcel: TypeAlias = "tuple[int, Any]"
@@ -87,6 +89,8 @@ class Communicator:
     }
 
     def __init__(self, rank: int, size: int, timeout: float = TIMEOUT):
+        size = checked_integer("size", size, SIZE_WANTED)
+        rank = checked_integer("rank", rank, "give a rank from 0 to size - 1")
         if not 0 <= rank < size:
             raise ValueError(f"rank={rank}: give a rank from 0 to size - 1, size is {size}")
         if not timeout > 0:

@@ -10,7 +10,16 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from .communicator import TIMEOUT, Communicator, OnHost, Parcel, RankError, Transfer
+from ..operands.checks import checked_integer
+from .communicator import (
+    SIZE_WANTED,
+    TIMEOUT,
+    Communicator,
+    OnHost,
+    Parcel,
+    RankError,
+    Transfer,
+)
 
 Result = TypeVar("Result")
 
@@ -105,6 +114,9 @@ class LocalComm(Communicator):
         timeout : float
             Seconds after which a rank that has not arrived is given up.
         """
+        size = checked_integer("size", size, SIZE_WANTED)
+        if size < 1:
+            raise ValueError(f"size={size}: {SIZE_WANTED}")
         exchange = _Exchange()
         return [cls(rank, size, timeout, exchange) for rank in range(size)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..operands.checks import checked_truth
 from .estimate import Estimate
 from .machine import Machine
 from .task import Call, checked
@@ -138,7 +139,7 @@ def plan(
         "algo": algo, "engine": engine, "softcap": softcap, "scale": scale,
         "enable_gqa": enable_gqa,
     }  # fmt: skip
-    name = "attention_backward" if backward else "attention"
+    name = "attention_backward" if checked_truth("backward", backward) else "attention"
     call = Call(
         name, comm, arrays, layout, method, causal, window, mask, dropout_p, seed, options, {}
     )  # fmt: skip

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 
 from ..calls.arrays import as_array
-from ..operands.checks import is_one_of
+from ..operands.checks import checked_integer, is_one_of
 from .communicator import check_communicator
 
 if TYPE_CHECKING:
@@ -97,6 +97,10 @@ def positions(length: int, comm: Communicator, layout: Layout = "contiguous") ->
     (array([0, 1, 6, 7]), array([2, 3, 4, 5]))
     """
     check_communicator(comm)
+    wanted = "give how many tokens the whole sequence has, 0 or more"
+    length = checked_integer("length", length, wanted)
+    if length < 0:
+        raise ValueError(f"length={length}: {wanted}")
     check_length(length, comm.size, checked_layout(layout))
     return np.concatenate(
         [np.arange(x.start, x.stop) for x in spans(comm.rank, comm.size, layout, length)]
@@ -219,6 +223,7 @@ def part_of(whole: Any, rank: int, size: int, axis: int, layout: str) -> Any:
 
 def checked_axis(axis: int, axes: int) -> int:
     """`axis` counted from the end."""
+    axis = checked_integer("axis", axis, "give that of the tokens, an integer")
     if not -axes <= axis < axes:
         raise ValueError(f"axis={axis}: the array has {axes} axes")
     return axis if axis < 0 else axis - axes

@@ -10,7 +10,7 @@ import numpy as np
 
 from .._plan import plan
 from ..calls.arguments import split_dropout
-from ..calls.arrays import as_array
+from ..calls.arrays import as_array, as_window
 from ..dropout import KEY_BLOCK, QUERY_BLOCK, PlacedSeed
 from ..masks.band import Band
 from ..masks.block_mask import BlockMask
@@ -164,7 +164,7 @@ def proposed(call: Call) -> Task:
 def _known(call: Call) -> tuple[Task, dict[str, str]]:
     """The task and its facts: of a call like one before, what is remembered of that."""
     arrays = _arrays(call)
-    call = call._replace(arrays=arrays)
+    call = call._replace(arrays=arrays, window=as_window(call.window))
     asked = (
         call.layout, call.method, call.causal, call.window, call.dropout_p,
         *call.options.values(),

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 
-from ..operands.checks import array_of, is_one_of
+from ..operands.checks import array_of, checked_integer, is_one_of
 from .band import ALIGNMENTS, Band, as_int64, integers_of
 from .patterns import HALF
 
@@ -139,10 +139,7 @@ def block_pair(block_size: BlockSize) -> tuple[int, int]:
 
 def positive(name: str, value: SupportsIndex) -> int:
     """`value` as an int of 1 or more."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise TypeError(f"{name}={value!r}: give a positive integer") from None
+    number = checked_integer(name, value, "give a positive integer")
     if number < 1:
         raise ValueError(f"{name}={value!r}: give a positive integer")
     return number
