@@ -36,6 +36,15 @@ def test_values_that_are_equal_but_not_both_right_are_told_apart():
             cuflash.attention(Q, K, V, **wrong)
 
 
+def test_captured_zeros_of_either_sign_are_told_apart():
+    q = np.ones((2, 4, 8), np.float32)
+    for zero in (0.0, -0.0):
+        mod = cuflash.ScoreMod("where(1.0 / zero < 0.0, score + k, score)", zero=zero)
+        _, lse = cuflash.attention(q, q, q, score_mod=mod, return_lse=True)
+        _, expected = cuflash.reference.attention(q, q, q, score_mod=mod, return_lse=True)
+        np.testing.assert_allclose(lse, expected, rtol=1e-6)
+
+
 def test_strides_and_types_are_told_apart():
     swapped = np.ascontiguousarray(Q.swapaxes(1, 2)).swapaxes(1, 2)
     expected = cuflash.attention(Q, K, V)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keyword
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -29,6 +30,7 @@ class ScoreText(NamedTuple):
     expression: str
     numbers: tuple[Number, ...]
     arrays: tuple[str, ...]
+    negative_zeros: tuple[str, ...] = ()  # names of numbers, which equal 0.0 and are not it
 
 
 class ScoreMod:
@@ -102,7 +104,8 @@ class ScoreMod:
             else:
                 arrays[name] = value
         self.expression, self.arrays = expression, arrays
-        self.text = ScoreText(expression, tuple(numbers), tuple(arrays))
+        negative = tuple(x for x, _, value in numbers if not value and math.copysign(1, value) < 0)
+        self.text = ScoreText(expression, tuple(numbers), tuple(arrays), negative)
 
     def __repr__(self) -> str:
         numbers = [f"{name}={value!r}" for name, _, value in self.text.numbers]
