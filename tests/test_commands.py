@@ -269,6 +269,7 @@ def test_explain_where_kernels_cannot_be_compiled(monkeypatch, capsys):
         ("--on H200 --bias 4,300,300 --wrt bias", "--wrt goes with --backward"),
         ("--on H200 --score-mod score+", "score"),
         ("--on H200 --bias 4,300,x", "'4,300,x' is no shape"),
+        ("--on H200 --score-mod score*a --capture a=1 --capture a=2", "each number or array once"),
     ],
 )
 def test_mistakes_in_words(monkeypatch, capsys, line, words):

@@ -288,6 +288,14 @@ def test_list(capsys):
         (["--shapes", "1,2,3"], "'1,2,3' is not B,H,N,D"),
         (["--shapes", "1,2,0,4"], "sizes are positive"),
         (["--dtypes", "int8"], "invalid choice: 'int8'"),
+        (["--dtypes", "float16"], "--dtypes, --causal and --backward go with --shapes"),
+        (["--causal", "yes", "forward"], "--dtypes, --causal and --backward go with --shapes"),
+        (["--backward", "forward"], "--dtypes, --causal and --backward go with --shapes"),
+        (["forward", "--shapes", "1,2,3,4"], "--shapes stands for the experiments: leave out forw"),
+        (["--ms", "-5"], "'-5' is no time: give milliseconds, more than 0"),
+        (["--ms", "nan"], "'nan' is no time: give milliseconds, more than 0"),
+        (["--ms", "x"], "'x' is no time"),
+        (["--out", f"{__file__}/in"], "test_compare.py/in: "),
     ],
 )
 def test_mistakes_in_words(capsys, arguments, words):

@@ -677,6 +677,7 @@ def test_what_the_command_prints(monkeypatch, capsys):
         ("--shape 2,8 --dtype float16 --mask blocks:a", (), 2, "'a' is no size of blocks, such"),
         ("--shape 2,8 --dtype float16 --capture a", (), 2, "'a' names no number or array, such as"),
         ("--shape 2,8 --dtype float16 --capture a=1", (), 2, "--capture goes with --score-mod"),
+        ("--shape 2,8 --dtype float16 --any-order", (), 2, "--any-order goes with --backward"),
         ("--shape 3,8,1,64 --keys 2,8,9,64 --kv-lengths int32 --dtype float16", (), 2, "broadcast"),
     ],
 )

@@ -33,21 +33,16 @@ def main(arguments: Sequence[str]) -> int:
     """Print the plans of what the command line describes, and what their kernels take."""
     parser = _line()
     options = vars(parser.parse_args(arguments))
-    on, multiprocessors, plan_only, dtypes, aligned, backward = (
-        options.pop(x)
-        for x in ("on", "multiprocessors", "plan_only", "dtype", "aligned", "backward")
+    on, multiprocessors, plan_only, dtypes, aligned = (
+        options.pop(x) for x in ("on", "multiprocessors", "plan_only", "dtype", "aligned")
     )
     try:
         device = _device(on, multiprocessors)
         shapes = take_problem(options)
         options["device"] = None if device.is_cpu else device
         kinds: list[dict[str, Any]] = [{"backward": False, "deterministic": True, "wrt": ()}]
-        if backward:
+        if options.pop("backward"):
             kinds.append({"backward": True})
-        elif options["wrt"]:
-            raise ValueError("--wrt goes with --backward")
-        elif not options["deterministic"]:
-            raise ValueError("--any-order goes with --backward")
         plans = [
             _plan(shapes, DTYPES[dtype], aligned, options | kind)
             for dtype in dtypes

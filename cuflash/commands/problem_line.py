@@ -74,6 +74,9 @@ def take_problem(options: dict[str, Any]) -> tuple[Shape, Shape, Shape]:
 
     Arrays stand for names in what is left: only their shapes and types count.
     """
+    for line, given in (("--wrt", options["wrt"]), ("--any-order", not options["deterministic"])):
+        if given and not options["backward"]:
+            raise ValueError(f"{line} goes with --backward")
     q: Shape = options.pop("shape")
     k: Shape = options.pop("keys") or q
     v: Shape = options.pop("values") or k
@@ -88,7 +91,10 @@ def take_problem(options: dict[str, Any]) -> tuple[Shape, Shape, Shape]:
     if isinstance(options["mask"], int):
         lengths = _lengths(options, q, k, sequences is not None)
         options["mask"] = BlockMask.sliding_window(lengths, None, block_size=options["mask"])
-    captures, expression = dict(options.pop("capture")), options["score_mod"]
+    given, expression = options.pop("capture"), options["score_mod"]
+    captures = dict(given)
+    if len(captures) < len(given):
+        raise ValueError("--capture: name each number or array once")
     if expression is not None:
         options["score_mod"] = ScoreMod(expression, **captures)
     elif captures:

@@ -13,6 +13,7 @@ import datetime
 import functools
 import gc
 import itertools
+import math
 import shlex
 import statistics
 import warnings
@@ -221,17 +222,21 @@ def parse(
     parser.add_argument("--list", action="store_true", help="name experiments and contenders")
     parser.add_argument("--shapes", nargs="+", type=_shape, metavar="B,H,N,D",
                         help="these instead of the experiments")  # fmt: skip
-    parser.add_argument("--dtypes", nargs="+", choices=machine.DTYPES, default=["float32"],
-                        help="of --shapes")  # fmt: skip
+    parser.add_argument("--dtypes", nargs="+", choices=machine.DTYPES,
+                        help="of --shapes; by default float32")  # fmt: skip
     parser.add_argument("--causal", choices=("no", "yes", "both"), default="no", help="of --shapes")
     parser.add_argument("--backward", action="store_true", help="gradients of --shapes")
     parser.add_argument("--contenders", nargs="+", metavar="NAME",
                         help="names or their beginnings, the base of ratios first")  # fmt: skip
-    parser.add_argument("--ms", type=float, help="time for each contender and problem")
+    parser.add_argument("--ms", type=_milliseconds, help="time for each contender and problem")
     parser.add_argument("--out", type=Path, help="folder for the results; by default a new one")
     options = parser.parse_args(arguments)
     if any(n < 1 for shape in options.shapes or () for n in shape):
         parser.error("--shapes: sizes are positive")
+    if options.shapes and options.experiments:
+        parser.error(f"--shapes stands for the experiments: leave out {options.experiments[0]}")
+    if not options.shapes and (options.dtypes or options.causal != "no" or options.backward):
+        parser.error("--dtypes, --causal and --backward go with --shapes")
     return options, parser.error
 
 
@@ -242,11 +247,18 @@ def _shape(text: str) -> tuple[int, ...]:
     return sizes
 
 
+def _milliseconds(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if 0 < (number := float(text)) < math.inf:
+            return number
+    raise argparse.ArgumentTypeError(f"{text!r} is no time: give milliseconds, more than 0")
+
+
 def chosen_experiments(options: argparse.Namespace, place: str) -> dict[str, Experiment]:
     """The experiments that the command line asks for."""
     if options.shapes:
         masks = {"no": (False,), "yes": (True,), "both": MASKS}[options.causal]
-        works = itertools.product(options.dtypes, masks, options.shapes)
+        works = itertools.product(options.dtypes or ["float32"], masks, options.shapes)
         return {
             "shapes": Experiment(
                 "shapes of the command line",
@@ -298,7 +310,10 @@ def main(arguments: list[str]) -> int:
 
     now = datetime.datetime.now()
     folder = options.out or Path(f"compare-{now:%Y%m%d-%H%M%S}")
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        fail(f"--out {folder}: {error.strerror}")
     milliseconds = options.ms or (20 if options.quick else 60) * (1 if field.cupy else 4)
     rows = []
     total = sum(len(experiment.works) for experiment in experiments.values())
