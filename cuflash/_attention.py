@@ -736,6 +736,8 @@ def attention_vjp(
     """
     wants_lse = checked_truth("return_lse", return_lse)
     score_mod = as_score_mod(score_mod)  # its captures are those of this call, for vjp as well
+    window = as_window(window)  # a list may change
+    deterministic = checked_truth("deterministic", deterministic)
     options: MaskOptions = {
         "causal": causal, "window": window, "mask": mask, "bias": bias, "score_mod": score_mod,
         "softcap": softcap, "alibi_slopes": alibi_slopes, "sinks": sinks, "q_lengths": q_lengths,
@@ -760,7 +762,7 @@ def attention_vjp(
     share, number, seeds = split_dropout(q, dropout_p, seed)
     arrays |= scored | seeds
     asked = Options(
-        algo, engine, causal, as_window(window), offset, softcap, scale, enable_gqa,
+        algo, engine, causal, window, offset, softcap, scale, enable_gqa,
         split_keys=split_keys, score_mod=text, dropout_p=share,
     )  # fmt: skip
     arguments = Arguments(ForwardCall.operands, arrays, as_mask(mask), seed=number)

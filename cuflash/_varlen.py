@@ -6,11 +6,14 @@ import inspect
 from typing import TYPE_CHECKING, Any, Literal, TypeVar, overload
 
 from ._attention import attention, attention_backward, attention_vjp
+from .calls.arguments import split_scores
+from .calls.arrays import as_window
 from .calls.packed import packed_queries
 from .keywords import takes_options_of
 from .operands.checks import checked_truth
 from .planning.plan import choice_for_gradients
 from .scores.trace import as_score_mod
+from .scores.wanted import as_names
 
 if TYPE_CHECKING:
     import numpy as np
@@ -394,6 +397,12 @@ def attention_varlen_vjp(
     asked: Any = {**options}
     if "score_mod" in asked:  # its captures are those of this call, for vjp as well
         asked["score_mod"] = as_score_mod(asked["score_mod"])
+    asked["window"] = as_window(asked.get("window"))  # a list may change
+    asked["deterministic"] = checked_truth("deterministic", asked.get("deterministic", True))
+    asked["wrt"] = names = as_names(asked.get("wrt", ()))
+    if names:
+        mod, bias, sinks, slopes = map(asked.get, ("score_mod", "bias", "sinks", "alibi_slopes"))
+        split_scores(q, mod, bias, sinks, slopes, names)
     forward = {name: x for name, x in asked.items() if name in _FORWARD}
     out, lse = attention_varlen(q, k, v, **starts, return_lse=True, **forward)
     own = choice_for_gradients(asked.get("algo"), asked.get("engine"))

@@ -403,6 +403,22 @@ def test_whether_is_a_truth_value(value):
             function(*arrays, **{name: value})
 
 
+@pytest.mark.parametrize(
+    ("options", "kind", "message"),
+    [
+        ({"deterministic": "no"}, TypeError, "deterministic='no': give True or False"),
+        ({"wrt": ("sinks",)}, ValueError, "wrt names 'sinks': give one of the arrays"),
+        ({"wrt": "bias", "bias": 0.5}, TypeError, "wrt='bias': give a tuple of names"),
+    ],
+)
+def test_what_is_wrong_with_gradients_is_said_ahead_of_them(options, kind, message):
+    packed = np.ones((3, 5, 2, 4), np.float32)
+    with pytest.raises(kind, match=message):
+        cuflash.attention_vjp(Q, K, V, **options)
+    with pytest.raises(kind, match=message):
+        cuflash.attention_varlen_vjp(*packed, [0, 2, 5], **options)
+
+
 def test_an_option_that_equals_a_remembered_one_is_judged_by_itself():
     cuflash.attention(Q, K, V, split_keys=0)
     with pytest.raises(TypeError, match="split_keys=False: give a multiple of 16"):
