@@ -159,6 +159,22 @@ def test_any_shape(size, layout, method, n, m, group, causal, window, d, dv):
     assert max(float(x.max()) for x in ratios) <= 1
 
 
+@pytest.mark.parametrize("method", [None, "ring", "gather"])
+def test_values_of_one_head(method):
+    """Which keys do not share, so that there is no head of values for each rank."""
+    q, k, v = np.random.default_rng(0).standard_normal((3, 4, 12, 8), dtype=np.float32)
+    k, v, options = k[:2], v[:1], {"causal": True, "enable_gqa": True}
+
+    def rank(comm, method=method):
+        mine = [distributed.shard(x, comm) for x in (q, k, v)]
+        return distributed.attention(*mine, comm=comm, method=method, **options)
+
+    out = np.concatenate(LocalComm.run(2, rank), axis=-2)
+    assert (reference.forward_bound(q, k, v, q.dtype, **options).ratios(out)[0] <= 1).all()
+    with pytest.raises(ValueError, match="the heads of values, 1, do not divide by 2 ranks; give"):
+        LocalComm.run(2, functools.partial(rank, method="ulysses"))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("method", METHODS)
 def test_the_same_bits_each_time(method, layout):

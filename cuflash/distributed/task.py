@@ -231,7 +231,7 @@ def checked(call: Call) -> Task:
         Band.from_options(call.causal, call.window), lengths, call.mask,
         call.mask is not None or bool(call.dropout_p),
     )  # fmt: skip
-    heads = tuple(x.shape[-3] if x.ndim > 2 else 1 for x in (q, k))
+    heads = tuple(x.shape[-3] if x.ndim > 2 else 1 for x in (q, k, v))
     sizes = Sizes(
         size, layout, sight, math.prod(leading[:-1]), (heads[0], heads[1]),
         (q.shape[-1], v.shape[-1]), dtype.itemsize, lse_dtype.itemsize,
@@ -239,7 +239,7 @@ def checked(call: Call) -> Task:
     )  # fmt: skip
     refused = "there is no axis of heads"
     if min(q.ndim, k.ndim, v.ndim) > 2:
-        refused = why_not_ulysses(heads[0], heads[1], size, call.options["enable_gqa"])
+        refused = why_not_ulysses(*heads, size, call.options["enable_gqa"])
     found = estimates(sizes, call.comm.machine, refused)
     method = best(found).method if call.method is None else call.method
     if method == "ulysses" and refused:
@@ -250,10 +250,12 @@ def checked(call: Call) -> Task:
     )  # fmt: skip
 
 
-def why_not_ulysses(queries: int, keys: int, size: int, grouped: bool) -> str:
+def why_not_ulysses(queries: int, keys: int, values: int, size: int, grouped: bool) -> str:
     """Why so many heads cannot be shared out, or an empty string."""
     if keys % size or queries % size:
         return f"{queries} heads of queries and {keys} of keys do not divide by {size} ranks"
+    if values % size:
+        return f"the heads of values, {values}, do not divide by {size} ranks"
     if queries != keys and not grouped:
         return f"{queries} heads of queries broadcast against {keys} of keys"
     return ""
