@@ -118,6 +118,16 @@ def test_any_bias(shape, hides, algo):
     differentiate("numpy", operands(), ("bias",), algo, bias=bias, enable_gqa=True, **MASKS[hides])
 
 
+@pytest.mark.parametrize("shape", [(2, 4), (1, 1)])
+def test_leading_axes_of_values_alone(shape):
+    rng, axes = np.random.default_rng(0), (3, *shape)
+    dout, v = rng.standard_normal((*axes, 13, 8)), rng.standard_normal((*axes, 15, 8))
+    q, k = rng.standard_normal((13, 8)), rng.standard_normal((15, 8))
+    options = {"bias": rng.standard_normal((*axes, 13, 1)), "alibi_slopes": rng.random(shape),
+               "score_mod": ScoreMod("score * a[head, q]", a=rng.random((4, 13)))}  # fmt: skip
+    differentiate("numpy", (dout, q, k, v), ("bias", "alibi_slopes", "a"), **options)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(["float16", "bfloat16", "float32", "float64"]), st.integers(0, 99),
        st.sampled_from(["fa1", "fa2"]), st.sampled_from(sorted(MASKS)))  # fmt: skip

@@ -133,7 +133,7 @@ def _slope_errors(dense: Dense, read: Node, u_acc: float) -> tuple[Floats, Float
     sigma = score_errors(dense, u_acc).before
     products = dense.scale * (dense.q @ dense.k.mT)
     found = dense.changes.errors(products, sigma, u_acc, read)
-    shape = products.shape
+    shape = dense.visible.shape  # values may have leading axes that q and k have not
     return np.broadcast_to(found.slope, shape), np.broadcast_to(found.slope_error, shape)
 
 
