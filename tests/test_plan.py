@@ -383,6 +383,14 @@ def test_places_in_lists_are_31_bits(make):
     assert row.reject(p, H200) == ""
 
 
+@pytest.mark.parametrize("make", [problem, backward])
+def test_numbers_of_tiles_are_31_bits(make):
+    most = make("float16", ((1 << 31) - 1,), 1, 1)
+    assert make_plan(most, H200).grid > 0
+    with pytest.raises(NotImplementedError, match=r"more than 2\^31 of its tiles"):
+        make_plan(dataclasses.replace(most, leading=(1 << 31,)), H200)
+
+
 @pytest.mark.parametrize("engine", ["mma", "wgmma"])
 def test_ordered_blocks_are_of_heads_enough_and_of_what_the_cache_holds(engine):
     """Of long heads few fit into the cache, and many blocks of one would wait for each other."""

@@ -428,6 +428,8 @@ class KernelTile(Tile):
             return "does not split keys"
         if self.span and problem.head_count * problem.query_length * 32 >= 1 << 31:
             return "too many rows to merge"
+        if self.blocks(problem) >= 1 << 31:
+            return "more than 2^31 of its tiles"
         blocks = self.blocks(problem.typical)
         if blocks < self.fill * device.multiprocessors:
             return (
