@@ -18,7 +18,8 @@ from cuflash import reference
 from cuflash.calls import run as calls
 from cuflash.dropout import KEY_BLOCK, QUERY_BLOCK, ROUNDS, Dropout, PlacedSeed, philox
 from cuflash.masks.band import Band
-from cuflash.planning.plan import make_plan
+from cuflash.operands.dtypes import DOUBLE
+from cuflash.planning.plan import TILES, make_plan
 from cuflash.planning.problem import Problem
 from cuflash.planning.source import without_comments
 from cuflash.reference import dropout_keep
@@ -270,6 +271,22 @@ def test_the_same_bits_in_gradients(algo, engine, dim):
     for got in (dq, dk.mT, dv.mT):
         np.testing.assert_array_equal(got != 0, expected)
         assert len(np.unique(got)) == 2
+
+
+@EMULATED
+@pytest.mark.parametrize("row", [x for x in TILES if x.dtypes == DOUBLE], ids=str)
+def test_each_row_of_doubles(row):
+    """Of which a tile may have 8 queries."""
+    q, k, v, dout = np.random.default_rng(0).standard_normal((4, 2, 2, 45, row.max_dim))
+    options = {"causal": True, **DROPOUT}
+    kernel = {"algo": row.algo, "engine": row.engine, "device": H200, "row": row, "mode": "fast"}
+    if not row.backward:
+        result = attention(q, k, v, **kernel, **options)
+        assert_forward_close(result.out, result.lse, q, k, v, **options)
+        return
+    out, lse = cuflash.attention(q, k, v, return_lse=True, **options)
+    grads = attention_backward(dout, q, k, v, out, lse, **kernel, **options)[:3]
+    assert_backward_close(grads, dout, q, k, v, **options)
 
 
 # ----------------------------------------------------------------------------------- what it means

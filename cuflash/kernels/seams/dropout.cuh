@@ -284,20 +284,24 @@ struct KeptPairs {
   private:
     // On tensor cores a lane's keys are all odd or all even, its queries come in pairs q, q + 1. It makes
     // the bits of q if its keys are even, else of q + 1, also those of the neighbours of its keys; the
-    // lane that has these makes the bits of the other query. Each gives away what is not of its keys.
+    // lane that has these makes the bits of the other query. Each gives away what is not of its keys. A tile
+    // of 8 queries may be in the lower or in the upper half of 16.
     template <typename Tile, typename P>
     __device__ __forceinline__ void draw_on_side(const Tile& tile, const P& p, const Head& head,
                                                  int q_begin, int k_begin) {
+        static_assert(COLUMNS == 2 || COLUMNS % 4 == 0, "one block of 8 queries, or pairs of them");
+        constexpr int OF_CALL = COLUMNS == 2 ? 2 : 4;  // columns
         const u64 seed = uniform(find_seed(p));
         const auto add = adding();
+        const bool upper_queries = OF_CALL == 2 && q_begin / 8 % 2 != 0;
 #pragma unroll
         for (int i = 0; i < ROWS; i += 2) {
             const int k = k_begin + tile.row(i);
             const bool odd = k % 2 != 0;
             const u32 first_query = query_number(p, q_begin + tile.column(0) + odd);
-            const int turn = turn_of(false, k / 16 % 2 != 0);
+            const int turn = turn_of(upper_queries, k / 16 % 2 != 0);
 #pragma unroll
-            for (int j = 0; j < COLUMNS; j += 4) {
+            for (int j = 0; j < COLUMNS; j += OF_CALL) {
                 const QueryCalls calls(p, seed, head, first_query + 2 * j);
                 const RandomWords words = calls.draw(key_number(p, k));
 #pragma unroll
@@ -308,7 +312,7 @@ struct KeptPairs {
                     const u32 even_query = turned(odd ? got : of_even, turn);
                     const u32 odd_query = turned(odd ? of_odd : got, turn);
 #pragma unroll
-                    for (int e = 0; e < 4; ++e)
+                    for (int e = 0; e < OF_CALL; ++e)
                         add(i + upper, j + e,
                             stays(p,
                                   turned(e % 2 ? odd_query : even_query, turn_of(e / 2, false))));
