@@ -253,7 +253,8 @@ def test_emulator_hard_cases_need(monkeypatch, change, old, new):
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("now.drop(S);", ""),  # dV is of what is kept
+        # dV is of what is kept.
+        ("left[i][j] = kept.has(i, j) ? P[i][j]", "left[i][j] = true ? P[i][j]"),
         # And so is dP, in rows of keys and in rows of queries.
         ("(dP_kept - delta)", "(dP[i][j] - delta)"),
         ("multiply_add(dP_kept,", "multiply_add(dP[i][j],"),

@@ -20,12 +20,18 @@
 #include "hopper/begin_block.cuh"
 #include "hopper/key_stores.cuh"
 #include "hopper/keys_block.cuh"
+#include "planes/fresh_sums.cuh"
 #include "planes/row_scales.cuh"
 #include "planes/turned_step.cuh"
 #include "ptx/overlap.cuh"
 #include "tiles/units.cuh"
 
 using namespace of_keys;
+
+using Scores = WarpgroupTile<__half, BLOCK_Q, HEAD_DIM, HEAD_DIM_V>;
+using TurnedStep = TurnedStepOf<Scores>;
+using AddToKeys = FreshProducts<QueryRows, HEAD_PART, SUMS>;
+using AddToValues = FreshProducts<GradientRows, VALUE_PART, SUMS>;
 
 // The step whose queries are in a slot, and what dropout keeps of its pairs.
 __device__ __forceinline__ TurnedStep step_in(const SharedMemory& smem, int slot, const Params& p,
@@ -88,9 +94,8 @@ __device__ __forceinline__ void sum_values(const Params& p, SharedMemory& smem) 
             if (speaks) barriers.P_full[slot].arrive(), barriers.Q_empty[slot].arrive();
             now.drop(S);
             barriers.dO_full[slot].wait(step.parity());
-            dV.add<GradientRows, VALUE_PART, SUMS>(S, dO + slot * (GradientRows::BYTES >> 4),
-                                                   item.located.of_dO & HeadFactors::SPARSE,
-                                                   [&](int i, int j) { return S[i][j]; });
+            dV.add(S, AddToValues{dO + slot * (GradientRows::BYTES >> 4)},
+                   item.located.of_dO & HeadFactors::SPARSE, [&](int i, int j) { return S[i][j]; });
             if (speaks) barriers.dO_empty[slot].arrive();
         }
         __syncwarp();  // all lanes have done with the keys
@@ -155,9 +160,9 @@ __device__ __forceinline__ void sum_keys(const Params& p, SharedMemory& smem) {
                 now.to_score_gradients<false>(dP, W);
             __syncwarp();  // all lanes have loaded P
             if (speaks) barriers.P_empty[slot].arrive();
-            dK.add<QueryRows, HEAD_PART, SUMS>(
-                dP, Q + slot * (QueryRows::BYTES >> 4), item.located.of_q & HeadFactors::SPARSE,
-                [&](int i, int j) { return now.magnitude(dP, W, i, j); });
+            dK.add(dP, AddToKeys{Q + slot * (QueryRows::BYTES >> 4)},
+                   item.located.of_q & HeadFactors::SPARSE,
+                   [&](int i, int j) { return now.magnitude(dP, W, i, j); });
             __syncwarp();  // all lanes have read what came with Q
             if (speaks) barriers.Q_empty[slot].arrive();
         }

@@ -19,6 +19,7 @@
 #include "hopper/gradient_stores.cuh"
 #include "hopper/queries_block.cuh"
 #include "hopper/query_steps.cuh"
+#include "planes/fresh_sums.cuh"
 #include "planes/row_scales.cuh"
 #include "ptx/overlap.cuh"
 
@@ -116,9 +117,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 now.to_score_gradients<true>(dP, S);
             else
                 now.to_score_gradients<false>(dP, S);
-            dQ.add<KeyRows, HEAD_PART, SUMS>(
-                dP, K + slot * (KeyRows::BYTES >> 4), item.located.of_k & HeadFactors::SPARSE,
-                [&](int i, int j) { return fabsf(dP[i][j]) + fabsf(S[i][j] * stats.deltas[i]); });
+            dQ.add(dP, FreshProducts<KeyRows, HEAD_PART, SUMS>{K + slot * (KeyRows::BYTES >> 4)},
+                   item.located.of_k & HeadFactors::SPARSE, [&](int i, int j) {
+                       return fabsf(dP[i][j]) + fabsf(S[i][j] * stats.deltas[i]);
+                   });
             if (speaks) barriers.K_empty[slot].arrive();
         }
         if (count > 0 && speaks) barriers.Q_empty.arrive();

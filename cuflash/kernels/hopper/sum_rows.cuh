@@ -1,8 +1,9 @@
 // Tiles of a gradient, rows of floats, summed over heads. Reads the prelude.
 #pragma once
+#include "seams/regions.cuh"
 #include "shared_rows.cuh"
 #include "tiles/copies.cuh"
-#include "tiles/warpgroup.cuh"
+#include "tiles/warp_rows.cuh"
 
 // One tile of ROWS rows, of `tiles` that a head has; `place` says which rows these are. A thread sums
 // a chunk of a row at a time.

@@ -1,31 +1,8 @@
 // Products with an A operand that a warpgroup holds in float32: it is split into two planes of halves
 // (plane_range.cuh), and their sums are added in float32. Reads the prelude.
 #pragma once
-#include "planes/plane_range.cuh"
+#include "planes/split_rows.cuh"
 #include "tiles/warpgroup.cuh"
-
-// Rows of an accumulator times `factors` as A operands: the high plane of all columns, then the low one,
-// which is 2^VALUE_SHIFT times as large.
-template <int CHUNKS, int COLUMNS>
-__device__ __forceinline__ void split_rows(u32 (&planes)[CHUNKS][4],
-                                           const float (&rows)[2][COLUMNS],
-                                           const float (&factors)[2]) {
-    static_assert(CHUNKS == COLUMNS / 2, "two planes of 16 columns each");
-#pragma unroll
-    for (int i = 0; i < CHUNKS / 2; ++i)
-#pragma unroll
-        for (int r = 0; r < 4; ++r) {
-            constexpr float SHIFTED = 1 << VALUE_SHIFT;
-            const int column = 4 * i + r / 2 * 2;
-            const float factor = factors[r % 2];
-            const float x = rows[r % 2][column] * factor, y = rows[r % 2][column + 1] * factor;
-            const u32 high = pack(x, y, __half());
-            const float rest_x = x - widen(__ushort_as_half(high & 0xffff));
-            const float rest_y = y - widen(__ushort_as_half(high >> 16));
-            planes[i][r] = high;
-            planes[CHUNKS / 2 + i][r] = pack(rest_x * SHIFTED, rest_y * SHIFTED, __half());
-        }
-}
 
 // O += A B, each row times its unit; A is planes, B lies in shared memory. Tensor cores cut off what a
 // sum has no digits for, so a long one drifts: these are of a tile's rows, PART columns at a time, and
@@ -63,3 +40,14 @@ __device__ __forceinline__ void add_products(float (&O)[2][COLUMNS], const u32 (
         if (SUMS == 1 && step + 1 < STEPS) start(step + 1);
     }
 }
+
+// The same as the rows of a tile ask for them (row_scales.cuh).
+template <typename Rows, int PART, int SUMS>
+struct FreshProducts {
+    u64 B;
+    template <int COLUMNS, int CHUNKS>
+    __device__ __forceinline__ void operator()(float (&O)[2][COLUMNS], const u32 (&A)[CHUNKS][4],
+                                               const float (&units)[2]) const {
+        add_products<Rows, PART, SUMS>(O, A, B, units);
+    }
+};

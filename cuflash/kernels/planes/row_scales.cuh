@@ -1,7 +1,8 @@
 // Powers of two for the rows of a tile that is about to be split into planes: the largest number of a
 // row comes into [2^14, 2^15), so that a row of small numbers is held as well as others.
 #pragma once
-#include "planes/fresh_sums.cuh"
+#include "planes/split_rows.cuh"
+#include "tiles/softmax.cuh"
 
 struct RowScales {
     static constexpr int LEAST = -100,
@@ -46,7 +47,7 @@ struct RowScales {
     }
 };
 
-// The sum of a warpgroup's products of rows A, which it holds in float32, and rows B in planes.
+// The sum of products of rows A, which lanes hold in float32, and rows B in planes.
 //
 // A sum of B's column is off by what B's numbers are, where these are too small for planes: heads have
 // MOST_SMALL of such. So the sum is held if it is large beside that.
@@ -60,17 +61,18 @@ struct RowSums {
         largest[0] = largest[1] = 0.0f;
         held = true;
     }
-    // Adds A B. `sparse` says that small numbers of A may matter, since some of B are 0 or small.
-    template <typename Rows, int PART, int SUMS, int DEPTH, typename Magnitude>
-    __device__ __forceinline__ void add(const float (&A)[2][DEPTH], u64 B, bool sparse,
-                                        const Magnitude& magnitude) {
+    // Adds A B, which `products` does of planes of A. `sparse` says that small numbers of A may matter,
+    // since some of B are 0 or small.
+    template <int DEPTH, typename Products, typename Magnitude>
+    __device__ __forceinline__ void add(const float (&A)[2][DEPTH], const Products& products,
+                                        bool sparse, const Magnitude& magnitude) {
         const RowScales scales(A);
         held &= !scales.infinite && !(sparse && scales.finds_small<DEPTH>(magnitude));
 #pragma unroll
         for (int i = 0; i < 2; ++i) largest[i] = fmaxf(largest[i], scales.units[i]);
         u32 planes[DEPTH / 2][4];
         split_rows(planes, A, scales.factors);
-        add_products<Rows, PART, SUMS>(sums, planes, B, scales.units);
+        products(sums, planes, scales.units);
     }
     // Whether small numbers of B matter to some sum of the first D columns: MOST_SMALL are off by 2^-36
     // each, A is at most 2^15 units, and a sum may be off by 2^-20 of itself.

@@ -1,20 +1,19 @@
-// What warpgroups of hopper_planes_backward_keys.cu do to a tile of scores, in float32. It stands on
-// its side: rows are keys, columns queries. Reads the prelude.
+// What the kernels of dK and dV do to a tile of scores of float32 in planes. It stands on its side: rows
+// are keys, columns queries. Reads the prelude.
 #pragma once
 #include "row_stats.cuh"
 #include "seams/hooks.cuh"
 #include "seams/key_tiles.cuh"
 #include "seams/score.cuh"
-#include "tiles/warpgroup.cuh"
+#include "tiles/warp_rows.cuh"
 
-using Scores = WarpgroupTile<__half, BLOCK_Q, HEAD_DIM, HEAD_DIM_V>;
-
-// One step of a warpgroup: its keys, from k_begin on, against a tile of queries.
-struct TurnedStep {
+// One step of four warps: 64 keys, from k_begin on, against a tile of queries.
+template <typename Scores>
+struct TurnedStepOf {
     static constexpr int ROWS = Scores::ROWS, COLUMNS = Scores::COLUMNS;
     using Tile = Accumulator[ROWS][COLUMNS];
     using Rows = LoadedColumns<Scores, ROWS, COLUMNS>;  // of captured arrays
-    using Columns = Scores::FromFirstColumn;
+    using Columns = typename Scores::FromFirstColumn;
     using Shown = LoadedTile<Scores>;  // by a mask
 
     const Params& p;
@@ -76,12 +75,13 @@ struct TurnedStep {
     }
 
     // What dropout leaves of P^T.
-    __device__ __forceinline__ void drop(Tile& P) const {
+    __device__ __forceinline__ void drop(Tile& P) const { keep(P, P); }
+    __device__ __forceinline__ void keep(Tile& left, const Tile& P) const {
 #pragma unroll
         for (int i = 0; i < ROWS; ++i)
 #pragma unroll
             for (int j = 0; j < COLUMNS; ++j)
-                if (!kept.has(i, j)) P[i][j] = Accumulator(0);
+                left[i][j] = kept.has(i, j) ? P[i][j] : Accumulator(0);
     }
 
     // dS^T from its weights and dP^T, into dP. Where a weight is hidden it is 0, whatever dP and delta

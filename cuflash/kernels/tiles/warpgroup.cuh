@@ -16,10 +16,7 @@
 #include "ptx/wgmma.cuh"
 #include "tiles/copies.cuh"
 #include "tiles/softmax.cuh"
-
-constexpr int SLAB = 64;  // rows of a warpgroup's product
-
-constexpr __host__ __device__ int padded(int columns) { return round_up(columns, 32); }
+#include "tiles/warp_rows.cuh"
 
 // How a matrix of `WIDTH` columns and `ROWS` rows of halves lies in shared memory.
 template <int ROWS, int WIDTH>
@@ -91,29 +88,15 @@ __device__ __forceinline__ void exchange(Vector<u32, 4>& words, int lane) {
 }
 
 template <typename T, int BLOCK_K, int D, int DV>
-struct WarpgroupTile {
-    static constexpr int ROWS = 2, COLUMNS = BLOCK_K / 4, ROW_THREADS = 4, HOLDERS = 1;
-    static constexpr int VALUE_COLUMNS = padded(DV) / 4, COLUMN_GROUP = 2;
-    static constexpr bool IS_OF_TENSOR_CORES = true;
+struct WarpgroupTile : WarpRows<BLOCK_K / 4> {
+    using Base = WarpRows<BLOCK_K / 4>;
+    using Base::ROWS, Base::COLUMNS, Base::lane, Base::row, Base::column;
+    static constexpr int VALUE_COLUMNS = padded(DV) / 4;
     using Queries = Panels<SLAB, padded(D)>;
     using Keys = Panels<BLOCK_K, padded(D)>;
     using Values = Panels<BLOCK_K, padded(DV)>;
 
-    const int warp, lane;
-
-    __device__ __forceinline__ WarpgroupTile(int thread) : warp(thread / 32), lane(thread % 32) {}
-
-    __device__ __forceinline__ int row(int i) const { return 16 * warp + i * 8 + lane / 4; }
-    __device__ __forceinline__ int column(int j) const { return j / 2 * 8 + lane % 4 * 2 + j % 2; }
-    __device__ __forceinline__ int value_column(int j) const { return column(j); }
-
-    // The tile as from the lane's first column on, so that columns are constants: there are many.
-    struct FromFirstColumn {
-        static constexpr int ROW_THREADS = 4;
-        const WarpgroupTile& tile;
-        __device__ __forceinline__ int row(int i) const { return tile.row(i); }
-        __device__ __forceinline__ int column(int j) const { return j / 2 * 8 + j % 2; }
-    };
+    __device__ __forceinline__ WarpgroupTile(int thread) : Base(thread) {}
 
     // S = Q K^T as one group of products, by descriptors of Q and K.
     __device__ __forceinline__ void score(float (&S)[ROWS][COLUMNS], u64 Q, u64 K) const {
