@@ -891,15 +891,16 @@ class _BackwardCases(_Cases):
             layouts or {}, poison, deterministic, with_dlse=bool(wrt) or len(self.list) % 3 == 0,
             wrt=wrt,
         )  # fmt: skip
-        if self.engine != "wgmma" or not any(self.misfits(*x) for x in case.layouts.items()):
+        if not any(self.misfits(*x) for x in case.layouts.items()):
             self.list.append(case)
 
     def splits(self):
         """Gradients do not split keys."""
 
     def misfits(self, name, layout):
-        """Whether wgmma does not take such an array."""
-        return layout in UNMAPPABLE and (name in ("q", "k", "v", "dout") or layout != "reversed")
+        """Whether the engine does not take such an array."""
+        mapped = name in ("q", "k", "v", "dout") or layout != "reversed"
+        return self.engine == "wgmma" and layout in UNMAPPABLE and mapped
 
     def edges(self):
         n, m, dim = self.sizes(self.dtypes[0])
@@ -1142,22 +1143,40 @@ class _BackwardCases(_Cases):
                  deterministic=False)  # fmt: skip
 
 
-def _all_cases(kind, kernels):
-    cases = []
+class _BackwardCasesInPlanes(_BackwardCases):
+    """Of float32 on mma, whose rows are aligned, and whose heads share no queries."""
+
+    def add(self, name, dtype, q, k, v=None, **more):
+        shared = name.startswith(("heads one query head", "heads one head of all", "axes query"))
+        if not (shared or "5-D" in name or name == "axes crosswise"):
+            super().add(name, dtype, q, k, v, **more)
+
+    def misfits(self, name, layout):
+        return layout in ("odd", "offset") and name != "out"
+
+    def dims(self):
+        for i, dims in enumerate(((4, 4), (20, 36), (36, 20), (32, 64), (64, 4), (48, 48))):
+            (dim, value_dim), causal = dims, i % 2 == 0
+            self.add(f"dims {dim} and {value_dim}", self.dtypes[0], (2, 33, dim), (2, 67, dim),
+                     (2, 67, value_dim), causal=causal)  # fmt: skip
+
+
+def _served(kernels, of_their_own):
+    """Those of halves, of all types on FMA units, and on mma of other types."""
     served = [(algo, engine, DTYPES[engine]) for algo, engine in kernels]
-    served += [
-        (algo, engine, *own)
-        for algo, engine in kernels
-        for own in OF_THEIR_OWN[: 1 if kind is _BackwardCases else 2]
-        if engine == "mma"
-    ]
+    mma = [kernel for kernel in kernels if kernel[1] == "mma"]
+    return served + [(*kernel, *own) for kernel in mma for own in of_their_own]
+
+
+def _all_cases(kind, served):
+    cases = []
     for kernel in served:
         of_kernel = kind(*kernel)
         for family in FAMILIES:
             getattr(of_kernel, family)()
         # fa2 and fa3 on wgmma are one source; fa3 goes through more of it. Of doubles and floats on
-        # mma only the products are their own.
-        step = 6 if kernel[:2] == ("fa2", "wgmma") else 3 if kernel[2:] in OF_THEIR_OWN else 1
+        # mma little but the products is their own.
+        step = 6 if kernel[:2] == ("fa2", "wgmma") else 1 if kernel[2] == DTYPES[kernel[1]] else 3
         cases += of_kernel.list[::step]
     assert len({str(case) for case in cases}) == len(cases)
     return cases
@@ -1167,8 +1186,9 @@ FAMILIES = (
     "edges windows softcaps lengths heads axes strides dims long wide masked extremes blocks "
     "elements scales orders offsets splits scores dropout wrt"
 ).split()
-CASES = _all_cases(_Cases, KERNELS)
-BACKWARD_CASES = _all_cases(_BackwardCases, BACKWARD_KERNELS)
+CASES = _all_cases(_Cases, _served(KERNELS, OF_THEIR_OWN))
+BACKWARD_CASES = _all_cases(_BackwardCases, _served(BACKWARD_KERNELS, OF_THEIR_OWN[:1]))
+BACKWARD_CASES += _all_cases(_BackwardCasesInPlanes, [("fa2", "mma", ("float32",), 64)])
 
 
 def device_of(row):

@@ -1,6 +1,8 @@
-"""Gradients of float32 on Hopper's tensor cores, in planes of halves: within the bounds of float32
-on what planes hold, and on what they do not, which goes another way.
+"""Gradients of float32 on tensor cores, in planes of halves, on wgmma and on mma.sync: within the
+bounds of float32 on what planes hold, and on what they do not, which goes another way.
 """
+
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,15 +14,23 @@ from tolerance import assert_arrays_close, assert_backward_close
 
 import cuflash
 from cuflash import reference
+from cuflash.planning import mma_float_gradients
 from cuflash.planning.plan import Plan, make_plan
 from cuflash.planning.planes_gradients import ROWS
-from cuflash.planning.problem import Problem
+from cuflash.planning.problem import Device, Problem
 from cuflash.planning.source import without_comments
 from cuflash.scores.score import softcap
 
 # 128 queries at a time up to head dim 64, else 64; as fa3 and as fa2.
 WIDE, WIDE_FA2, FA3, FA2 = ROWS
 KEYS, QUERIES = "hopper_planes_backward_keys", "hopper_planes_backward_queries"
+# On mma.sync: with two tiles of keys under way, and with one.
+MMA, MMA_SMALL = mma_float_gradients.ROWS
+MMA_KERNELS = "planes_backward_keys", "planes_backward_queries"
+on_both = pytest.mark.parametrize("row", [FA3, MMA], ids=lambda row: row.engine)
+on_engines = pytest.mark.parametrize("engine", ["wgmma", "mma"])
+A100 = Device(80, "NVIDIA A100", multiprocessors=108, shared_bytes=163 << 10)
+L4 = Device(89, "NVIDIA L4", multiprocessors=58, shared_bytes=99 << 10)
 HEADS = 2
 
 
@@ -148,14 +158,15 @@ def emulated(q, k, v, dout, row=FA3, dlse=None, **options):
 
 
 @emulated_only
+@on_both
 @hard(MAIN)
 @pytest.mark.parametrize("causal", [False, pytest.param(True, marks=pytest.mark.full)])
-def test_emulator_hard(change, causal):
-    """Two tiles of queries, three of keys: heads in planes take as many products as heads do."""
+def test_emulator_hard(change, causal, row):
+    """Several tiles of queries and keys: heads in planes take as many products as heads do."""
     sizes = 70, 140, 64
-    stats = emulated(*operands(*sizes, change), causal=causal, mode="fast")
-    every = emulated(*operands(*sizes), causal=causal, mode="fast")["wgmma"]
-    assert stats["wgmma"] == every * sum(HARD[change]) / HEADS
+    stats = emulated(*operands(*sizes, change), row, causal=causal, mode="fast")
+    every = emulated(*operands(*sizes), row, causal=causal, mode="fast")[row.engine]
+    assert stats[row.engine] == every * sum(HARD[change]) / HEADS
 
 
 @emulated_only
@@ -165,13 +176,19 @@ def test_emulator_hard(change, causal):
         ((200, 70, 24), WIDE),
         pytest.param((130, 140, 64), WIDE_FA2, marks=pytest.mark.full),
         ((70, 70, 128), FA3),
+        ((200, 70, 24), MMA),
+        ((70, 140, 64), MMA_SMALL),
+        ((70, 200, 36), MMA_SMALL),
     ],
 )
 def test_emulator_widths(sizes, row):
-    assert emulated(*operands(*sizes), row, causal=True)["wgmma"] > 0
+    stats = emulated(*operands(*sizes), row, causal=True)
+    assert stats[row.engine] > 0
+    assert stats["bank_conflicts"] == 0
 
 
 @emulated_only
+@on_both
 @pytest.mark.parametrize(
     "options",
     [
@@ -184,24 +201,27 @@ def test_emulator_widths(sizes, row):
     ],
     ids=lambda options: next(iter(options)),
 )
-def test_emulator_options(options):
+def test_emulator_options(options, row):
     q, k, v, dout = operands(70, 140, 64)
     if "mask" in options:
         options = {"mask": np.random.default_rng(3).random((70, 140)) < 0.4}
     batch = (x[:, None] for x in (q, k, v, dout))
-    assert emulated(*batch, mode="fast", **options)["wgmma"] > 0
+    assert emulated(*batch, row, mode="fast", **options)[row.engine] > 0
 
 
 @emulated_only
-def test_emulator_infinities_of_lse_gradient():
+@on_both
+def test_emulator_infinities_of_lse_gradient(row):
     """Products have none: FMA units work on the head with an infinity again."""
     dlse = np.random.default_rng(0).standard_normal((HEADS, 70), np.float32)
     dlse[0, 5], dlse[1, 6] = np.inf, np.nan
-    assert emulated(*operands(70, 140, 64), dlse=dlse, causal=True, mode="fast")["wgmma"] > 0
+    stats = emulated(*operands(70, 140, 64), row, dlse=dlse, causal=True, mode="fast")
+    assert stats[row.engine] > 0
 
 
 @emulated_only
-def test_emulator_heads_that_share_keys():
+@on_both
+def test_emulator_heads_that_share_keys(row):
     """Sums over heads take what planes and FMA units leave, of the first head here FMA units."""
     import emulated
 
@@ -211,7 +231,7 @@ def test_emulator_heads_that_share_keys():
     dout[0, 0, 0] = 2.0**-60
     options = {"enable_gqa": True, "causal": True}
     out, lse = results(q, k, v, **options)
-    got = emulated.attention_backward(dout, q, k, v, out, lse, row=FA3, mode="fast", **options)
+    got = emulated.attention_backward(dout, q, k, v, out, lse, row=row, mode="fast", **options)
     assert_backward_close(got[:3], dout, q, k, v, plan=got.plan, **options)
 
 
@@ -230,6 +250,7 @@ def plant(monkeypatch, old, new):
 
 
 @emulated_only
+@on_both
 @pytest.mark.parametrize(
     ("change", "old", "new"),
     [
@@ -241,15 +262,16 @@ def plant(monkeypatch, old, new):
         ("sharp_scores", "min(max(exponent_of(__float_as_uint(most)), LEAST), MOST)", "0"),
     ],
 )
-def test_emulator_hard_cases_need(monkeypatch, change, old, new):
+def test_emulator_hard_cases_need(monkeypatch, change, old, new, row):
     (change,) = (x for x in HARD if x.__name__ == change)
     found = plant(monkeypatch, old, new)
     with pytest.raises(AssertionError, match="out of bounds"):
-        emulated(*operands(70, 140, 64, change), causal=True, mode="fast")
+        emulated(*operands(70, 140, 64, change), row, causal=True, mode="fast")
     assert any(found)
 
 
 @emulated_only
+@on_both
 @pytest.mark.parametrize(
     ("old", "new"),
     [
@@ -260,10 +282,10 @@ def test_emulator_hard_cases_need(monkeypatch, change, old, new):
         ("multiply_add(dP_kept,", "multiply_add(dP[i][j],"),
     ],
 )
-def test_emulator_dropout_needs(monkeypatch, old, new):
+def test_emulator_dropout_needs(monkeypatch, old, new, row):
     found = plant(monkeypatch, old, new)
     with pytest.raises(AssertionError, match="out of bounds"):
-        emulated(*operands(70, 70, 32), dropout_p=0.3, seed=7, mode="fast")
+        emulated(*operands(70, 70, 32), row, dropout_p=0.3, seed=7, mode="fast")
     assert any(found)
 
 
@@ -334,8 +356,48 @@ def test_registers_suffice(dim, kind):
             assert (compiled.stack, compiled.spills, compiled.messages) == (0, 0, ())
 
 
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize(
+    ("arch", "dim", "kind"),
+    [
+        (80, 64, ""),
+        (90, 64, "mask"),
+        *(
+            pytest.param(arch, dim, kind, marks=pytest.mark.full)
+            for arch in (80, 86, 89, 90, 100, 120)
+            for dim in (32, 64)
+            for kind in ("", *FORMS)
+        ),
+    ],
+)
+def test_registers_suffice_on_mma(arch, dim, kind):
+    require_nvrtc()
+    for row in (MMA, MMA_SMALL):
+        plan = Plan(problem(dim, **FORMS.get(kind, {})), replace(A100, arch=arch), row)
+        for kernel in MMA_KERNELS:
+            compiled = compile_source(without_comments(plan.source(kernel)), f"sm_{arch}")
+            assert (compiled.stack, compiled.spills, compiled.messages) == (0, 0, ())
+
+
+def test_plans_on_mma():
+    """On chips for graphics FMA units are as fast; Hopper has wgmma."""
+    assert make_plan(problem(64), A100).tile == MMA_SMALL
+    assert make_plan(problem(64), L4).engine == "simt"
+    assert make_plan(problem(64), L4, engine="mma").tile == MMA_SMALL
+    assert make_plan(problem(64), H200).engine == "wgmma"
+    assert make_plan(problem(64), H200, engine="mma").tile == MMA
+    assert make_plan(problem(96), A100).engine == "simt"
+    assert make_plan(problem(64, aligned=False), A100).engine == "simt"
+    assert make_plan(problem(64, summed=(4, 1, 1)), A100).engine == "simt"
+    plan = make_plan(problem(64), A100)
+    assert [kernel.name for kernel in plan.kernels] == [
+        "plane_ranges", "planes", "backward_rows", *MMA_KERNELS, "fa2_backward", "sum_dq",
+    ]  # fmt: skip
+    assert plan.shared_bytes < A100.shared_bytes / 2 - 1024
+
+
 # ------------------------------------------------------------------------------ a GPU
-def on_gpu(cupy, q, k, v, dout, **options):  # noqa: F811
+def on_gpu(cupy, q, k, v, dout, engine="wgmma", **options):  # noqa: F811
     """Gradients are within bounds, and the same bits each time."""
     meaning = {x: options[x] for x in options.keys() - {"algo"}}
     out, lse = results(q, k, v, **meaning)
@@ -343,7 +405,7 @@ def on_gpu(cupy, q, k, v, dout, **options):  # noqa: F811
     if "mask" in options:
         options["mask"] = cupy.asarray(options["mask"])
     got, again = (
-        [x.get() for x in cuflash.attention_backward(*device, engine="wgmma", **options)]
+        [x.get() for x in cuflash.attention_backward(*device, engine=engine, **options)]
         for _ in range(2)
     )
     assert all(np.array_equal(x, y, equal_nan=True) for x, y in zip(got, again, strict=True))
@@ -351,10 +413,11 @@ def on_gpu(cupy, q, k, v, dout, **options):  # noqa: F811
 
 
 @pytest.mark.gpu
+@on_engines
 @pytest.mark.parametrize("change", HARD, ids=lambda change: change.__name__)
 @pytest.mark.parametrize("causal", [False, True])
-def test_gpu_hard(cupy, change, causal):  # noqa: F811
-    on_gpu(cupy, *operands(300, 700, 64, change), causal=causal)
+def test_gpu_hard(cupy, change, causal, engine):  # noqa: F811
+    on_gpu(cupy, *operands(300, 700, 64, change), engine, causal=causal)
 
 
 @pytest.mark.gpu
@@ -366,20 +429,27 @@ def test_gpu_widths(cupy, dim, algo):  # noqa: F811
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dim", [64, 128])
-def test_gpu_options(cupy, dim):  # noqa: F811
+@pytest.mark.parametrize("dim", [4, 20, 32, 36, 64])
+def test_gpu_widths_on_mma(cupy, dim):  # noqa: F811
+    for options in ({}, {"causal": True}):
+        on_gpu(cupy, *operands(500, 900, dim), "mma", **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dim", "engine"), [(64, "wgmma"), (128, "wgmma"), (64, "mma")])
+def test_gpu_options(cupy, dim, engine):  # noqa: F811
     q, k, v, dout = operands(500, 900, dim)
     mask = np.random.default_rng(3).random((500, 900)) < 0.3
     dropout = {"dropout_p": 0.3, "seed": 7}
     for options in ({"mask": mask}, {"window": (100, 50)}, {"softcap": 3.0}, dropout):
-        on_gpu(cupy, q, k, v, dout, **options)
+        on_gpu(cupy, q, k, v, dout, engine, **options)
     shared = {"enable_gqa": True, "causal": True}
-    on_gpu(cupy, q, k[:1], v[:1], dout, **shared)
+    on_gpu(cupy, q, k[:1], v[:1], dout, engine, **shared)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dim", [64, 128])
-def test_gpu_gradients_of_arrays(cupy, dim):  # noqa: F811
+@pytest.mark.parametrize(("dim", "engine"), [(64, "wgmma"), (128, "wgmma"), (64, "mma")])
+def test_gpu_gradients_of_arrays(cupy, dim, engine):  # noqa: F811
     q, k, v, dout = (x[None] for x in operands(500, 900, dim))
     rng = np.random.default_rng(3)
     arrays = {
@@ -391,7 +461,7 @@ def test_gpu_gradients_of_arrays(cupy, dim):  # noqa: F811
         device = [cupy.asarray(x) for x in (dout, q, k, v, out, lse)]
         given = {name: cupy.asarray(x) for name, x in options.items()}
         got = cuflash.attention_backward(
-            *device, causal=True, engine="wgmma", wrt=tuple(options), **given
+            *device, causal=True, engine=engine, wrt=tuple(options), **given
         )
         got = [x.get() for x in got]
         assert_backward_close(got[:3], dout, q, k, v, causal=True, **options)
@@ -399,9 +469,10 @@ def test_gpu_gradients_of_arrays(cupy, dim):  # noqa: F811
 
 
 @pytest.mark.gpu
-def test_gpu_long_sums_do_not_drift(cupy):  # noqa: F811
+@on_engines
+def test_gpu_long_sums_do_not_drift(cupy, engine):  # noqa: F811
     """Products of one sign over 32k queries."""
     q, k, v, dout = operands(1 << 15, 256, 32)
     np.abs(dout, out=dout)
     q = np.abs(q) / 8
-    on_gpu(cupy, q, k, np.abs(v), dout)
+    on_gpu(cupy, q, k, np.abs(v), dout, engine)

@@ -15,6 +15,7 @@ import cuflash
 COUNT, HEADS, LENGTH, DIM = 3, 2, 70, 64
 GAPS = 3, 5  # tokens of no sequence, which are NaN
 OPTIONS = {"algo": "fa3", "engine": "wgmma", "device": FEW, "causal": True, "mode": "fast"}
+MMA = {"algo": "fa2", "engine": "mma"}
 
 
 def sequences():
@@ -60,16 +61,17 @@ def forward_is_that_of_the_batch(**more):
     assert_bits_of_the_batch(mine.out, batch.out)
 
 
-def gradients_are_those_of_the_batch(**more):
+def gradients_are_those_of_the_batch(engine="wgmma", **more):
     q, k, v, dout = sequences()
     with np.errstate(all="ignore"):
         out, lse = cuflash.attention(q, k, v, causal=True, return_lse=True, **more)
-    batch = emulated.attention_backward(dout, q, k, v, out, lse, **OPTIONS, **more)
+    options = OPTIONS | more | (MMA if engine == "mma" else {})
+    batch = emulated.attention_backward(dout, q, k, v, out, lse, **options)
     arrays = map(packed, (dout, q, k, v, out))
     of_rows = packed(lse[..., None])[..., 0].swapaxes(0, 1)
-    mine = emulated.attention_varlen_backward(*arrays, of_rows, *STARTS, **OPTIONS, **more)
+    mine = emulated.attention_varlen_backward(*arrays, of_rows, *STARTS, **options)
     assert mine.plan.tile == batch.plan.tile
-    assert mine.stats["wgmma"] == batch.stats["wgmma"] > 0
+    assert mine.stats[engine] == batch.stats[engine] > 0
     for got, expected in zip(mine[:3], batch[:3], strict=True):
         assert_bits_of_the_batch(got, expected)
 
@@ -80,6 +82,7 @@ def test_emulator_equals_the_batch(more):
     """Bit for bit, beside sequences that are left out, and tokens that are NaN."""
     forward_is_that_of_the_batch(**more)
     gradients_are_those_of_the_batch(**more)
+    gradients_are_those_of_the_batch("mma", **more)
 
 
 PLANTED = {

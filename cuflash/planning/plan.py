@@ -42,6 +42,7 @@ _ENGINE_MODULES = (
     "wgmma_two_kernels",
     "mma",
     "mma_floats",
+    "mma_float_gradients",
     "turing",
     "simt",
     "numpy",
@@ -416,7 +417,10 @@ def _fastest(problem: Problem, device: Device, rows: Iterable[Tile]) -> Plan | N
 
 
 def _first_that_serves(problem: Problem, device: Device, rows: Iterable[Tile]) -> Plan | None:
-    """The first row that serves: better one that leaves multiprocessors idle than none."""
+    """The first row that serves, of those first that the device is not slow at: better one that
+    leaves multiprocessors idle than none.
+    """
+    rows = sorted(rows, key=lambda row: row.slowdown(device))
     for idle_allowed in (False, True):
         rejected: list[tuple[Tile, str]] = []
         for row in rows:

@@ -1,0 +1,64 @@
+// What the kernels of gradients on planes and mma.sync have in common: how tiles of planes come to shared
+// memory, what a block knows of its head, and how it writes rows. Reads the prelude.
+#pragma once
+#include "few_registers.cuh"
+#include "planes/gradient_factors.cuh"
+#include "planes/plane_products.cuh"
+#include "planes/row_scales.cuh"
+#include "seams/position.cuh"
+#include "seams/sequence.cuh"
+#include "tiles/warp_rows.cuh"
+
+using ScoredPlanes = PlaneRows<HEAD_WIDTH, HEAD_DIM>;    // of Q and K
+using ValuePlanes = PlaneRows<VALUE_WIDTH, HEAD_DIM_V>;  // of V and dO
+static_assert(PLANE_WIDTH == HEAD_WIDTH && PLANE_WIDTH_V == VALUE_WIDTH,
+              "planes.cu writes what is read");
+
+// The planes of a head's rows: of an operand with `length` rows of each of its heads, from `origin` on.
+template <int WIDTH>
+__device__ __forceinline__ const __half* find_planes(const void* planes, const Params& p,
+                                                     const Head& head, const long long* strides,
+                                                     int length, int origin) {
+    const i64 row = i64(find_row(p, head.index, strides)) * length + origin;
+    return static_cast<const __half*>(planes) + row * (2 * WIDTH);
+}
+
+// Rows [first, length) of them, into a tile of ROWS rows; behind these come zeros.
+template <int ROWS, int WIDTH>
+__device__ __forceinline__ void load_planes(__half* tile, const __half* planes, int first,
+                                            int length) {
+    load_tile<ROWS, 2 * WIDTH, 2 * WIDTH, THREADS, true, LOAD_UNROLL>(
+        tile, planes + i64(first) * (2 * WIDTH), 2 * WIDTH, length - first, int(threadIdx.x));
+}
+
+// What a block knows of its head's planes. It stays in shared memory, since registers are few.
+struct BlockFacts : GradientFactors {
+    const __half *scored, *values;  // planes of the rows that pass by: Q and dO, or K and V
+
+    // One thread works it out. False, to all, if planes do not hold the head.
+    __device__ __forceinline__ bool find(const Params& p, const Head& head) {
+        if (threadIdx.x == 0) {
+            this->find_scores(p, head.index, region_of(head));
+            this->find_values(p, head.index, region_of(head));
+        }
+        __syncthreads();  // the factors are there
+        return is_held();
+    }
+};
+
+// Writes a warp's rows of D columns, those below `row_count`, times `factor`.
+template <int D, int COLUMNS>
+__device__ __forceinline__ void store_rows(float* rows, i64 row_stride, int row_count,
+                                           const float (&sums)[2][COLUMNS],
+                                           const WarpRows<COLUMNS>& tile, int begin, float factor) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        const int row = begin + tile.row(i);
+        float* const target = rows + row * row_stride;
+#pragma unroll
+        for (int j = 0; j < COLUMNS; j += 2)
+            if (row < row_count && tile.column(j) < D)
+                *reinterpret_cast<Vector<float, 2>*>(target + tile.column(j)) = {
+                    sums[i][j] * factor, sums[i][j + 1] * factor};
+    }
+}
