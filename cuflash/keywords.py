@@ -27,7 +27,7 @@ _APART = "q, k and v are given one by one: views of one array, such as qkv[:, :,
 _LEFT = "mask=(positions >= start[:, None])[:, None, None] hides the keys before one"
 _ROTARY = "rotate q and k beforehand, keys before they are written to a cache"
 
-# Of PyTorch and its flex_attention, flash-attn, JAX, xformers, cuDNN and Triton's tutorial.
+# Of PyTorch and its flex_attention, flash-attn, JAX, Keras, xformers, cuDNN and Triton's tutorial.
 ELSEWHERE = {
     "query": f"{_POSITIONS} q",
     "key": f"{_POSITIONS} k",
@@ -35,6 +35,7 @@ ELSEWHERE = {
     "is_causal": "causal=True ends the diagonal at the last query and key, causal='top_left' "
     "starts it at the first ones, as is_causal does in PyTorch and JAX",
     "attn_mask": f"{_MASK}; {_ADDEND}",
+    "attention_mask": f"{_MASK}; {_ADDEND}",
     "attn_bias": _ADDEND,
     "attention_bias": _ADDEND,
     "logits_soft_cap": "softcap= bounds scores",

@@ -470,6 +470,7 @@ def test_keywords_of_other_libraries(function, name):
             "attn_mask",
             "mask= takes an array of bool, True where a query may attend, or a BlockMask",
         ),
+        ("attention_mask", "mask= takes an array of bool, True where a query may attend"),
         ("dropout_rate", "dropout_p= is the share of weights that are dropped, with seed="),
         ("softmax_scale", "scale= is what q.k is multiplied by"),
         ("window_size", "window=(left, right) here, with None, not -1, for an open side"),
