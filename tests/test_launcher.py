@@ -2,7 +2,7 @@
 
 import pytest
 
-from cuflash.distributed import launcher
+from cuflash.distributed import SocketComm, launcher
 from cuflash.distributed.host_group import address_of_environment
 
 SAYS = """
@@ -41,3 +41,12 @@ def test_scripts_that_nobody_launched(monkeypatch):
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with pytest.raises(ValueError, match="MASTER_ADDR is not set: start ranks with python -m"):
         address_of_environment()
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_PORT"])
+def test_numbers_of_the_environment_that_are_none(monkeypatch, name):
+    for known, value in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "2"}.items():
+        monkeypatch.setenv(known, "two" if known == name else value)
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
+    with pytest.raises(ValueError, match=f"{name} is set to 'two': give an integer"):
+        SocketComm.from_environment()

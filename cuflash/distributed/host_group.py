@@ -313,7 +313,7 @@ class _Hub:
 
 def address_of_environment() -> tuple[str, int]:
     """Host and port of rank 0, as launchers say them."""
-    return variable("MASTER_ADDR"), int(variable("MASTER_PORT"))
+    return variable("MASTER_ADDR"), integer_variable("MASTER_PORT")
 
 
 def variable(name: str) -> str:
@@ -331,6 +331,15 @@ def variable(name: str) -> str:
             f"{name} is not set: start ranks with python -m cuflash launch -n SIZE SCRIPT, or "
             "another launcher that sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT"
         ) from None
+
+
+def integer_variable(name: str) -> int:
+    """A variable of the environment that holds an integer, or a ValueError as of `variable`."""
+    text = variable(name)
+    try:
+        return int(text)
+    except ValueError:
+        raise ValueError(f"{name} is set to {text!r}: give an integer") from None
 
 
 def _server(address: tuple[str, int], size: int) -> socket.socket:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .communicator import TIMEOUT, Nothing, Parcel, RankError, Transfer
-from .host_group import HostGroup, variable
+from .host_group import HostGroup, integer_variable
 from .process_comm import ProcessComm
 
 _TICK = 0.02  # seconds
@@ -86,8 +86,8 @@ class NcclComm(ProcessComm):
             raise RuntimeError(
                 "NCCL is missing: pip install nvidia-nccl-cu13, or -cu12 for a driver of CUDA 12"
             )
-        rank, size = int(variable("RANK")), int(variable("WORLD_SIZE"))
-        cupy.cuda.Device(int(variable("LOCAL_RANK"))).use()
+        rank, size = integer_variable("RANK"), integer_variable("WORLD_SIZE")
+        cupy.cuda.Device(integer_variable("LOCAL_RANK")).use()
         group = HostGroup(rank, size, timeout=timeout)
         mine = nccl.get_unique_id() if rank == 0 else b""
         kind, numbers = group.tell([type(mine).__name__, list(mine)])[0]

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .communicator import TIMEOUT, OnHost, Parcel, RankError, Transfer
-from .host_group import HostGroup, fill, variable
+from .host_group import HostGroup, fill, integer_variable
 from .process_comm import ProcessComm
 
 _TICK = 0.05  # seconds
@@ -93,7 +93,7 @@ class SocketComm(ProcessComm):
         timeout : float
             Seconds after which a rank that has not arrived is given up.
         """
-        return cls(int(variable("RANK")), int(variable("WORLD_SIZE")), timeout=timeout)
+        return cls(integer_variable("RANK"), integer_variable("WORLD_SIZE"), timeout=timeout)
 
     def _connect(self) -> dict[int, socket.socket]:
         """A connection to each other rank: the later of two connects to the earlier."""
