@@ -4,6 +4,8 @@ import ast
 import graphlib
 import io
 import re
+import subprocess
+import sys
 import tokenize
 from pathlib import Path
 
@@ -94,3 +96,15 @@ def test_engines_answer_for_themselves():
         if QUESTION.search(line.split("#")[0]) and ">>>" not in line
     ]
     assert len(asked) <= 5, "\n".join(asked)
+
+
+def test_modules_that_are_imported_when_they_are_first_used():
+    lines = (
+        "import sys, cuflash",
+        "print('cuflash.distributed' in sys.modules)",
+        "print(len(cuflash.distributed.LocalComm.make(2)), 'Algo' in vars(cuflash.typing))",
+        "print(hasattr(cuflash, 'atention'))",
+    )
+    command = [sys.executable, "-c", "\n".join(lines)]
+    done = subprocess.run(command, cwd=ROOT.parent, capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n2 True\nFalse\n"

@@ -62,6 +62,7 @@ def right_results(x: F32, h: F16, s: Stubbed, t: Tensor, flag: bool) -> None:
     cuflash.attention(unknown, unknown, unknown, workspace=unknown).get()
     assert_type(cuflash.attention(unknown, unknown, unknown, out=unknown), Any)
     cuflash.attention(x, t, s).shape[-1].bit_length()
+    cuflash.distributed.LocalComm.make(2)[0].rank.bit_length()
 
 
 def right_caches(x: F32, s: Stubbed, t: Tensor, table: NDArray[np.int32]) -> None:
