@@ -178,9 +178,9 @@ def attention(
         work on one query tile after the other). By default what is estimated to be the fastest:
         FlashAttention-3 or FlashAttention-2.
     engine : {"numpy", "simt", "mma", "wgmma"}, optional
-        Tiled NumPy, plain FMA kernels, tensor-core kernels, or those of Hopper (half types, head
-        dims that are multiples of 8 up to 256, rows on multiples of 16 bytes). By default the
-        fastest that serves.
+        Tiled NumPy, plain FMA kernels, tensor-core kernels, or those of Hopper (half types and
+        float32, head dims that are multiples of 8 up to 256, rows on multiples of 16 bytes). By
+        default the fastest that serves.
     causal : bool or {"bottom_right", "top_left"}
         Query i sees key j iff `j <= i + shift`. True is the same as "bottom_right", where shift
         is the valid key length minus the valid query length, or `q_offset`; with "top_left" it
