@@ -231,15 +231,15 @@ def checked(call: Call) -> Task:
         Band.from_options(call.causal, call.window), lengths, call.mask,
         call.mask is not None or bool(call.dropout_p),
     )  # fmt: skip
-    heads = tuple(x.shape[-3] if x.ndim > 2 else 1 for x in (q, k, v))
+    queries, keys, values = (x.shape[-3] if x.ndim > 2 else 1 for x in (q, k, v))
     sizes = Sizes(
-        size, layout, sight, math.prod(leading[:-1]), (heads[0], heads[1]),
+        size, layout, sight, math.prod(leading[:-1]), (queries, keys),
         (q.shape[-1], v.shape[-1]), dtype.itemsize, lse_dtype.itemsize,
         call.name == "attention_backward",
     )  # fmt: skip
     refused = "there is no axis of heads"
     if min(q.ndim, k.ndim, v.ndim) > 2:
-        refused = why_not_ulysses(*heads, size, call.options["enable_gqa"])
+        refused = why_not_ulysses(queries, keys, values, size, call.options["enable_gqa"])
     found = estimates(sizes, call.comm.machine, refused)
     method = best(found).method if call.method is None else call.method
     if method == "ulysses" and refused:

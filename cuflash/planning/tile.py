@@ -432,10 +432,8 @@ class KernelTile(Tile):
             return "more than 2^31 of its tiles"
         blocks = self.blocks(problem.typical)
         if blocks < self.fill * device.multiprocessors:
-            return (
-                f"its {blocks} blocks leave too much of "
-                f"{device.multiprocessors} multiprocessors idle"
-            )
+            count = device.multiprocessors
+            return f"its {blocks} blocks leave too much of {count} multiprocessors idle"
         return ""
 
     def workspace(self, problem: Problem) -> tuple[Buffer, ...]:
