@@ -162,6 +162,12 @@ def test_offsets_are_integers(q_offset):
         reference.attention(*inputs(), q_offset=q_offset)
 
 
+@pytest.mark.parametrize("name", ["return_lse", "enable_gqa"])
+def test_words_are_no_truth_values(name):
+    with pytest.raises(TypeError, match=f"{name}='no': give True or False"):
+        reference.attention(*inputs(), **{name: "no"})
+
+
 @pytest.mark.parametrize("name", ["mask", "q_lengths", "kv_lengths", "q_offset"])
 def test_lists_of_unlike_lengths(name):
     with pytest.raises(ValueError, match=rf"{name}=\[\[1, 2\], \[3\]\]: give lists of equal"):

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Literal, overload
 
 import numpy as np
 
+from ..operands.checks import checked_truth
 from ..scores.wanted import as_names
 from .array_gradients import array_gradients
 from .dense import Dense, own_sum, row_sums, score_gradient, visible_sum
@@ -115,7 +116,7 @@ def attention(
         seed=seed,
         page_table=page_table,
     )
-    return (dense.out, dense.lse) if return_lse else dense.out
+    return (dense.out, dense.lse) if checked_truth("return_lse", return_lse) else dense.out
 
 
 @overload

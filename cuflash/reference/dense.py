@@ -10,7 +10,7 @@ import numpy as np
 from ..dropout import SEED_WANTED
 from ..masks.band import MAX_SHIFT, Band, integers_of
 from ..masks.block_mask import BlockMask
-from ..operands.checks import array_of
+from ..operands.checks import array_of, checked_truth
 from ..operands.spec import Spec
 from ..scores.captured import captured_views, make_score, named_arrays
 from ..scores.errors import Estimate, estimate
@@ -249,7 +249,7 @@ class Dense(NamedTuple):
         exists: Bools | np.bool_ = np.True_
         if page_table is not None:
             (k, exists), (v, _) = (_gathered(x, page_table) for x in (k, v))
-        if enable_gqa:
+        if checked_truth("enable_gqa", enable_gqa):
             k, v = (_repeated(x, *q.shape[-3:-2]) for x in (k, v))
         leading = np.broadcast_shapes(q.shape[:-2], k.shape[:-2], v.shape[:-2])
         shape = (*leading, q.shape[-2], k.shape[-2])
