@@ -780,6 +780,30 @@ def test_shared_heads_add_their_bounds(dtype):
         assert ratio.max() < 0.5
 
 
+def test_results_of_another_shape_are_not_judged():
+    dout, q, k, v, _ = backward_inputs()
+    bound = reference.forward_bound(q, k, v, np.float32)
+    out, lse = np.zeros(bound.out.shape), np.zeros(bound.lse.shape)
+    with pytest.raises(ValueError, match=r"out has shape .*: it must be"):
+        bound.ratios(out[..., :1, :], lse)
+    with pytest.raises(ValueError, match=r"lse has shape .*: it must be"):
+        bound.ratios(out, lse[..., None])
+    with pytest.raises(ValueError, match=r"dv has shape \(\): it must be"):
+        reference.backward_bound(dout, q, k, v, np.float32).ratios(q, k, np.zeros(()))
+
+
+@pytest.mark.parametrize("dtype", [int, "float8_e4m3fn", np.longdouble])
+def test_types_that_no_result_has(dtype):
+    dout, q, k, v, _ = backward_inputs()
+    for function, more in (
+        (reference.forward_bound, {}),
+        (reference.backward_bound, {"dout": dout}),
+        (reference.array_bounds, {"dout": dout, "wrt": ()}),
+    ):
+        with pytest.raises(TypeError, match="dtype is .*: results are of float16, bfloat16, fl"):
+            function(q=q, k=k, v=v, dtype=dtype, **more)
+
+
 def test_a_gradient_is_judged_in_its_operands_type():
     dout, q, k, v, _ = backward_inputs()
     v = v.astype(np.float16)

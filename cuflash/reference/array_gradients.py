@@ -10,7 +10,7 @@ import numpy as np
 from ..scores.evaluate import evaluate
 from ..scores.score_mod import ADDED
 from ..scores.wanted import as_names, scatter
-from .bounds import TINY, UNIT_ROUNDOFF, factor_errors, precision, score_errors
+from .bounds import TINY, UNIT_ROUNDOFF, factor_errors, name_of, precision, score_errors
 from .dense import Dense, row_sums, value_gradient
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ def array_bounds(
     lse is, and 6 u_acc max(1, |lse|, |sink|) for rounding both; rho is more. The bound is
     ``2 [error + u |gradient| + tiny]``, u and tiny those of the gradient's type.
     """
-    name = np.dtype(dtype).name
+    name = name_of(dtype)
     _, u_acc, exact = precision(name)
     dense = Dense.of(q, k, v, exact, **options)
     grad = np.asarray(dout).astype(exact)

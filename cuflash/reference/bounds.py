@@ -40,10 +40,16 @@ class Bound(NamedTuple):
     def ratios(
         self, out: NDArray[Any], lse: NDArray[Any] | None = None
     ) -> tuple[Floats, Floats | None]:
-        """Error over bound of each element; infinite where NaN or infinity is out of place."""
+        """Error over bound of each element; infinite where NaN or infinity is out of place.
+
+        Raises
+        ------
+        ValueError
+            For a result of another shape.
+        """
         return (
-            ratio_of(out, self.out, self.out_bound),
-            None if lse is None else ratio_of(lse, self.lse, self.lse_bound),
+            _checked_ratio("out", out, self.out, self.out_bound),
+            None if lse is None else _checked_ratio("lse", lse, self.lse, self.lse_bound),
         )
 
 
@@ -122,7 +128,7 @@ def forward_bound(
     A single dropped or extra key moves lse by about 1/n: far above this bound in every type,
     where in half precision O cannot tell.
     """
-    name = np.dtype(dtype).name
+    name = name_of(dtype)
     u, u_acc, exact = precision(name)
     dense = Dense.of(q, k, v, exact, page_table=page_table, **options)
     with np.errstate(all="ignore"):
@@ -157,11 +163,17 @@ class BackwardBound(NamedTuple):
     def ratios(
         self, dq: NDArray[Any], dk: NDArray[Any], dv: NDArray[Any]
     ) -> tuple[Floats, Floats, Floats]:
-        """Error over bound of each element; infinite where NaN or infinity is out of place."""
+        """Error over bound of each element; infinite where NaN or infinity is out of place.
+
+        Raises
+        ------
+        ValueError
+            For a result of another shape.
+        """
         return (
-            ratio_of(dq, self.dq, self.dq_bound),
-            ratio_of(dk, self.dk, self.dk_bound),
-            ratio_of(dv, self.dv, self.dv_bound),
+            _checked_ratio("dq", dq, self.dq, self.dq_bound),
+            _checked_ratio("dk", dk, self.dk, self.dk_bound),
+            _checked_ratio("dv", dv, self.dv, self.dv_bound),
         )
 
 
@@ -253,7 +265,7 @@ def backward_bound(
     2^-126 for bfloat16 and float32, where kernels may flush. Nothing allows for overflow: float16
     inputs whose dS or gradients go beyond 65504 have no correct result in this precision.
     """
-    name = np.dtype(dtype).name
+    name = name_of(dtype)
     _, u_acc, exact = precision(name)
     operands = [np.asarray(x) for x in (q, k, v)]
     dense = Dense.of(q, k, v, exact, **options)
@@ -334,6 +346,14 @@ def _scaling(dense: Dense, u_acc: float) -> float:
     return 2 * u_acc * float((dense.kept != 1).any())
 
 
+def name_of(dtype: DTypeLike) -> str:
+    """The name of a type that results may have, or a TypeError."""
+    name = np.dtype(dtype).name
+    if name not in UNIT_ROUNDOFF:
+        raise TypeError(f"dtype is {name}: results are of {', '.join(UNIT_ROUNDOFF)}")
+    return name
+
+
 def precision(dtype: str) -> tuple[float, float, Float]:
     """Unit roundoffs of `dtype` and of sums in it, and the type of its reference."""
     if dtype == "float64":
@@ -393,3 +413,10 @@ def ratio_of(got: NDArray[Any], expected: Floats, limit: Floats) -> Floats:
         error = np.abs(got - expected)
         ratio = np.where(error == 0, 0, error / limit)
     return np.where(special, np.where(same, 0, np.inf), ratio)
+
+
+def _checked_ratio(name: str, got: NDArray[Any], expected: Floats, limit: Floats) -> Floats:
+    """The :func:`ratio_of` a result, or a ValueError: it is not broadcast."""
+    if got.shape != expected.shape:
+        raise ValueError(f"{name} has shape {got.shape}: it must be {expected.shape}")
+    return ratio_of(got, expected, limit)
