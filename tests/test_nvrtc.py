@@ -170,7 +170,7 @@ def every_row() -> list[Kernel]:
     made += any_order + capped(any_order)[::4] + masked(any_order)[:-2:3] + packed(any_order)[1::4]
     made += dropping(any_order)[2::4]
     made += dropping([x for x in mma if x.row.engine == "mma"])[::5]  # wgmma's: test_dropout.py
-    made += [*packed(mma)[::6], mma[0]._replace(sequences=64, name="sequence_starts")]
+    made += [*packed(mma)[::6], mma[0]._replace(sequences=4, name="sequence_starts")]
     planes = [x for x in kernels("sm_90a", ["float32"]) if x.row.kernel == PLANES]
     fa3 = [x for x in planes if x.row.algo == "fa3"]
     main = [x for x in fa3 if not x.name]
@@ -205,7 +205,7 @@ def packed(made: list[Kernel]) -> list[Kernel]:
     """Those of `made` that read rows, for packed sequences, with parts of the keys or pages too."""
     main = [x for x in made if not x.name or "rows" in x.name]
     rows = main + [x for x in split(main) + paged(main) if not x.name]
-    return [x for x in (y._replace(sequences=64) for y in rows) if not x.reject()]
+    return [x for x in (y._replace(sequences=4) for y in rows) if not x.reject()]
 
 
 def masked(made: list[Kernel]) -> list[Kernel]:

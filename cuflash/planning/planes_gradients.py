@@ -92,10 +92,12 @@ class PlanesKeysTile(WgmmaKeysTile):
             return "sums over no heads that share queries"
         if problem.mask and self.block_q != WARPGROUP_ROWS:
             return f"walks no lists of a mask of {self.block_q} queries"
+        if reason := super(PlanesKeysTile, replace(self, fill=0.0)).reject(problem, device):
+            return reason
         blocks, queries = self.blocks(problem.typical), problem.typical.query_length
         if queries < LEAST_QUERIES and blocks < self.fill * device.multiprocessors:
             return f"its {blocks} blocks have {queries} queries, which take FMA units less time"
-        return super(PlanesKeysTile, replace(self, fill=0.0)).reject(problem, device)
+        return ""
 
     def shared(self, problem: Problem) -> tuple[Buffer, ...]:
         """Tiles as the copy engine lays them out, weights, numbers of rows, barriers."""
