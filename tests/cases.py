@@ -104,6 +104,14 @@ class Case:
         """The options that say what the result is, not how it is computed."""
         return {name: x for name, x in self.options.items() if name != "split_keys"}
 
+    @property
+    def leading(self):
+        """The leading axes of the result."""
+        shapes = [x[:-2] for x in (self.q, self.k, self.v)]
+        if self.options.get("enable_gqa"):
+            shapes[1:] = [(*x[:-1], 1) for x in shapes[1:]]
+        return np.broadcast_shapes(*shapes)
+
     def operands(self):
         """q, k and v as NumPy views of memory laid out as the case says; the same each time."""
         rng = np.random.default_rng(zlib.crc32(str(self).encode()))
@@ -139,13 +147,14 @@ class Case:
         elif self.poison == "hidden":
             seen = self._seen()
             keys, values = (_of_heads(seen.any(-2), x.shape[:-1]) for x in (k, v))
-            k[~keys], v[~values], q[~seen.any(-1)] = np.nan, np.inf, np.nan
+            k[~keys], v[~values] = np.nan, np.inf
+            q[~_of_heads(seen.any(-1), q.shape[:-1])] = np.nan
             v[~values, 0] = np.nan
 
     def _seen(self):
         """Which query sees which key."""
         names = ("causal", "window", "mask", "q_lengths", "kv_lengths", "q_offset")
-        shape = (*self.q[:-1], self.k[-2])
+        shape = (*self.leading, self.q[-2], self.k[-2])
         return reference.visible_keys(
             shape, **{n: self.options[n] for n in names if n in self.options}
         )

@@ -14,7 +14,6 @@ from cuflash import BlockMask, ScoreMod, reference
 LENGTHS = (0, 37, 1, 0, 150, 64, 0), (0, 20, 70, 5, 131, 0, 0)  # of queries and keys
 GAPS = 3, 5  # tokens before the first sequence and behind the last one
 MOST = 160  # tokens that a sequence may have, where that is said
-PAGE = 16
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,8 @@ class PackedCase:
         Sequences that have no valid query nor key, and NaN and infinity in all of their tokens.
     qkv : bool
         Whether q, k and v are views of one array.
+    page : int
+        Keys of a page, where they lie in pages.
     """
 
     name: str
@@ -51,6 +52,7 @@ class PackedCase:
     by_sequence: tuple[str, ...] = ("q_lengths", "kv_lengths", "q_offset", "page_table")
     hidden: tuple[int, ...] = ()
     qkv: bool = False
+    page: int = 16
     backward: bool = False
 
     def __str__(self):
@@ -88,15 +90,15 @@ class PackedCase:
     def paged(self, k, v):
         """Pools that hold the sequences' keys and values, and the table of their pages."""
         rng = np.random.default_rng(1)
-        most = -(-max(self.keys) // PAGE) + 1
+        most = -(-max(self.keys) // self.page) + 1
         count = len(self.keys)
         table = rng.permutation(count * most).reshape(count, most)
         pools = []
         for x in (k, v):
-            pool = np.full((count * most, x.shape[1], PAGE, x.shape[2]), np.nan, x.dtype)
+            pool = np.full((count * most, x.shape[1], self.page, x.shape[2]), np.nan, x.dtype)
             for b, (begin, end) in enumerate(zip(self.starts[1][:-1], self.starts[1][1:])):
                 for j, row in enumerate(range(begin, end)):
-                    pool[table[b, j // PAGE], :, j % PAGE] = x[row]
+                    pool[table[b, j // self.page], :, j % self.page] = x[row]
             pools.append(pool)
         return *pools, table
 

@@ -1,8 +1,9 @@
 """Random problems: options together that no list of cases has together.
 
-    python tests/random_cases.py SEED SECONDS [--emulate]
+    python tests/random_cases.py SEED SECONDS [--emulate | --numpy]
 
-goes on for so long, on a GPU or in the emulator, and prints each problem whose results are wrong.
+goes on for so long, on a GPU, in the emulator or on NumPy arrays, and prints each problem whose
+results are wrong.
 """
 
 from __future__ import annotations
@@ -12,22 +13,45 @@ import functools
 import itertools
 import time
 import traceback
+import zlib
+from dataclasses import replace
 
 import numpy as np
-from cases import BackwardCase, Case, numpy_dtype, random_mask
-from packed_cases import PackedCase
+from cases import H200, T4, BackwardCase, Case, numpy_dtype, random_mask
+from packed_cases import (
+    BY_SEQUENCE,
+    WEIGHTS,
+    PackedCase,
+    assert_gradients_close,
+    assert_sequences_close,
+)
+from tolerance import assert_arrays_close, assert_backward_close, assert_forward_close
 
-from cuflash import BlockMask, ScoreMod
+import cuflash
+from cuflash import BlockMask, Device, ScoreMod
 
 MAX_DIM = {"mma": {"float32": 128, "float64": 128}, "wgmma": {"float32": 128}, "simt": {}}
 LAYOUTS = {"wgmma": ("bnhd", "padded"), "mma": ("bnhd", "odd"), "simt": ("reversed", "columns")}
+MAPPABLE = "dense", "bnhd", "padded"  # layouts that wgmma reads
+ANYHOW = *MAPPABLE, "odd", "offset", "reversed", "sparse", "columns"
+WRITTEN = "out", "dq", "dk", "dv"
+# Devices with less shared memory, whose rows of the table are others: the emulator is any of them.
+SMALLER = {
+    "simt": (T4, Device(89, multiprocessors=2)),
+    "mma": (Device(80, multiprocessors=2), Device(89, multiprocessors=2)), "wgmma": (),
+}  # fmt: skip
+EXPRESSIONS = (
+    "score * t[head] + where(q % 5 == k % 7, -inf, 1)",
+    "where(shift < k - q, score, tanh(score) + u[batch, head])",
+    "score + near[k - q + 20]", "score * rows[q] + abs(score)",
+)  # fmt: skip
 
 
 class _Draw:
     """What one seed draws."""
 
-    def __init__(self, seed: int):
-        self.rng = np.random.default_rng(seed)
+    def __init__(self, *seed: int):
+        self.rng = np.random.default_rng(seed[0] if len(seed) == 1 else seed)
 
     def chance(self, p: float) -> bool:
         return self.rng.random() < p
@@ -140,6 +164,50 @@ class _Draw:
 
 def random_case(seed: int) -> Case:
     """A problem; the same for the same seed."""
+    case = _problem(seed)
+    changed = _with_arrays_anyhow(case, _Draw(seed, 1))
+    return changed if _is_served(changed) else case
+
+
+def _with_arrays_anyhow(case: Case, draw: _Draw) -> Case:
+    """With operands that the batch shares, arrays that lie in any way, and other scores."""
+    batch, heads = case.leading
+    changes: dict = {}
+    if draw.chance(0.2):
+        for name in draw.pick("q", "k", "v", "qk", "qv", "kv"):
+            changes[name] = (1, *getattr(case, name)[1:])
+    if draw.chance(0.15) and not case.poison:
+        kinds = MAPPABLE if case.engine == "wgmma" else ANYHOW
+        arrays = ("dout", "dq", "dk", "dv") if isinstance(case, BackwardCase) else ("out",)
+        changes["layouts"] = {
+            name: draw.pick(*kinds, *(() if name in WRITTEN else ("repeated",)))
+            for name in ("q", "k", "v", *arrays)
+        }
+    if "score_mod" in case.options and draw.chance(0.8):
+        arrays = {
+            "t": draw.normal(heads), "u": draw.normal(batch, heads), "near": draw.normal(41),
+            "rows": draw.normal(case.q[-2]),
+        }  # fmt: skip
+        text = draw.pick(*EXPRESSIONS)
+        used = {name: x for name, x in arrays.items() if f"{name}[" in text}
+        changes["options"] = case.options | {"score_mod": ScoreMod(text, **used)}
+        if isinstance(case, BackwardCase) and draw.chance(0.5):
+            changes["wrt"] = (*case.wrt, *used)
+    return replace(case, **changes)
+
+
+def _is_served(case: Case) -> bool:
+    """Whether its kernel exists: some sum over no other heads, or add nothing up in order."""
+    backward = isinstance(case, BackwardCase)
+    out = case.grads_out() if backward else None
+    try:
+        cuflash.plan(*case.operands(), out=out, backward=backward, device=H200, **case.call())
+    except NotImplementedError:
+        return False
+    return True
+
+
+def _problem(seed: int) -> Case:
     draw = _Draw(seed)
     backward = draw.chance(0.55)
     algo, engine, dtype = kernel = draw.kernel(backward)
@@ -193,18 +261,26 @@ def random_packed_case(seed: int) -> PackedCase:
         by_sequence.append("q_offset")
     scores = draw.scores(dtype, count, heads, *longest)
     if {"score_mod", "dropout_p"} & scores.keys():  # which count sequences
-        scores = {}
+        scores = (
+            {"score_mod": ScoreMod(BY_SEQUENCE, weights=WEIGHTS)} if count <= len(WEIGHTS) else {}
+        )
     if np.ndim(scores.get("alibi_slopes")) == 2:
         by_sequence.append("alibi_slopes")
     options |= scores
-    if "bias" in scores or draw.chance(0.2):
+    if draw.chance(0.2):
+        shown = random_mask(
+            (count, draw.pick(1, heads), *longest), 16, shown=0.7, seed=draw.integer(0, 99)
+        )
+        options["mask"] = draw.pick(shown, BlockMask.from_dense(shown, draw.pick(16, 32, 64)))
+        by_sequence += ["mask"] if options["mask"] is shown else []
+    if {"bias", "mask"} & options.keys() or draw.chance(0.2):
         options |= dict(zip(("max_seqlen_q", "max_seqlen_k"), longest))
     if "bias" in scores and scores["bias"].ndim == 4 and len(scores["bias"]) == count:
         by_sequence.append("bias")
     if not backward and algo != "fa1" and dtype != "float32" and draw.chance(0.2):
         options["split_keys"] = draw.pick(16, 64, 128)
-    has_pages = not backward and algo != "fa1" and dtype != "float32" and "bias" not in options
-    if has_pages and draw.chance(0.25):
+    has_pages = not backward and algo != "fa1" and dtype != "float32"
+    if has_pages and not {"bias", "mask"} & options.keys() and draw.chance(0.25):
         options["page_table"], options["kv_lengths"] = None, np.array(keys)
         options.pop("max_seqlen_k", None)
         by_sequence += ["page_table", "kv_lengths"]
@@ -212,18 +288,20 @@ def random_packed_case(seed: int) -> PackedCase:
         options["deterministic"] = draw.chance(0.7)
     return PackedCase(
         f"random {seed}", *kernel, queries, keys, (heads, key_heads), dims, options,
-        tuple(by_sequence), backward=backward,
+        tuple(by_sequence), backward=backward, page=draw.pick(16, 16, 32, 48, 80),
     )  # fmt: skip
 
 
-def checker(emulate: bool):
+def checker(emulate: bool, on_numpy: bool):
     """What checks a case."""
+    if on_numpy:
+        return check_on_numpy
     if emulate:
         import test_kernels
         import test_packed
 
         plain = test_kernels.check_random, test_kernels.check_random
-        packed = test_packed.test_emulator, test_packed.test_emulator_backward
+        packed = test_packed.check_forward, test_packed.check_backward
     else:
         import cupy
         import test_gpu
@@ -236,11 +314,59 @@ def checker(emulate: bool):
 
     def check(case):
         if isinstance(case, PackedCase):
-            packed[case.backward](case)
+            function = packed[case.backward]
         else:
-            plain[isinstance(case, BackwardCase)](case)
+            function = plain[isinstance(case, BackwardCase)]
+        if emulate and (device := smaller_device(case)):
+            try:
+                return function(case, device=device)
+            except NotImplementedError:  # the smaller one has no kernel for it
+                pass
+        return function(case)
 
     return check
+
+
+def smaller_device(case: Case | PackedCase) -> Device | None:
+    """Another device than cases are for, or None for these; the same for the same case."""
+    choices = None, *SMALLER[case.engine]
+    return choices[zlib.crc32(str(case).encode()) % len(choices)]
+
+
+def check_on_numpy(case: Case | PackedCase) -> None:
+    """Fail unless the NumPy engine's results are right."""
+    if isinstance(case, PackedCase):
+        _check_packed_on_numpy(case)
+        return
+    algo = "fa1" if case.algo == "fa1" else "fa2"
+    call = case.call() | {"algo": algo, "engine": "numpy"}
+    if not isinstance(case, BackwardCase):
+        q, k, v = case.operands()
+        out, lse = cuflash.attention(q, k, v, return_lse=True, **call)
+        assert_forward_close(out, lse, q, k, v, **case.meaning)
+        return
+    dout, q, k, v, out, lse, dlse = case.inputs()
+    grads_out = case.grads_out()
+    grads = cuflash.attention_backward(
+        dout, q, k, v, out, lse, dlse=dlse, grads_out=grads_out, **call
+    )
+    named = dict(case.meaning, dlse=dlse)
+    assert_backward_close(grads[:3], dout, q, k, v, **named)
+    assert_arrays_close(grads[3:], case.wrt, dout, q, k, v, **named)
+
+
+def _check_packed_on_numpy(case: PackedCase) -> None:
+    (q, k, v, *starts), options = case.arguments()
+    options |= {"algo": "fa1" if case.algo == "fa1" else "fa2", "engine": "numpy"}
+    if not case.backward:
+        out, lse = cuflash.attention_varlen(q, k, v, *starts, return_lse=True, **options)
+        assert_sequences_close(case, out, lse)
+        return
+    dout, out, lse, dlse = case.outputs()
+    grads = cuflash.attention_varlen_backward(
+        dout, q, k, v, out, lse, *starts, dlse=dlse, **options
+    )
+    assert_gradients_close(case, grads, dout, dlse)
 
 
 def describe(case: Case | PackedCase) -> str:
@@ -263,9 +389,11 @@ def main() -> int:
     )
     parser.add_argument("seed", type=int, help="of the first problem")
     parser.add_argument("seconds", type=float)
-    parser.add_argument("--emulate", action="store_true", help="on a CPU")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--emulate", action="store_true", help="kernels on a CPU")
+    where.add_argument("--numpy", action="store_true", help="the NumPy engine")
     options = parser.parse_args()
-    check = checker(options.emulate)
+    check = checker(options.emulate, options.numpy)
     end, count, wrong = time.monotonic() + options.seconds, 0, 0
     for seed in itertools.count(options.seed):
         if time.monotonic() > end:

@@ -38,32 +38,40 @@ def turned(*arrays):
 
 
 # ------------------------------------------------------------------------------ kernels
+def check_forward(case, device=FEW):
+    arrays, options = case.arguments()
+    result = emulated.attention_varlen(*arrays, device=device, **options)
+    assert_sequences_close(case, result.out, result.lse, result.plan)
+
+
+def check_backward(case, device=FEW):
+    (q, k, v, *starts), options = case.arguments()
+    dout, out, lse, dlse = case.outputs()
+    result = emulated.attention_varlen_backward(
+        dout, q, k, v, out, lse, *starts, dlse=dlse, device=device, **options
+    )
+    assert_gradients_close(case, result[:3], dout, dlse, result.plan)
+
+
 @pytest.mark.one_in(2)
 @needs_emulator
 @pytest.mark.parametrize("case", in_emulator(packed_cases.CASES), ids=str)
 def test_emulator(case):
-    arrays, options = case.arguments()
-    result = emulated.attention_varlen(*arrays, device=FEW, **options)
-    assert_sequences_close(case, result.out, result.lse, result.plan)
+    check_forward(case)
 
 
 @pytest.mark.one_in(3)
 @needs_emulator
 @pytest.mark.parametrize("case", in_emulator(packed_cases.BACKWARD_CASES), ids=str)
 def test_emulator_backward(case):
-    (q, k, v, *starts), options = case.arguments()
-    dout, out, lse, dlse = case.outputs()
-    result = emulated.attention_varlen_backward(
-        dout, q, k, v, out, lse, *starts, dlse=dlse, device=FEW, **options
-    )
-    assert_gradients_close(case, result[:3], dout, dlse, result.plan)
+    check_backward(case)
 
 
 @needs_emulator
 @pytest.mark.parametrize("seed", range(8))
 def test_random_sequences(seed):
     case = random_packed_case(seed)
-    (test_emulator_backward if case.backward else test_emulator)(case)
+    (check_backward if case.backward else check_forward)(case)
 
 
 DROPPED = {"dropout_p": 0.3, "seed": 5}
@@ -145,7 +153,7 @@ def forward_is_right(engine, name):
         if x.algo in ("fa2", "fa3") and x.engine == engine and x.name == f"packed {name}"
         and (x.algo, engine) != ("fa2", "wgmma")
     )  # fmt: skip
-    test_emulator(case)
+    check_forward(case)
 
 
 def backward_is_right(engine, name):
@@ -154,7 +162,7 @@ def backward_is_right(engine, name):
         if (x.algo, x.engine) == ("fa3" if engine == "wgmma" else "fa2", engine)
         and x.name == f"packed {name}"
     )  # fmt: skip
-    test_emulator_backward(case)
+    check_backward(case)
 
 
 PLANTED = [
