@@ -99,6 +99,16 @@ def test_gradients_come_in_the_order_asked_for(algo):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.parametrize("algo", ["fa1", "fa2"])
+def test_rows_that_do_not_exist_add_nothing_to_a_sink(algo):
+    dout, q, k, v = operands()
+    options = {"sinks": ADDED["sinks"], "q_lengths": np.int32([4, 0]), "enable_gqa": True}
+    (expected,) = differentiate("numpy", (dout, q, k, v), ("sinks",), algo, **options)
+    dout[0, :, 4:] = dout[1] = np.nan
+    (got,) = differentiate("numpy", (dout, q, k, v), ("sinks",), algo, **options)
+    np.testing.assert_array_equal(got, expected)
+
+
 SHAPES = [(), (1,), (15,), (13, 1), (13, 15), (4, 1, 1), (4, 13, 15), (2, 1, 1, 15), (2, 4, 13, 15),
           (2, 1, 13, 1)]  # fmt: skip
 MASKS = {

@@ -32,7 +32,8 @@ def array_gradients(
     for name in wrt:
         total = _zeros(dense, name)
         if name == "sinks":
-            _add(dense, total, name, None, -_sink_weights(dense) * delta)
+            weights = _sink_weights(dense)
+            _add(dense, total, name, None, np.where(weights == 0, 0, -weights * delta))
         for read in _reads(dense, name):
             terms = dense.weights * (dP - delta) * _slope(dense, read)
             _add(dense, total, name, read, np.where(dense.visible, terms, 0))
@@ -85,7 +86,7 @@ def array_bounds(
                 share = rho + 6 * u_acc * np.where(np.isfinite(sinks), np.abs(sinks), 0)
                 error = weights * (delta_error + share * np.abs(delta))
                 _add(dense, errors, own, None, np.where(weights > 0, error, 0))
-                _add(dense, sizes, own, None, weights * np.abs(delta))
+                _add(dense, sizes, own, None, np.where(weights == 0, 0, weights * np.abs(delta)))
                 _add(dense, count, own, None, np.where(weights > 0, exact(1), exact(0)))
             for read in _reads(dense, own):
                 slope, slope_error = _slope_errors(dense, read, u_acc)
