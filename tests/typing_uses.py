@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import cuflash
-from cuflash import reference
+from cuflash import distributed, reference
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -62,7 +62,24 @@ def right_results(x: F32, h: F16, s: Stubbed, t: Tensor, flag: bool) -> None:
     cuflash.attention(unknown, unknown, unknown, workspace=unknown).get()
     assert_type(cuflash.attention(unknown, unknown, unknown, out=unknown), Any)
     cuflash.attention(x, t, s).shape[-1].bit_length()
+
+
+def right_ranks(x: F32, s: Stubbed, t: Tensor, comm: distributed.LocalComm, flag: bool) -> None:
     cuflash.distributed.LocalComm.make(2)[0].rank.bit_length()
+    assert_type(distributed.shard(x, comm, layout="zigzag"), F32)
+    assert_type(distributed.unshard(s, comm, axis=0), Stubbed)
+    assert_type(distributed.unshard(t, comm), Array)
+    assert_type(distributed.attention(x, x, x, comm=comm, causal=True), F32)
+    out, lse = distributed.attention(x, x, x, comm=comm, return_lse=True, method="ring")
+    assert_type((out, lse), tuple[F32, Row])
+    assert_type(distributed.attention(s, s, s, comm=comm), Stubbed)
+    assert_type(distributed.attention(t, t, x, comm=comm), Array)
+    either = distributed.attention(t, t, t, comm=comm, return_lse=flag)
+    assert_type(either, Array | tuple[Array, Array])
+    grads = distributed.attention_backward(out, x, x, x, out, lse, comm=comm, window=3)
+    assert_type(grads, tuple[F32, F32, F32])
+    distributed.attention(x, x, x, comm=comm, layout="striped")  # wrong: reportCallIssue
+    distributed.attention(x, x, x)  # wrong: reportCallIssue
 
 
 def right_caches(x: F32, s: Stubbed, t: Tensor, table: NDArray[np.int32]) -> None:

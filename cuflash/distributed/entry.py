@@ -3,21 +3,83 @@
 from __future__ import annotations
 
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, overload
 
 from . import all_to_all, gather, ring
 from .task import Call, proposed
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+    from typing_extensions import Unpack
+
     from ..masks.block_mask import BlockMask
-    from ..typing import Algo, AnyArray, Array, Causal, Engine, Integer, Real, Window
+    from ..typing import Algo, AnyArray, Array, Causal, CupyArray, Engine, Integer, Real, Window
     from .communicator import Communicator
     from .shards import Layout
     from .task import Method
 
+    ScalarQ = TypeVar("ScalarQ", bound=np.generic)
+    ScalarK = TypeVar("ScalarK", bound=np.generic)
+    ScalarV = TypeVar("ScalarV", bound=np.generic)
+    Cupy = TypeVar("Cupy", bound=CupyArray)
+    Row = NDArray[np.floating[Any]]  # lse of arrays of NumPy
+
+    class RanksOptions(TypedDict, total=False):
+        """Options of both functions; none has to be given."""
+
+        layout: Layout
+        method: Method | None
+        algo: Algo | None
+        engine: Engine | None
+        causal: Causal
+        window: Window | None
+        mask: BlockMask | None
+        softcap: Real | None
+        scale: Real | None
+        enable_gqa: bool
+        dropout_p: Real
+        seed: Integer | AnyArray | None
+
+
 _METHODS: dict[str, ModuleType] = {"ring": ring, "ulysses": all_to_all, "gather": gather}
 
 
+@overload
+def attention(
+    q: Cupy, k: Cupy, v: Cupy, *, comm: Communicator,
+    return_lse: Literal[False] = False, **options: Unpack[RanksOptions],
+) -> Cupy: ...  # fmt: skip
+@overload
+def attention(
+    q: Cupy, k: Cupy, v: Cupy, *, comm: Communicator,
+    return_lse: Literal[True], **options: Unpack[RanksOptions],
+) -> tuple[Cupy, Cupy]: ...  # fmt: skip
+@overload
+def attention(
+    q: NDArray[ScalarQ], k: NDArray[ScalarK], v: NDArray[ScalarV], *, comm: Communicator,
+    return_lse: Literal[False] = False, **options: Unpack[RanksOptions],
+) -> NDArray[ScalarQ | ScalarK | ScalarV]: ...  # fmt: skip
+@overload
+def attention(
+    q: NDArray[ScalarQ], k: NDArray[ScalarK], v: NDArray[ScalarV], *, comm: Communicator,
+    return_lse: Literal[True], **options: Unpack[RanksOptions],
+) -> tuple[NDArray[ScalarQ | ScalarK | ScalarV], Row]: ...  # fmt: skip
+@overload
+def attention(
+    q: AnyArray, k: AnyArray, v: AnyArray, *, comm: Communicator,
+    return_lse: Literal[False] = False, **options: Unpack[RanksOptions],
+) -> Array: ...  # fmt: skip
+@overload
+def attention(
+    q: AnyArray, k: AnyArray, v: AnyArray, *, comm: Communicator,
+    return_lse: Literal[True], **options: Unpack[RanksOptions],
+) -> tuple[Array, Array]: ...  # fmt: skip
+@overload
+def attention(
+    q: AnyArray, k: AnyArray, v: AnyArray, *, comm: Communicator,
+    return_lse: bool, **options: Unpack[RanksOptions],
+) -> Array | tuple[Array, Array]: ...  # fmt: skip
 def attention(
     q: AnyArray,
     k: AnyArray,
@@ -37,7 +99,7 @@ def attention(
     dropout_p: Real = 0.0,
     seed: Integer | AnyArray | None = None,
     return_lse: bool = False,
-) -> Any:
+) -> Array | tuple[Array, Array]:
     """:func:`cuflash.attention` of a sequence of which each rank has a part.
 
     Parameters
@@ -125,6 +187,24 @@ def attention(
     return (out, lse) if return_lse else out
 
 
+@overload
+def attention_backward(
+    dout: AnyArray, q: Cupy, k: Cupy, v: Cupy, out: AnyArray,
+    lse: AnyArray, *, comm: Communicator, dlse: AnyArray | None = None,
+    deterministic: bool = True, **options: Unpack[RanksOptions],
+) -> tuple[Cupy, Cupy, Cupy]: ...  # fmt: skip
+@overload
+def attention_backward(
+    dout: AnyArray, q: NDArray[ScalarQ], k: NDArray[ScalarK], v: NDArray[ScalarV], out: AnyArray,
+    lse: AnyArray, *, comm: Communicator, dlse: AnyArray | None = None,
+    deterministic: bool = True, **options: Unpack[RanksOptions],
+) -> tuple[NDArray[ScalarQ], NDArray[ScalarK], NDArray[ScalarV]]: ...  # fmt: skip
+@overload
+def attention_backward(
+    dout: AnyArray, q: AnyArray, k: AnyArray, v: AnyArray, out: AnyArray,
+    lse: AnyArray, *, comm: Communicator, dlse: AnyArray | None = None,
+    deterministic: bool = True, **options: Unpack[RanksOptions],
+) -> tuple[Array, Array, Array]: ...  # fmt: skip
 def attention_backward(
     dout: AnyArray,
     q: AnyArray,

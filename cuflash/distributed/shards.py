@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import itertools
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, overload
 
 import numpy as np
 
@@ -22,8 +22,11 @@ from .communicator import check_communicator
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from ..typing import AnyArray, Array
+    from ..typing import AnyArray, Array, CupyArray
     from .communicator import Communicator
+
+    Scalar = TypeVar("Scalar", bound=np.generic)
+    Cupy = TypeVar("Cupy", bound=CupyArray)
 
 Layout: TypeAlias = Literal["contiguous", "zigzag"]
 Spans: TypeAlias = "tuple[range, ...]"
@@ -107,6 +110,18 @@ def positions(length: int, comm: Communicator, layout: Layout = "contiguous") ->
     )
 
 
+@overload
+def shard(
+    x: Cupy, comm: Communicator, axis: int = -2, layout: Layout = "contiguous"
+) -> Cupy: ...  # fmt: skip
+@overload
+def shard(
+    x: NDArray[Scalar], comm: Communicator, axis: int = -2, layout: Layout = "contiguous"
+) -> NDArray[Scalar]: ...  # fmt: skip
+@overload
+def shard(
+    x: AnyArray, comm: Communicator, axis: int = -2, layout: Layout = "contiguous"
+) -> Array: ...  # fmt: skip
 def shard(x: AnyArray, comm: Communicator, axis: int = -2, layout: Layout = "contiguous") -> Array:
     """The part of this rank of an array that holds the whole sequence.
 
@@ -145,6 +160,18 @@ def shard(x: AnyArray, comm: Communicator, axis: int = -2, layout: Layout = "con
     return part_of(array, comm.rank, comm.size, axis, layout)  # type: ignore[no-any-return]
 
 
+@overload
+def unshard(
+    x: Cupy, comm: Communicator, axis: int = -2, layout: Layout = "contiguous"
+) -> Cupy: ...  # fmt: skip
+@overload
+def unshard(
+    x: NDArray[Scalar], comm: Communicator, axis: int = -2, layout: Layout = "contiguous"
+) -> NDArray[Scalar]: ...  # fmt: skip
+@overload
+def unshard(
+    x: AnyArray, comm: Communicator, axis: int = -2, layout: Layout = "contiguous"
+) -> Array: ...  # fmt: skip
 def unshard(
     x: AnyArray, comm: Communicator, axis: int = -2, layout: Layout = "contiguous"
 ) -> Array:
