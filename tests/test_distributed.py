@@ -175,6 +175,20 @@ def test_values_of_one_head(method):
         LocalComm.run(2, functools.partial(rank, method="ulysses"))
 
 
+def test_values_of_more_heads_than_queries():
+    """Where one rank has all heads, so that they divide."""
+    q, k = np.random.default_rng(0).standard_normal((2, 1, 12, 8))
+    v = np.random.default_rng(1).standard_normal((2, 12, 8))
+
+    def rank(comm, method=None):
+        return distributed.attention(q, k, v, comm=comm, method=method)
+
+    (out,) = LocalComm.run(1, rank)
+    assert (reference.forward_bound(q, k, v, q.dtype).ratios(out)[0] <= 1).all()
+    with pytest.raises(ValueError, match="1 heads of queries broadcast against 2 of values; give"):
+        LocalComm.run(1, functools.partial(rank, method="ulysses"))
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("method", METHODS)
 def test_the_same_bits_each_time(method, layout):

@@ -258,6 +258,8 @@ def why_not_ulysses(queries: int, keys: int, values: int, size: int, grouped: bo
         return f"the heads of values, {values}, do not divide by {size} ranks"
     if queries != keys and not grouped:
         return f"{queries} heads of queries broadcast against {keys} of keys"
+    if values > queries:
+        return f"{queries} heads of queries broadcast against {values} of values"
     return ""
 
 
