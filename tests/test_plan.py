@@ -438,6 +438,12 @@ def test_the_last_tiles_of_keys_add_first_under_a_causal_mask_where_heads_are_sm
     assert plan.tile.constants(plan.problem)["LAST_KEYS_FIRST"], "as a batch of such lengths"
 
 
+@pytest.mark.parametrize("algo", ["fa2", "fa3"])
+def test_no_queries_are_served_by_hopper_as_few_are(algo):
+    for dim in (8, 64, 96, 128, 192, 256):
+        assert make_plan(backward(n=0, d=dim), H200, algo, "wgmma").engine == "wgmma"
+
+
 def test_short_heads_have_smaller_tiles_of_queries():
     """Above head dim 64, and longer ones under a band."""
 
@@ -451,6 +457,7 @@ def test_short_heads_have_smaller_tiles_of_queries():
         assert [planned(n, dim, **causal) for n in (512, 1024, 1025)] == [short, short, queries]
         assert planned(1024, dim, band=Band(100, 0)) == short
     packed = backward("bfloat16", (4,), 40 * 512, 40 * 512, 128, sequences=40)
+    packed = dataclasses.replace(packed, longest=(512, 512))
     assert make_plan(packed, H200).block_q == 64, "as a batch of such lengths"
     rejected = make_plan(backward(n=512, d=128), H200, "fa3").rejected
     assert "takes 513 queries, smaller tiles are faster for 512" in dict(rejected).values()

@@ -100,7 +100,7 @@ class WgmmaGradientTile(HopperGradientTile):
         if self.grouped and self.ends_late(problem):
             return "its longest tiles would come last, and end long after all others"
         queries, short = problem.typical.query_length, self.longer_than[not problem.band.is_open]
-        if queries <= short:
+        if 0 < queries <= short:
             return f"takes {short + 1} queries, smaller tiles are faster for {queries}"
         return super().reject(problem, device)
 
