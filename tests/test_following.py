@@ -1,6 +1,7 @@
 """Kernels of a call that are launched ahead of the end of the one before, and wait for it."""
 
 import re
+from dataclasses import replace
 from importlib.resources import files
 
 import ml_dtypes
@@ -44,10 +45,11 @@ def packed(**options):
 
 WGMMA = {"engine": "wgmma", "device": H200}
 MMA = {"engine": "mma", "device": H200}
+FEW = replace(H200, multiprocessors=1)  # for whose fa1 two blocks are many
 CALLS = [  # with their kernels that follow
     (forward, {**WGMMA, "mask": MASK}, ["mask_lists", "hopper_forward"]),
     (forward, {**MMA, "mask": MASK}, ["fa2_forward"]),
-    (forward, {**MMA, "mask": MASK, "algo": "fa1"}, ["fa1_forward"]),
+    (forward, {**MMA, "mask": MASK, "algo": "fa1", "device": FEW}, ["fa1_forward"]),
     (forward, {**WGMMA, "split_keys": 32}, ["merge_parts"]),
     (forward, {**WGMMA, "dtype": np.float32}, ["planes", "hopper_planes_forward"]),
     (packed, WGMMA, ["hopper_forward"]),
@@ -61,7 +63,7 @@ CALLS = [  # with their kernels that follow
      ["hopper_planes_backward_keys", "hopper_planes_backward_queries"]),
     (backward, {**MMA, "dtype": np.float32}, ["planes_backward_keys", "planes_backward_queries"]),
     (backward, {**MMA, "key_heads": 1}, ["fa2_backward", "sum_dq", "sum_dk", "sum_dv"]),
-    (backward, {**MMA, "algo": "fa1"}, ["fa1_backward"]),
+    (backward, {**MMA, "algo": "fa1", "device": FEW}, ["fa1_backward"]),
 ]  # fmt: skip
 EACH = [
     pytest.param(call, options, kernel, id=f"{kernel} {call.__name__} {i}")
@@ -85,6 +87,16 @@ def test_all_but_the_first_follow_where_devices_can(arch, can):
     assert not first.follows
     assert others
     assert all(kernel.follows == can for kernel in others)
+
+
+@pytest.mark.parametrize(("heads", "follows"), [(100, False), (101, True)])
+def test_few_blocks_of_whole_heads_have_a_multiprocessor_each(heads, follows):
+    q = np.empty((1, heads, 512, 64), np.float16)
+    device = Device(90, multiprocessors=100)
+    plan = cuflash.plan(q, q, q, backward=True, device=device, algo="fa1")
+    assert {x.name: x.follows for x in plan.kernels} == {
+        "backward_rows": False, "fa1_backward": follows, "sum_dq": True,
+    }  # fmt: skip
 
 
 @pytest.mark.skipif(available() is not None, reason=str(available()))

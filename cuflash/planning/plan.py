@@ -96,14 +96,27 @@ class Plan:
 
     @property
     def kernels(self) -> tuple[Launch, ...]:
-        """What is launched, in this order. Each one follows the one before, where devices can."""
+        """What is launched, in this order. Each one follows the one before, where devices can.
+
+        Few blocks that take long are to have a multiprocessor each, and so do not: ahead of the
+        other kernel's end they would go where there is room first, two to a multiprocessor.
+        """
         launches = self.tile.launches(self.problem, self.device)
         can = self.device.arch >= FOLLOWING_ARCH
         found: list[Launch] = []
         for kernel in launches:
-            alone = kernel.together or not found or found[-1].together
+            alone = kernel.together or not found or found[-1].together or self._spreads(kernel)
             found.append(kernel._replace(follows=can and not alone))
         return tuple(found)
+
+    def _spreads(self, kernel: Launch) -> bool:
+        tile = self.tile
+        long = kernel.name == tile.kernel and tile.keys_outside  # a head's work in a block
+        return (
+            long
+            and tile.blocks_per_multiprocessor > 1
+            and kernel.grid <= self.device.multiprocessors
+        )
 
     @property
     def query_tiles(self) -> int:
