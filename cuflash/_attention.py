@@ -531,8 +531,8 @@ def attention_backward(
 
     P is 0 where a key is hidden, and in rows whose lse is -inf. What hidden keys and values hold,
     and rows of q, dout and out that see nothing, NaN and infinity included, do not reach a
-    gradient. `out` and `lse` are used as given. Halves and float32 accumulate in float32, float64
-    in float64.
+    gradient. Such a row does see a sink, whose gradient takes the row's dout and out. `out` and
+    `lse` are used as given. Halves and float32 accumulate in float32, float64 in float64.
 
     References
     ----------
