@@ -27,15 +27,6 @@ using TurnedStep = TurnedStepOf<Scores>;
 static_assert(BLOCK_K == SLAB && THREADS == 2 * SLAB, "four warps have a tile of keys");
 static_assert(STAGES > 1, "the next queries arrive beside those that are worked on");
 
-constexpr int K_TILE = BLOCK_K * ScoredPlanes::PITCH, V_TILE = BLOCK_K * ValuePlanes::PITCH;
-constexpr int Q_TILE = BLOCK_Q * ScoredPlanes::PITCH, O_TILE = BLOCK_Q * ValuePlanes::PITCH;
-static_assert(is_laid_out<__half>(tile_bytes::K, K_TILE) &&
-                  is_laid_out<__half>(tile_bytes::V, V_TILE) &&
-                  is_laid_out<__half>(tile_bytes::Q, Q_TILE) &&
-                  is_laid_out<__half>(tile_bytes::dO, O_TILE) &&
-                  int(sizeof(BlockFacts)) == tile_bytes::facts,
-              "the plan's tiles in shared memory are those of the kernel");
-
 // A tile of keys' gradient: to its array, times `scale`, or to be summed over heads.
 template <int D, int COLUMNS>
 __device__ __forceinline__ void store_key_rows(float* rows, i64 row_stride, float* sums,

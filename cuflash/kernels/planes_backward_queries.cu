@@ -24,15 +24,6 @@ constexpr int COLUMN_QUERIES = BLOCK_Q / COLUMNS_OF_LIST, COLUMN_THREADS = 2 * C
 static_assert(THREADS == 2 * BLOCK_Q && MASK_COLUMNS == COLUMN_QUERIES && BLOCK_K == SLAB,
               "a warp has 16 queries of one column");
 
-constexpr int K_TILE = BLOCK_K * ScoredPlanes::PITCH, V_TILE = BLOCK_K * ValuePlanes::PITCH;
-constexpr int Q_TILE = BLOCK_Q * ScoredPlanes::PITCH, O_TILE = BLOCK_Q * ValuePlanes::PITCH;
-static_assert(is_laid_out<__half>(tile_bytes::K, K_TILE) &&
-                  is_laid_out<__half>(tile_bytes::V, V_TILE) &&
-                  is_laid_out<__half>(tile_bytes::Q, Q_TILE) &&
-                  is_laid_out<__half>(tile_bytes::dO, O_TILE) &&
-                  int(sizeof(BlockFacts)) == tile_bytes::facts,
-              "the plan's tiles in shared memory are those of the kernel");
-
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     planes_backward_queries(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char smem[];

@@ -10,17 +10,17 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 from . import simt
+from .behind import few_queries, launches_behind, row_behind
 from .launches import Buffer, Launch
 from .mma import MmaTile
 from .mma_floats import OF_GRAPHICS
 from .planes import plane_buffers, plane_constants, plane_launches
-from .planes_gradients import LEAST_QUERIES
 from .problem import Device, Problem
-from .tile import MASK_LIST_THREADS, KernelTile, ceil_div, round_up
+from .query_lists import COLUMNS_OF_LIST, query_list_buffers, query_list_launches
+from .tile import KernelTile, round_up
 from .warps import PLANES_TICKETS, WarpTile
 
 NARROW = 32  # columns of a row
-COLUMNS = 2  # tiles of the first kernel's queries, side by side, in one of the second kernel's
 FACT_BYTES = 48  # of what is known of a head's planes
 RESERVED_BYTES = 1024  # of shared memory, for each block
 LEAST_FILL = 2.0  # blocks for each multiprocessor; fewer queries in fewer go to FMA units
@@ -89,7 +89,7 @@ class FloatKeysTile(_Planes):
     @property
     def queries(self) -> FloatQueriesTile:
         """The sizes of the second kernel."""
-        block_q = COLUMNS * self.block_q
+        block_q = COLUMNS_OF_LIST * self.block_q
         return FloatQueriesTile(
             algo=self.algo, max_dim=self.max_dim, block_q=block_q, warps=block_q // 16,
             stages=self.key_stages, load_unroll=self.load_unroll, first=self,
@@ -98,7 +98,7 @@ class FloatKeysTile(_Planes):
     @property
     def behind(self) -> simt.SimtTile:
         """The row of the kernels that work on what these leave out, with the same tiles."""
-        return replace(simt.BEHIND_GRADIENTS, block_q=self.block_q, step_q=self.block_q)
+        return row_behind(self.block_q)
 
     def of_kernel(self, kernel: str) -> KernelTile:
         """The row that has the sizes of one of the kernels."""
@@ -140,21 +140,13 @@ class FloatKeysTile(_Planes):
                 f"{together} blocks need {shared} bytes of shared memory, the device has "
                 f"{device.shared_bytes}"
             )
-        blocks, queries = self.blocks(problem.typical), problem.typical.query_length
-        if queries < LEAST_QUERIES and blocks < self.fill * device.multiprocessors:
-            return f"its {blocks} blocks have {queries} queries, which take FMA units less time"
-        return ""
+        return few_queries(self, problem, device)
 
     def shared(self, problem: Problem) -> tuple[Buffer, ...]:
         """Tiles of planes, numbers of rows, and what is known of the head's planes."""
         parts = {part.name: part for part in super().shared(problem)}
         tiles = (parts[name] for name in ("K", "V", "Q", "dO", "row_stats"))
         return (*tiles, Buffer("facts", FACT_BYTES))
-
-    def query_lists(self, problem: Problem) -> int:
-        """How many lists for tiles of queries are made of the mask's for tiles of keys."""
-        _, columns = self.scored_tiles(problem)
-        return problem.mask_lists * ceil_div(columns, COLUMNS) if problem.mask else 0
 
     def workspace(self, problem: Problem) -> tuple[Buffer, ...]:
         """Numbers of rows, sums over heads, lists for tiles of queries, planes, and sums of the
@@ -164,39 +156,32 @@ class FloatKeysTile(_Planes):
         behind = {part.name: part for part in self.behind.workspace(problem)}
         parts |= {name: behind[name] for name in ("dq_sum", "turns")}
         parts["tickets"] = Buffer("tickets", 4, PLANES_TICKETS)
-        rows, _ = self.scored_tiles(problem)
-        lists = self.query_lists(problem)
         return (
             *parts.values(),
-            Buffer("mask_query_ranges", 8, lists),
-            Buffer("mask_query_entries", 16, lists * rows),
+            *query_list_buffers(self, problem),
             *plane_buffers(problem, self.widths(problem)),
         )
 
     def around(self, problem: Problem, main: Launch) -> tuple[Launch, ...]:
-        """Planes and sums of rows come first; what planes do not hold comes behind both kernels,
-        and then the sums over heads.
-        """
+        """Planes and sums of rows come first, sums over heads last."""
         rows, _, *sums = super().around(problem, main)
-        lists = self.query_lists(problem)
-        of_lists = (Launch("mask_queries", lists, MASK_LIST_THREADS),) if lists else ()
         return (
             *plane_launches(problem),
             rows,
             main,
-            *of_lists,
-            self.queries.own_launch(problem),
-            *self._launches_behind(problem),
             *(x._replace(name=f"hopper_{x.name}") for x in sums if x.name != "sum_dq"),
         )
 
-    def _launches_behind(self, problem: Problem) -> tuple[Launch, ...]:
-        behind = self.behind
-        main = Launch(
-            behind.kernel, behind.blocks(problem), behind.threads, behind.shared_bytes(problem)
-        )
-        kernels = behind.around(problem, main)
-        return tuple(kernel for kernel in kernels if kernel.name in (behind.kernel, "sum_dq"))
+    def launches(self, problem: Problem, device: Device) -> tuple[Launch, ...]:
+        """The second kernel comes behind the first one, and then what planes do not hold."""
+        kernels: list[Launch] = []
+        for kernel in super().launches(problem, device):
+            kernels.append(kernel)
+            if kernel.name == self.kernel:
+                kernels += query_list_launches(self, problem)
+                kernels.append(self.queries.main_launch(problem, device))
+                kernels += launches_behind(self.behind, problem, device)
+        return tuple(kernels)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,10 +211,9 @@ class FloatQueriesTile(_Planes):
         """Rows and columns of a tile of a mask's lists: those of the first kernel."""
         return self.first.scored
 
-    def own_launch(self, problem: Problem) -> Launch:
-        """One block per head and tile of queries."""
-        blocks = problem.head_count * self.query_tiles(problem)
-        return Launch(self.kernel, blocks, self.threads, self.shared_bytes(problem))
+    def blocks(self, problem: Problem) -> int:
+        """Thread blocks: one per head and tile of queries."""
+        return problem.head_count * self.query_tiles(problem)
 
     def shared(self, problem: Problem) -> tuple[Buffer, ...]:
         """Tiles of planes, and what is known of the head's planes."""

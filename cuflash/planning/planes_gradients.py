@@ -11,6 +11,7 @@ from typing import Any
 
 from ..operands.dtypes import ITEM_BYTES
 from . import simt
+from .behind import few_queries, launches_behind, row_behind
 from .hopper import WARPGROUP_ROWS
 from .launches import Buffer, Launch, MapBox
 from .planes import LARGE, SMALL, plane_buffers, plane_constants, plane_launches, summed_at_once
@@ -22,9 +23,6 @@ from .wgmma_gradients import REGION_BYTES
 from .wgmma_two_kernels import WgmmaKeysTile, WgmmaQueriesTile
 
 BARRIER_BYTES = 960  # of shared memory, with what else is not tiles
-# Fewer queries in few blocks go to FMA units: seven launches take longer. On an H200, call behind
-# call, head dim 64: 101 us against 68 of 128 queries and 16 blocks, 62 against 135 of 256 and 64.
-LEAST_QUERIES = 192
 HEAD_BYTES = 160  # of where a head lies, and of what its planes mean
 
 
@@ -74,7 +72,7 @@ class PlanesKeysTile(WgmmaKeysTile):
     @property
     def behind(self) -> simt.SimtTile:
         """The row of the kernels that work on what these leave out, with the same tiles."""
-        return replace(simt.BEHIND_GRADIENTS, block_q=self.block_q, step_q=self.block_q)
+        return row_behind(self.block_q)
 
     def of_kernel(self, kernel: str) -> KernelTile:
         """The row that has the sizes of one of the kernels."""
@@ -94,10 +92,7 @@ class PlanesKeysTile(WgmmaKeysTile):
             return f"walks no lists of a mask of {self.block_q} queries"
         if reason := super(PlanesKeysTile, replace(self, fill=0.0)).reject(problem, device):
             return reason
-        blocks, queries = self.blocks(problem.typical), problem.typical.query_length
-        if queries < LEAST_QUERIES and blocks < self.fill * device.multiprocessors:
-            return f"its {blocks} blocks have {queries} queries, which take FMA units less time"
-        return ""
+        return few_queries(self, problem, device)
 
     def shared(self, problem: Problem) -> tuple[Buffer, ...]:
         """Tiles as the copy engine lays them out, weights, numbers of rows, barriers."""
@@ -131,14 +126,8 @@ class PlanesKeysTile(WgmmaKeysTile):
         for kernel in super().launches(problem, device):
             kernels.append(kernel)
             if kernel.name == self.queries.kernel:
-                kernels += self._launches_behind(problem, device)
+                kernels += launches_behind(self.behind, problem, device)
         return tuple(kernels)
-
-    def _launches_behind(self, problem: Problem, device: Device) -> tuple[Launch, ...]:
-        """Of the kernels behind: sums of rows are there, and sums over heads come later."""
-        behind = self.behind
-        around = behind.around(problem, behind.main_launch(problem, device))
-        return tuple(kernel for kernel in around if kernel.name in (behind.kernel, "sum_dq"))
 
     def constants(self, problem: Problem) -> dict[str, int | bool]:
         """Sizes that the kernels read."""

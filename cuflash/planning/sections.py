@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from .tile import MULTIPROCESSORS
+
 if TYPE_CHECKING:
     from .problem import Problem
 
@@ -12,7 +14,7 @@ if TYPE_CHECKING:
 # tokens, 16 heads of 128 columns or as many of others): 512 keys 1.03 to 1.05 times as fast, 1k
 # 1.01 to 1.04, 4k 1.00 to 1.02, under a causal mask 1.06 at head dim 256 and 1.09 for 32 heads
 # that share 8.
-WAVE = 132 * 128
+WAVE = MULTIPROCESSORS * 128
 MOST_HEADS = 8
 
 

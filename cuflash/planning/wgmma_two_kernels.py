@@ -10,7 +10,8 @@ from .hopper import BARRIER_BYTES, WARPGROUP_ROWS, HopperGradientTile
 from .launches import Buffer, Launch
 from .problem import Device, Problem
 from .products import product
-from .tile import MASK_LIST_THREADS, KernelTile, ceil_div
+from .query_lists import query_list_buffers, query_list_launches
+from .tile import KernelTile
 from .wgmma_gradients import WgmmaGradientTile
 
 QUERIES = 2 * WARPGROUP_ROWS  # of a block of the second kernel
@@ -84,24 +85,16 @@ class WgmmaKeysTile(WgmmaGradientTile):
         """Of a tile of dQ in the type of sums, where heads share queries."""
         return super().dq_sum_bytes(problem) if problem.summed[0] > 1 else 0
 
-    def query_lists(self, problem: Problem) -> int:
-        """How many lists for tiles of queries are made of the mask's for tiles of keys."""
-        _, columns = self.scored_tiles(problem)
-        return problem.mask_lists * ceil_div(columns, 2) if problem.mask else 0
-
     def workspace(self, problem: Problem) -> tuple[Buffer, ...]:
         """Numbers of rows, sums over heads, facts of tiles of keys, lists for tiles of queries."""
         parts = {part.name: part for part in super().workspace(problem)}
         parts["tickets"] = parts["tickets"]._replace(tiles=2)
         if problem.summed[0] == 1:
             parts["dq_sum"] = Buffer("dq_sum", 0, 0)
-        rows, _ = self.scored_tiles(problem)
-        lists = self.query_lists(problem)
         return (
             *parts.values(),
             Buffer("nonfinite_keys", 4, problem.head_count * self.key_tiles(problem)),
-            Buffer("mask_query_ranges", 8, lists),
-            Buffer("mask_query_entries", 16, lists * rows),
+            *query_list_buffers(self, problem),
         )
 
     def around(self, problem: Problem, main: Launch) -> tuple[Launch, ...]:
@@ -120,8 +113,7 @@ class WgmmaKeysTile(WgmmaGradientTile):
         for kernel in super().launches(problem, device):
             kernels.append(kernel)
             if kernel.name == self.kernel and not self.side_by_side:
-                if lists := self.query_lists(problem):
-                    kernels.append(Launch("mask_queries", lists, MASK_LIST_THREADS))
+                kernels += query_list_launches(self, problem)
                 kernels.append(self.queries.main_launch(problem, device))
         return tuple(kernels)
 

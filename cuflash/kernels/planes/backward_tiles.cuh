@@ -14,6 +14,14 @@ using ValuePlanes = PlaneRows<VALUE_WIDTH, HEAD_DIM_V>;  // of V and dO
 static_assert(PLANE_WIDTH == HEAD_WIDTH && PLANE_WIDTH_V == VALUE_WIDTH,
               "planes.cu writes what is read");
 
+constexpr int K_TILE = BLOCK_K * ScoredPlanes::PITCH, V_TILE = BLOCK_K * ValuePlanes::PITCH;
+constexpr int Q_TILE = BLOCK_Q * ScoredPlanes::PITCH, O_TILE = BLOCK_Q * ValuePlanes::PITCH;
+static_assert(is_laid_out<__half>(tile_bytes::K, K_TILE) &&
+                  is_laid_out<__half>(tile_bytes::V, V_TILE) &&
+                  is_laid_out<__half>(tile_bytes::Q, Q_TILE) &&
+                  is_laid_out<__half>(tile_bytes::dO, O_TILE),
+              "the plan's tiles in shared memory are those of the kernel");
+
 // The planes of a head's rows: of an operand with `length` rows of each of its heads, from `origin` on.
 template <int WIDTH>
 __device__ __forceinline__ const __half* find_planes(const void* planes, const Params& p,
@@ -45,6 +53,7 @@ struct BlockFacts : GradientFactors {
         return is_held();
     }
 };
+static_assert(int(sizeof(BlockFacts)) == tile_bytes::facts, "the plan gives as much shared memory");
 
 // Writes a warp's rows of D columns, those below `row_count`, times `factor`.
 template <int D, int COLUMNS>
