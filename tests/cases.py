@@ -1027,27 +1027,31 @@ class _BackwardCases(_Cases):
             self.add(name, dtype, (n, dim), (m, dim), (m, value_dim), causal=i % 2 == 0)
 
     def long(self):
-        """On Hopper, heads of so many queries that tiles are larger above head dim 64."""
+        """On Hopper, heads of so many queries that tiles are larger above head dim 64, or that one
+        kernel serves above 128.
+        """
         if self.engine != "wgmma":
             return
-        for i, dim in enumerate((96, 128)):
-            dtype, m = self.dtypes[-1 - i], 140
-            n, banded = (x + 7 for x in SHORT_HEADS)
-            q, k = (2, n, dim), (2, m, dim)
+        n, banded = (x + 7 for x in SHORT_HEADS)
+        for i, (dim, value_dim) in enumerate([(96, 96), (128, 128), (192, 128), (152, 160)]):
+            dtype, m = self.dtypes[-1 - i % 2], 140
+            q, k, v = (2, n, dim), (2, m, dim), (2, m, value_dim)
             name = f"long {dim}"
             self.add(name, dtype, q, k, (2, m, 40))
-            self.add(f"{name} in any order", dtype, q, k, deterministic=False)
-            self.add(f"{name} visible", dtype, q, k, poison="visible")
+            self.add(f"{name} in any order", dtype, q, k, v, deterministic=False)
+            self.add(f"{name} visible", dtype, q, k, v, poison="visible")
             self.add(f"{name} hidden, lengths", dtype, (2, 1, n, dim), (2, 1, m, dim),
-                     poison="hidden", q_lengths=np.int32([n, 300]),
+                     (2, 1, m, value_dim), poison="hidden", q_lengths=np.int32([n, 300]),
                      kv_lengths=np.int32([m // 2, m + 1]))  # fmt: skip
-            self.add(f"{name} of a group", dtype, (1, 3, banded, dim), (1, 1, m, dim), causal=True,
-                     enable_gqa=True)  # fmt: skip
-            self.add(f"{name} window", dtype, (banded, dim), k, window=(60, 9), causal="top_left")
+            self.add(f"{name} of a group", dtype, (1, 3, banded, dim), (1, 1, m, dim),
+                     (1, 1, m, value_dim), causal=True, enable_gqa=True)  # fmt: skip
+            self.add(f"{name} window", dtype, (banded, dim), k, v, window=(60, 9),
+                     causal="top_left")  # fmt: skip
         n, banded = (x + 7 for x in LONG_WIDE_HEADS)
         k, v = (2, m, 168), (2, m, 40)
-        self.add("long 168", dtype, (2, n, 168), k, v, poison="visible")
-        self.add("long 168 causal", dtype, (2, banded, 168), k, v, causal="top_left")
+        self.add("long 168 softcap", dtype, (2, n, 168), k, v, poison="visible", softcap=3.0)
+        self.add("long 168 softcap causal", dtype, (2, banded, 168), k, v, causal="top_left",
+                 softcap=3.0)  # fmt: skip
 
     def wide(self):
         """On Hopper, heads that have kernels of their own: some of what other families are for."""

@@ -24,6 +24,7 @@ from cuflash.planning.planes import PlanesTile
 from cuflash.planning.planes_gradients import PlanesKeysTile
 from cuflash.planning.problem import CPU, SHARED_BYTES, Device, Problem
 from cuflash.planning.wgmma_short import WgmmaShortTile
+from cuflash.planning.wgmma_wide import WgmmaWideTile
 from cuflash.scores.score import softcap
 
 H200 = Device(90, "NVIDIA H200", multiprocessors=132)
@@ -365,6 +366,8 @@ def test_tiles_that_lie_across_blocks_of_masks_do_not_serve():
     for row in GPU_ROWS + BACKWARD_ROWS:
         of_row = problem(row.dtypes[0], mask="blocks", d=1, backward=row.backward)
         if isinstance(row, PlanesTile):  # whose tiles must also be those of the kernel behind
+            continue
+        if isinstance(row, WgmmaWideTile):  # of which test_wide_gradients.py has the reason
             continue
         assert ("lie across" in row.reject(of_row, device_of(row))) == (row.scored[1] == 48)
 

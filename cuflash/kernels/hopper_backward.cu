@@ -1,5 +1,5 @@
 // FlashAttention-2 backward (Dao 2023, Algorithm 2) on Hopper: dQ, dK and dV from q, k, v, dO and lse,
-// for head dims up to 128.
+// for head dims up to 128, and up to 192 where dK and dV have up to 320 columns together.
 //
 // Grid: with algo fa2 one block per (head, key tile); with fa3 one block per multiprocessor, which
 // takes one key tile after the other. A block has a producer warpgroup and two consumers, which own
@@ -15,7 +15,7 @@
 //
 // The tile of scores stands on its side, so that P^T and dS^T go from one product to the next in
 // registers (gradients.cuh has the five products). dQ sums over the keys of both consumers: their dS
-// meets in shared memory, and each computes half of dQ^T = K^T dS^T, a step apart. One of them, the
+// meets in shared memory, and each computes half of dQ^T = K^T dS^T (dq_parts.cuh), a step apart. One of them, the
 // leader, does so for the step before, the follower for the step at hand, and the leader runs half a
 // step ahead: so neither waits for the other, and while one computes weights the other has products
 // under way. The leader has its last half to do when the follower is done with an item: so the
@@ -31,7 +31,8 @@
 // finite or scores are modified (score_again).
 //
 // Floor of a step of 80 queries at D = 128: the tensor cores take 3200 clocks, the port of shared
-// memory 3650, exponentials 640. docs/hopper.md has what was measured.
+// memory 3650, exponentials 640; of 48 queries at D = 192 with values of 128 2500, 3310 and 384.
+// docs/hopper.md has what was measured.
 #include "hopper/begin_block.cuh"
 #include "hopper/gradient_block.cuh"
 #include "hopper/gradient_rows.cuh"
@@ -78,11 +79,15 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
         ValueRows::descriptor(SHARED_BASE + shared_at::V) + consumer * ValueRows::rows(SLAB / 16);
     const u64 Q = QueryRows::descriptor(SHARED_BASE + shared_at::Q);
     const u64 dO = GradientRows::descriptor(SHARED_BASE + shared_at::dO);
-    // Of this consumer's part of dQ^T: its columns of K, and its queries of dS.
-    const u64 K_columns = KeyRows::descriptor(SHARED_BASE + shared_at::K) +
-                          (SPLITS_QUERIES ? 0 : KeyRows::columns(consumer * SLAB / 16));
-    const u64 dS = ScoreRows::descriptor(SHARED_BASE + shared_at::dS) +
-                   (SPLITS_QUERIES ? consumer * (DQ_QUERIES * ScoreRows::ROW_BYTES >> 4) : 0);
+    // Of this consumer's part of dQ^T: the columns of K of a block, and its queries of dS.
+    const auto K_columns = [&](auto block) {
+        return KeyRows::descriptor(SHARED_BASE + shared_at::K) +
+               KeyRows::columns(block.first_column(consumer) / 16);
+    };
+    const auto dS_queries = [&](auto block) {
+        return ScoreRows::descriptor(SHARED_BASE + shared_at::dS) +
+               block.first_query(consumer) * (ScoreRows::ROW_BYTES >> 4);
+    };
     // Where a lane stores a row of 8 keys of dS: those of its warp.
     const u32 dS_row = SHARED_BASE + shared_at::dS +
                        ScoreRows::offset(tile.lane / 16 * 8 + tile.lane % 8,
@@ -90,7 +95,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
 
     Accumulator dK[2][padded(HEAD_DIM) / 4], dV[2][padded(HEAD_DIM_V) / 4];
     Accumulator S[2][Scores::COLUMNS], dP[2][Scores::COLUMNS], slope[2][Scores::COLUMNS];
-    Accumulator dQ[2][DQ_QUERIES / 4];
+    DqSums dQ;
     Packed P_pairs, dS_pairs;
     u32 items = 0;  // so far: the slot of an item and the phase of its keys follow from it
     SlotPhases phases;
@@ -102,16 +107,21 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
                                                         dO + slot * (GradientRows::BYTES >> 4));
         commit_products();
     };
-    const auto multiply_dQ = [&](int slot) {
-        open_products();
-        multiply_for_queries<KeyRows, ScoreRows>(dQ, K_columns,
-                                                 dS + slot * (ScoreRows::BYTES >> 4));
-        commit_products();
+    const auto multiply_by = [&](int slot) {  // a block of dQ
+        return [&, slot](auto block, auto& sums) {
+            open_products();
+            multiply_for_queries<KeyRows, ScoreRows>(
+                sums, K_columns(block), dS_queries(block) + slot * (ScoreRows::BYTES >> 4));
+            commit_products();
+        };
     };
     const auto stage_dQ = [&] {
         meet(STAGING_FREE + consumer, STAGING_THREADS);
-        with_part(consumer, [&](auto threads) {
-            store_units<threads.value>(smem.dQ[consumer], dQ, threadIdx.x % WARPGROUP);
+        dQ.each_block([&](auto block, auto& sums) {
+            float* const staged = smem.dQ[consumer] + begin_in_part(block, consumer);
+            with_threads(block, consumer, [&](auto threads) {
+                store_units<threads.value>(staged, sums, threadIdx.x % WARPGROUP);
+            });
         });
         publish_to_async_units();
         pass(SUMS_STAGED + consumer, STAGING_THREADS);
@@ -254,13 +264,15 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
         } else {
             meet(OWN_WARPS + consumer, WARPGROUP);
         }
-        multiply_dQ(leads ? slot ^ 1 : slot);  // of no use in the leader's first step
+        const int of_dS = leads ? slot ^ 1 : slot;  // of no use in the leader's first step
+        dQ.first_block(multiply_by(of_dS));
         wait_products<1>(dV);
         if (speaks) barriers.dO_empty[slot].arrive();
+        dQ.second_block(multiply_by(of_dS));  // into registers that P had
         open_products();
         multiply_registers<QueryRows>(dK, dS_pairs, Q + slot * (QueryRows::BYTES >> 4));
         commit_products();
-        wait_products<1>(dQ);
+        dQ.wait<1>();
         if (!leads) pass(FOLLOWER_SCORED + slot, BOTH);
         if (!leads || i > 0)
             stage_dQ();
@@ -293,8 +305,8 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
         const bool has_late_dQ = leads && count > 0;  // that of the last step
         if (has_late_dQ) {
             meet(FOLLOWER_SCORED + (count - 1) % 2, BOTH);
-            multiply_dQ((count - 1) % 2);
-            wait_products<0>(dQ);
+            dQ.each_block(multiply_by((count - 1) % 2));
+            dQ.wait<0>();
             pass(ITEM_READ, BOTH);
         }
         __syncwarp();  // all lanes have done with the keys

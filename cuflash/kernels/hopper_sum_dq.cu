@@ -8,7 +8,6 @@
 #include "ptx/overlap.cuh"
 #include "shared_rows.cuh"
 
-static_assert(DQ_QUERIES % 8 == 0, "rows of matrices");
 static_assert(SIDE_THREADS == 2 * WARPGROUP, "threads hold a tile as the consumers did");
 
 // A tile of dQ. Rows are an odd number of 16-byte units apart: no bank conflicts.
@@ -17,15 +16,15 @@ struct alignas(16) TurnedTile {
 };
 static_assert(sizeof(TurnedTile) == TURNED_BYTES, "the plan gives as much shared memory");
 
-// Stores a consumer's part of dQ^T, whose rows are columns of dQ.
-__device__ __forceinline__ void turn(TurnedTile& tile, const float (&sums)[2][DQ_QUERIES / 4],
+// Stores a block of a consumer's part of dQ^T, whose rows are columns of dQ.
+template <typename Block>
+__device__ __forceinline__ void turn(TurnedTile& tile, Block, const typename Block::Sums& sums,
                                      int consumer, float factor) {
     const int warp = threadIdx.x % WARPGROUP / 32, lane = threadIdx.x % 32;
-    const int first_query = SPLITS_QUERIES ? consumer * DQ_QUERIES : 0;
-    const int column = (SPLITS_QUERIES ? 0 : consumer * SLAB) + 16 * warp + lane / 8 % 2 * 8;
+    const int column = Block::first_column(consumer) + 16 * warp + lane / 8 % 2 * 8;
 #pragma unroll
-    for (int begin = 0; begin < DQ_QUERIES; begin += 16) {
-        const int group = min(begin, DQ_QUERIES - 16);
+    for (int begin = 0; begin < Block::QUERIES; begin += 16) {
+        const int group = min(begin, Block::QUERIES - 16);
         if (group < begin) __syncwarp();  // half of the last one is stored again
         u32 pairs[4];
 #pragma unroll
@@ -33,7 +32,7 @@ __device__ __forceinline__ void turn(TurnedTile& tile, const float (&sums)[2][DQ
             const int j = group / 4 + r / 2 * 2;
             pairs[r] = pack(sums[r % 2][j] * factor, sums[r % 2][j + 1] * factor, Element());
         }
-        const int query = first_query + group + lane / 16 * 8 + lane % 8;
+        const int query = Block::first_query(consumer) + group + lane / 16 * 8 + lane % 8;
         store_matrices_transposed(pairs, shared_address(&tile.rows[query][column]));
     }
 }
@@ -47,17 +46,22 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
     const RegionTile place = query_tile_at<BLOCK_Q>(p, tile, p.query_tiles);
     if (!place.exists()) return;
     const SharedRows heads(p, p.dq_axis_stride, blockIdx.x / p.query_tiles);
-    float sums[2][DQ_QUERIES / 4] = {};
+    DqSums sums = {};
     for (int i = 0; i < heads.count; ++i) {
         const i64 at = i64(heads[i]) * p.query_tiles + tile;
-        if (!ORDERED || p.turns[at * 2 + consumer] != 0)
-            with_part(consumer, [&](auto threads) {
-                const float* const part = p.dq_sum + at * (BLOCK_Q * HEAD_WIDTH);
-                add_stored_units<threads.value>(sums, part + part_begin(consumer),
+        if (ORDERED && p.turns[at * 2 + consumer] == 0) continue;
+        const float* const part = p.dq_sum + at * (BLOCK_Q * HEAD_WIDTH) + part_begin(consumer);
+        sums.each_block([&](auto block, auto& numbers) {
+            with_threads(block, consumer, [&](auto threads) {
+                add_stored_units<threads.value>(numbers, part + begin_in_part(block, consumer),
                                                 threadIdx.x % WARPGROUP);
             });
+        });
     }
-    with_part(consumer, [&](auto) { turn(turned, sums, consumer, p.scale); });
+    sums.each_block([&](auto block, auto& numbers) {
+        with_threads(block, consumer,
+                     [&](auto) { turn(turned, block, numbers, consumer, p.scale); });
+    });
     __syncthreads();  // the whole tile is stored
     constexpr int UNITS = round_up(HEAD_DIM, CHUNK<Element>) / CHUNK<Element>;  // of a row
     Element* const rows = p.dq + heads.offset + place.origin * p.dq_row_stride;

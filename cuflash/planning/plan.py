@@ -39,6 +39,7 @@ _ENGINE_MODULES = (
     "planes_gradients",
     "wgmma_short",
     "wgmma_gradients",
+    "wgmma_wide",
     "wgmma_two_kernels",
     "mma",
     "mma_floats",

@@ -76,7 +76,7 @@ def is_causal(problem: Problem) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class WgmmaGradientTile(HopperGradientTile):
-    """A row of the kernel with five products, for head dims up to 128.
+    """A row of the kernel with five products; those here are for head dims up to 128.
 
     Two warpgroups have 64 keys each and let `block_q` queries at a time pass by. Each computes a
     half of dQ.
@@ -137,12 +137,17 @@ class WgmmaGradientTile(HopperGradientTile):
         return problem.score.reads_pairs and self.kernel == "hopper_backward"
 
     def padded_width(self, problem: Problem) -> int:
-        """Columns of a key row: 64 or 128, since they are the rows of products for dQ."""
+        """Columns of a key row: a multiple of 64, since they are the rows of products for dQ."""
         return round_up(problem.head_dim, WARPGROUP_ROWS)
 
-    def dq_part(self, problem: Problem) -> int:
-        """Queries of a warpgroup's part of dQ, which has up to 64 columns: all of them, or half."""
-        return self.block_q * self.padded_width(problem) // 128
+    def dq_blocks(self, problem: Problem) -> tuple[tuple[int, int], ...]:
+        """Columns and queries of the blocks of a warpgroup's part of dQ, of the larger part if they
+        differ: of each two blocks of 64 columns one, of one that is left over half of the queries.
+        """
+        width, _ = self.widths(problem)
+        pairs, left = divmod(ceil_div(width, WARPGROUP_ROWS), 2)
+        whole = ((WARPGROUP_ROWS, self.block_q),) * pairs
+        return whole + ((width - 2 * pairs * WARPGROUP_ROWS, self.block_q // 2),) * left
 
     def group(self, problem: Problem) -> int:
         """Heads that share keys and whose dK and dV one block sums."""
@@ -200,7 +205,13 @@ class WgmmaGradientTile(HopperGradientTile):
             return max(1, int(max(LEAST_AT_ONCE, cached) if follows_at_once else cached / 2))
         if problem.band.is_open:
             return section_in_order(problem, cached, OPEN_COLUMNS, OPEN_CACHES)
-        return section_in_order(problem, cached, BANDED_COLUMNS, BANDED_CACHES)
+        return section_in_order(problem, cached, self.banded_columns(problem), BANDED_CACHES)
+
+    def banded_columns(self, problem: Problem) -> int:
+        """Columns of heads that are worked on at a time in the order of keys under a band, where
+        these are not too long.
+        """
+        return BANDED_COLUMNS
 
     def row_stats_bytes(self, problem: Problem) -> int:
         """What is kept of a tile of queries: two numbers each, and flags."""
@@ -224,8 +235,8 @@ class WgmmaGradientTile(HopperGradientTile):
 
     def dq_part_bytes(self, problem: Problem) -> int:
         """Of a warpgroup's part of a tile of dQ, of the larger part if they differ."""
-        columns = min(WARPGROUP_ROWS, self.widths(problem)[0])
-        return self.dq_part(problem) * columns * ITEM_BYTES[problem.accumulator]
+        numbers = sum(columns * queries for columns, queries in self.dq_blocks(problem))
+        return numbers * ITEM_BYTES[problem.accumulator]
 
     def dq_sum_bytes(self, problem: Problem) -> int:
         """Of a tile of dQ in the type of sums."""
@@ -277,7 +288,6 @@ class WgmmaGradientTile(HopperGradientTile):
     def constants(self, problem: Problem) -> dict[str, int | bool]:
         """Sizes that the kernels read."""
         return super().constants(problem) | {
-            "DQ_QUERIES": self.dq_part(problem),
             "ORDERED": self.adds_in_order(problem),
             "LAST_KEYS_FIRST": self.last_keys_first(problem),
             "CHAINED": self.chains(problem) > 0,
@@ -295,9 +305,11 @@ class WgmmaGradientTile(HopperGradientTile):
 
     def products(self, problem: Problem) -> str:
         """Those for keys, and dQ^T = K^T dS^T, of dS as [queries][keys]."""
-        queries = self.dq_part(problem)
-        of_queries = product("multiply_for_queries", problem, queries, self.block_k, a="down")
-        return f"{self.key_products(problem)}\n{of_queries}"
+        of_queries = (
+            product("multiply_for_queries", problem, queries, self.block_k, a="down")
+            for _, queries in self.dq_blocks(problem)
+        )
+        return "\n".join([self.key_products(problem), *of_queries])
 
     def key_products(self, problem: Problem) -> str:
         """S^T = K Q^T and dP^T = V dO^T; dK += dS^T Q and dV += P^T dO, the left in registers."""

@@ -1,4 +1,6 @@
-"""Gradients on Hopper's engine for head dims above 128: one kernel for dK and dV, one for dQ."""
+"""Gradients on Hopper's engine for head dims above 128, where sums of dK and dV do not both fit in
+registers or other things need these: one kernel for dK and dV, one for dQ.
+"""
 
 from __future__ import annotations
 

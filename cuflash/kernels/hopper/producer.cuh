@@ -6,13 +6,14 @@
 #include "ptx/tma.cuh"
 
 // Copies the rows of a head from `row` on into a buffer, panel by panel. `full` counts their bytes,
-// which it has been told to expect.
+// which it has been told to expect. Of many narrow panels each copy would have registers of its own.
 template <typename Layout>
 __device__ __forceinline__ void load_expected_panels(unsigned char* buffer, Barrier& full,
                                                      const TensorMap* map, int row,
                                                      const MapPosition& position) {
     const int a = position.at[0], b = position.at[1], c = position.at[2];
-#pragma unroll
+    constexpr int UNROLLED = Layout::COUNT > 4 ? 1 : Layout::COUNT;
+#pragma unroll UNROLLED
     for (int i = 0; i < Layout::COUNT; ++i)
         load_box(buffer + i * Layout::PANEL_BYTES, map, full, i * Layout::PANEL, row, a, b, c);
 }
