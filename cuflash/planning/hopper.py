@@ -40,6 +40,7 @@ class HopperTile(KernelTile):
 
     engine: ClassVar[Engine] = "wgmma"
     compile_options: ClassVar[tuple[str, ...]] = ("-arch=sm_90a",)
+    whole_panels: ClassVar[bool] = False  # where it may be short of the copy engine
 
     dtypes: tuple[str, ...] = HALF
     modified: bool = True
@@ -76,6 +77,11 @@ class HopperTile(KernelTile):
             return "has no registers for dropout"
         return super().reject(problem, device)
 
+    def constants(self, problem: Problem) -> dict[str, int | bool]:
+        """Sizes that every kernel reads."""
+        head, value = self.row_widths(problem)
+        return super().constants(problem) | {"HEAD_ROW": head, "VALUE_ROW": value}
+
     def missing(self, problem: Problem, device: Device) -> str:
         """What the device or the operands lack, or an empty string."""
         if device.arch != 90:
@@ -90,6 +96,23 @@ class HopperTile(KernelTile):
     def widths(self, problem: Problem) -> tuple[int, int]:
         """Columns of a query or key row and of a value row, in steps of the narrowest swizzle."""
         return round_up(problem.head_dim, 32), round_up(problem.value_dim, 32)
+
+    def row_widths(self, problem: Problem) -> tuple[int, int]:
+        """Columns that these rows have in shared memory, in panels of 64 where that divides them,
+        else of 32.
+
+        Where the copy engine would bound the kernel, all panels have 64, behind the last column
+        zeros: above 192 columns, and where every other row of a contiguous array does not begin
+        at a multiple of 32 bytes, for which the engine takes twice as long.
+        """
+        widths = self.widths(problem)
+        if not self.whole_panels or problem.dtype not in HALF:  # planes have rows of such widths
+            return widths
+        head, value = (
+            round_up(width, 64) if width > 192 or (dim % 16 and width > 32) else width
+            for width, dim in zip(widths, (problem.head_dim, problem.value_dim))
+        )
+        return head, value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +129,7 @@ class HopperGradientTile(HopperTile):
 
     def map_boxes(self, problem: Problem) -> tuple[MapBox, ...]:
         """Tiles of queries and keys, as a whole."""
-        head, value = self.widths(problem)
+        head, value = self.row_widths(problem)
         return (
             MapBox("q", self.block_q, head),
             MapBox("k", self.block_k, head),

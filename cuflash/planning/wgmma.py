@@ -5,18 +5,23 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from ..dropout import QUERY_BLOCK as DROPOUT_BLOCK
 from ..operands.dtypes import CHUNK_BYTES, ITEM_BYTES
+from .estimate import OVERLAP
 from .hopper import BARRIER_BYTES, MOST_SHARED, WARPGROUP_ROWS, HopperTile
 from .launches import Buffer, Launch, MapBox
 from .problem import Device, Problem
 from .products import product
-from .tile import MULTIPROCESSORS, ceil_div
+from .tile import MULTIPROCESSORS, ceil_div, round_up
 
 ROW_WARP = 16  # rows of a tile of scores that a warp has
 SHORT_HEAD = 8  # tiles of queries; what longer heads gain under a causal mask was not measured
+# Microseconds of the copy engine for a row of a panel of 64 columns where every other row of a
+# contiguous array begins off a multiple of 32 bytes: 5.0 to 5.4 clocks in forward passes of (4, 8, 4096, D)
+# that it bounds, for D 88 to 248 (H200, 2026-11-26).
+PANEL_ROW_TIME = 3.0e-3
 MANY_LOOKS = 8  # tiles of queries: so many looks cost more than a kernel that clears marks
 
 
@@ -36,6 +41,8 @@ class WgmmaTile(HopperTile):
     varied : bool
         Whether it is measured with packed heads and split keys.
     """
+
+    whole_panels: ClassVar[bool] = True
 
     stages: int = 2
     ping_pong: bool = False
@@ -85,6 +92,19 @@ class WgmmaTile(HopperTile):
         """Rows and columns of a tile of a mask's lists."""
         return self.block_q, self.step_k
 
+    def step_time(self, problem: Problem) -> float:
+        """Microseconds of a block for a key tile, where all multiprocessors are busy: of products,
+        or of the copy engine where rows lie across 32 bytes; else it never bounds the kernel.
+        """
+        products = super().step_time(problem)
+        if not (problem.head_dim % 16 or problem.value_dim % 16):
+            return products
+        length = max(1, problem.key_length)
+        keys = self.block_k * length / round_up(length, self.block_k)  # those that exist
+        panels = sum(ceil_div(width, 64) for width in self.row_widths(problem))
+        other, longer = sorted((products, keys * panels * PANEL_ROW_TIME))
+        return longer + OVERLAP * other
+
     def spans_blocks(self, problem: Problem) -> bool:
         """Whether its tiles may lie across the blocks of masks: of those that it evaluates, and of
         arrays of bool, of which any tile has its bits.
@@ -128,7 +148,7 @@ class WgmmaTile(HopperTile):
 
     def shared(self, problem: Problem) -> tuple[Buffer, ...]:
         """Tiles as the copy engine lays them out, and barriers."""
-        head, value = (width * ITEM_BYTES[problem.dtype] for width in self.widths(problem))
+        head, value = (width * ITEM_BYTES[problem.dtype] for width in self.row_widths(problem))
         q_tiles, k_tiles = (self.stages, 1) if self.keys_outside else (1, self.stages)
         return (
             Buffer("Q", self.block_q * head, q_tiles),
@@ -149,7 +169,7 @@ class WgmmaTile(HopperTile):
         """Whether a mask's bits come with the keys, for which some tiles leave no room."""
         if self.keys_outside or not problem.mask_is_stored:
             return False
-        head, value = (width * ITEM_BYTES[problem.dtype] for width in self.widths(problem))
+        head, value = (width * ITEM_BYTES[problem.dtype] for width in self.row_widths(problem))
         keys = self.stages * (self.block_k * (head + value) + self.bits_bytes)
         others = self.block_q * head + BARRIER_BYTES + self._rows_bytes(problem)
         return keys + others <= MOST_SHARED
@@ -197,7 +217,7 @@ class WgmmaTile(HopperTile):
         """A warpgroup's queries; the keys that are scored at once, or those of them that are sure
         to lie on one page, and their values.
         """
-        head, value = self.widths(problem)
+        head, value = self.row_widths(problem)
         keys = math.gcd(self.step_k, problem.page_size)
         return (
             MapBox("q", WARPGROUP_ROWS, head, self.packed),

@@ -5,6 +5,7 @@ registers or other things need these: one kernel for dK and dV, one for dQ.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..operands.dtypes import ITEM_BYTES
 from .array_gradients import WALK, Wanted
@@ -31,6 +32,8 @@ class WgmmaKeysTile(WgmmaGradientTile):
     There, two warpgroups have the same 64 keys and a gradient each, and let `block_q` queries at a
     time pass by. Blocks share no sums.
     """
+
+    whole_panels: ClassVar[bool] = True
 
     @property
     def kernel(self) -> str:
@@ -71,7 +74,7 @@ class WgmmaKeysTile(WgmmaGradientTile):
         Weights are P and, where scores are modified, P times the derivative.
         """
         item = ITEM_BYTES[problem.dtype]
-        head, value = (width * item for width in self.widths(problem))
+        head, value = (width * item for width in self.row_widths(problem))
         weights = (2 if problem.score.has_slope else 1) * self.block_k * self.block_q * item
         return (
             Buffer("K", self.block_k * head),
@@ -143,6 +146,8 @@ class WgmmaQueriesTile(HopperGradientTile):
         The row it belongs to, with the first kernel's sizes.
     """
 
+    whole_panels: ClassVar[bool] = True
+
     first: WgmmaKeysTile
 
     @property
@@ -166,11 +171,11 @@ class WgmmaQueriesTile(HopperGradientTile):
 
     def value_stages(self, problem: Problem) -> int:
         """Tiles of V in shared memory at a time."""
-        return 1 if sum(self.widths(problem)) > 448 else 2
+        return 1 if sum(self.row_widths(problem)) > 448 else 2
 
     def shared(self, problem: Problem) -> tuple[Buffer, ...]:
         """Tiles as the copy engine lays them out, and barriers."""
-        head, value = (width * ITEM_BYTES[problem.dtype] for width in self.widths(problem))
+        head, value = (width * ITEM_BYTES[problem.dtype] for width in self.row_widths(problem))
         return (
             Buffer("Q", self.block_q * head),
             Buffer("dO", self.block_q * value),

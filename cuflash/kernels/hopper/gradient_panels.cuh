@@ -6,7 +6,7 @@
 template <int ROWS, int WIDTH>
 using OperandRows = typename Select<SAME<Element, float>, TwoPlanes<Panels<ROWS, WIDTH>>,
                                     Panels<ROWS, WIDTH>>::type;
-using KeyRows = OperandRows<BLOCK_K, HEAD_WIDTH>;
-using ValueRows = OperandRows<BLOCK_K, VALUE_WIDTH>;
-using QueryRows = OperandRows<BLOCK_Q, HEAD_WIDTH>;
-using GradientRows = OperandRows<BLOCK_Q, VALUE_WIDTH>;  // of dO
+using KeyRows = OperandRows<BLOCK_K, HEAD_ROW>;
+using ValueRows = OperandRows<BLOCK_K, VALUE_ROW>;
+using QueryRows = OperandRows<BLOCK_Q, HEAD_ROW>;
+using GradientRows = OperandRows<BLOCK_Q, VALUE_ROW>;  // of dO

@@ -92,9 +92,9 @@ struct WarpgroupTile : WarpRows<BLOCK_K / 4> {
     using Base = WarpRows<BLOCK_K / 4>;
     using Base::ROWS, Base::COLUMNS, Base::lane, Base::row, Base::column;
     static constexpr int VALUE_COLUMNS = padded(DV) / 4;
-    using Queries = Panels<SLAB, padded(D)>;
-    using Keys = Panels<BLOCK_K, padded(D)>;
-    using Values = Panels<BLOCK_K, padded(DV)>;
+    using Queries = Panels<SLAB, HEAD_ROW>;
+    using Keys = Panels<BLOCK_K, HEAD_ROW>;
+    using Values = Panels<BLOCK_K, VALUE_ROW>;
 
     __device__ __forceinline__ WarpgroupTile(int thread) : Base(thread) {}
 
