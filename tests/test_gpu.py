@@ -1,5 +1,6 @@
 """attention() and its gradients on a GPU: the emulator's cases, larger ones, what devices show."""
 
+import ctypes
 import functools
 import gc
 import importlib
@@ -1325,14 +1326,14 @@ def test_grid(cupy, monkeypatch, algo, engine):
 
     kernel, dtype, dim = wants(algo, engine)
     kernel["split_keys"] = 0
-    seen, start = [], kernel_start._launch_function()
+    seen, start = [], kernel_start.driver_function("cuLaunchKernelEx")
 
     def recording(config, *rest):
-        told = kernel_start._Config.from_address(config)
+        told = kernel_start._Config.from_address(ctypes.cast(config, ctypes.c_void_p).value)
         seen.append((tuple(told.grid), tuple(told.block)))
         return start(config, *rest)
 
-    monkeypatch.setattr(kernel_start, "_launch_function", lambda: recording)
+    monkeypatch.setattr(kernel_start, "driver_function", lambda name: recording)
     q, k, v = random(cupy, dtype, 3, 3, 5, 517, dim)
     plan = cuflash.plan(q, k, v, window=517 + DIMS[engine], **kernel)  # a call not yet remembered
     out, lse = cuflash.attention(q, k, v, window=517 + DIMS[engine], return_lse=True, **kernel)

@@ -117,7 +117,8 @@ def launch(monkeypatch):
         functions[function.ptr] = plan, kernel
         return function
 
-    def start(config, handle, arguments, extra):
+    def start(*given):
+        config, handle, arguments, extra = (ctypes.cast(x, ctypes.c_void_p).value for x in given)
         plan, kernel = functions[handle]
         if isinstance(plan, MergePlan):
             struct = plan.params_dtype
@@ -133,7 +134,7 @@ def launch(monkeypatch):
         return 0
 
     kernel_start = sys.modules["cuflash.gpu.kernel_start"]
-    monkeypatch.setattr(kernel_start, "_launch_function", lambda: start)
+    monkeypatch.setattr(kernel_start, "driver_function", {"cuLaunchKernelEx": start}.get)
     module.compiled_once = module.compiled
     monkeypatch.setattr(module, "compiled", compiled)
     yield module
@@ -808,6 +809,45 @@ def test_orders_of_work_stay_until_there_are_too_many(launch, monkeypatch):
     monkeypatch.setattr(tables, "_ORDER_BYTES", taken + 100)
     assert order_of(192 * 117) is None
     assert order_of(512) is first
+
+
+def test_tables_of_planes_follow_the_workspace(launch, monkeypatch):
+    """Where planes lie in it, whichever kernel reads them."""
+    tables, encoded = sys.modules["cuflash.gpu.tables"], []
+
+    def encode(place, kind, rank, address, *more):
+        encoded.append(address)
+        return 0
+
+    monkeypatch.setattr(tables, "_encode_function", lambda: encode)
+    monkeypatch.setattr(tables, "order_on_device", lambda plan, device_id: None)
+    given = {name: make(4, 16, 4096, 64, dtype=np.float32) for name in "qkv"}
+    call, arguments = call_of(ForwardCall, given, Options(engine="wgmma"))
+    starts, size = call.plan.workspace_offsets, call.workspace_bytes
+    for workspace in (Array(size, np.uint8), Array(size, np.uint8)):
+        encoded.clear()
+        run(launch, call, arguments, 1, workspace)
+        planes = {starts[f"{name}_planes"] + workspace.data.ptr for name in "qkv"}
+        assert set(encoded) == planes
+        (params,) = {x[-1].tobytes() for x in launch.launched[-len(call.plan.kernels) :]}
+        (params,) = np.frombuffer(params, params_dtype(call.plan.problem))
+        assert {params[f"{name}_planes"] for name in "qkv"} == planes
+
+
+@pytest.mark.parametrize("kind", [ForwardCall, BackwardCall])
+def test_a_workspace_and_a_stream_that_change(launch, monkeypatch, kind):
+    """Every kernel of a call finds the parts of its own workspace."""
+    call, arguments = call_of(kind, backward_operands(), OPTIONS._replace(algo="fa1"))
+    starts = call.plan.workspace_offsets
+    first, second = (Array(call.workspace_bytes, np.uint8) for _ in range(2))
+    for workspace, stream in ((first, 99), (first, 98), (second, 98), (first, 99)):
+        monkeypatch.setattr(Stream, "ptr", stream)  # that of every launch, see `start`
+        launch.launched.clear()
+        run(launch, call, arguments, 1, workspace)
+        assert len(launch.launched) == len(call.plan.kernels)
+        for *_, params in launch.launched:
+            for name, begin in starts.items():
+                assert params[name] == begin + workspace.data.ptr
 
 
 @kinds

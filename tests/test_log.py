@@ -66,7 +66,7 @@ def test_each_compilation_is_told_with_its_seconds(launch, monkeypatch, heard):
     launch.cupy.RawKernel = lambda *text: kernel
     monkeypatch.setattr(launch, "compiled", launch.compiled_once)
     kernel_start = sys.modules["cuflash.gpu.kernel_start"]
-    monkeypatch.setattr(kernel_start, "_launch_function", lambda: lambda *given: 0)
+    monkeypatch.setattr(kernel_start, "driver_function", lambda name: lambda *given: 0)
     call, arguments = call_of(ForwardCall, {name: make(2, 8, 100, 64) for name in "qkv"})
     heard()
     run(launch, call, arguments, 1)

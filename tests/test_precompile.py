@@ -37,7 +37,7 @@ def compiler(launch, monkeypatch):
             self.kernel = types.SimpleNamespace(ptr=0)
 
     kernel_start = sys.modules["cuflash.gpu.kernel_start"]
-    monkeypatch.setattr(kernel_start, "_launch_function", lambda: lambda *arguments: 0)
+    monkeypatch.setattr(kernel_start, "driver_function", lambda name: lambda *arguments: 0)
     launch.cupy.RawKernel = Kernel
     launch.cupy.cuda.runtime.getDeviceCount = lambda: 2
     monkeypatch.setattr(launch, "compiled", launch.compiled_once)

@@ -54,8 +54,8 @@ class AppendCall:
         Whether there is nothing to copy, whatever the numbers say.
     apart : tuple of Apart
     launch : function or None
-        Launches a GPU's kernel, once that is compiled, given the operands' addresses, `start` and
-        `lengths`.
+        Launches a GPU's kernel, once that is compiled, given the operands' addresses and, behind
+        them, what stands for `start` and for `lengths`.
     """
 
     __slots__ = ("apart", "capacity", "is_empty", "launch", "params", "plan", "tokens")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -17,10 +18,11 @@ from ..planning.launches import Launch
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-# Of the operands' addresses: a kernel's argument beside Params, where it lies and what holds it.
-Tables: TypeAlias = Callable[[Mapping[str, int]], tuple[int, object]]
-# Starts kernels on a stream, given a function that packs fields into Params, these, and addresses.
-Launcher: TypeAlias = Callable[[int, Callable[..., None], Sequence[int], Mapping[str, int]], None]
+# Of the operands' addresses and that of the workspace: a kernel's argument beside Params, where it
+# lies and what holds it.
+Tables: TypeAlias = Callable[[Mapping[str, int], int], tuple[int, object]]
+# Starts kernels, given the operands' addresses, that of the workspace, and the stream.
+Launcher: TypeAlias = Callable[[Mapping[str, int], int, int], None]
 
 LEAST_DRIVER = 12030  # whose graphs can hold such launches
 _TOGETHER = 2  # CU_LAUNCH_ATTRIBUTE_COOPERATIVE
@@ -47,6 +49,7 @@ class _Config(ctypes.Structure):
     )  # fmt: skip
 
 
+@functools.cache
 def driver_function(name: str) -> Any:
     """A function of CUDA's driver, which CuPy does not wrap."""
     return getattr(ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"), name)
@@ -72,37 +75,37 @@ def _driver_version() -> int:
     return int(cupy.cuda.runtime.driverGetVersion())
 
 
-@functools.cache
-def _launch_function() -> Any:
-    function, pointer = driver_function("cuLaunchKernelEx"), ctypes.c_void_p
-    function.argtypes = [pointer] * 4
-    return function
-
-
 def launcher(
-    params: NDArray[Any], kernels: Sequence[tuple[Any, Launch, Tables | None]]
-) -> Launcher:
-    """What starts kernels that all take these params, with other fields at their beginning.
+    params: NDArray[Any], kernels: Sequence[tuple[Any, Launch, Tables | None]], changing: str,
+    parts: Sequence[int | None] = (),
+) -> Launcher:  # fmt: skip
+    """What starts kernels that all take these params, which begin with addresses.
 
-    Of each kernel there is the function of CuPy, how it is launched, and what makes its tables. One
-    that follows another starts ahead of that one's end where the driver can do so. One that runs
-    together starts when there is room for all of its blocks.
+    First come those of operands, in the format `changing` (as of :mod:`struct`), then those of
+    parts of the workspace: where each begins in it, None for one that is not there. Of each kernel
+    there is the function of CuPy, how it is launched, and what makes its tables. One that follows
+    another starts ahead of that one's end where the driver can do so. One that runs together starts
+    when there is room for all of its blocks.
     """
-    start = _launch_function()
+    start, pack = driver_function("cuLaunchKernelEx"), struct.Struct(changing).pack_into
+    begin, offsets = struct.calcsize(changing), [x for x in parts if x is not None]
+    pack_parts = struct.Struct("".join("8x" if x is None else "Q" for x in parts)).pack_into
     spare: list[_Told] = []  # what no thread uses: it takes longer to make than to launch
 
-    def launch(
-        stream: int, pack: Callable[..., None], fields: Sequence[int], addresses: Mapping[str, int]
-    ) -> None:
+    def launch(addresses: Mapping[str, int], base: int, stream: int) -> None:
         try:
             told = spare.pop()
         except IndexError:
             told = _Told(params, kernels)
-        pack(told.params, 0, *fields)
-        for config, arguments, places, tables in told.kernels:
-            config.stream = stream
+        pack(told.params, 0, *addresses.values())
+        if told.base != base:  # a pool mostly gives what it gave the call before
+            pack_parts(told.params, begin, *[base + x for x in offsets])
+            told.base = base
+        if told.stream != stream:
+            told.move_to(stream)
+        for arguments, places, tables in told.kernels:
             if tables is not None:
-                arguments[1], _held = tables(addresses)  # until the driver has read it
+                arguments[1], _held = tables(addresses, base)  # until the driver has read it
             if status := start(*places):
                 call_again(start, places, status)
         spare.append(told)
@@ -111,20 +114,29 @@ def launcher(
 
 
 class _Told:
-    """What the driver is told: params, and of each kernel how it is launched, its arguments, what
-    the driver is called with, and the kernel's tables.
+    """What the driver is told: params with the workspace at `base`, on which stream and how each
+    kernel is launched, its arguments, what the driver is called with, and the kernel's tables.
     """
 
-    __slots__ = ("kernels", "params")
+    __slots__ = ("base", "configs", "kernels", "params", "stream")
 
     def __init__(self, params: NDArray[Any], kernels: Sequence[tuple[Any, Launch, Tables | None]]):
         self.params = ctypes.create_string_buffer(params.tobytes(), params.nbytes)
+        self.base, self.stream = 0, -1
+        self.configs = [_config(launch) for _, launch, _ in kernels]
         self.kernels = []
-        for function, launch, tables in kernels:
-            config = _config(launch)
+        for config, (function, _, tables) in zip(self.configs, kernels):
             arguments = (ctypes.c_void_p * 2)(ctypes.addressof(self.params))
             places = ctypes.addressof(config), function.ptr, ctypes.addressof(arguments), None
-            self.kernels.append((config, arguments, places, tables))
+            # What ctypes else makes of them at each launch.
+            converted = tuple(map(ctypes.c_void_p.from_param, places))
+            self.kernels.append((arguments, converted, tables))
+
+    def move_to(self, stream: int) -> None:
+        """Launch on this stream from now on."""
+        for config in self.configs:
+            config.stream = stream
+        self.stream = stream
 
 
 def _config(launch: Launch) -> _Config:

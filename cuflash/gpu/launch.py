@@ -7,12 +7,11 @@ import functools
 import itertools
 import logging
 import os
-import struct
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import cupy
 
@@ -25,7 +24,7 @@ from ..planning.problem import Device
 from ..planning.source import without_comments
 from ..scores.wanted import gradient_of
 from .arguments import pack
-from .kernel_start import launcher
+from .kernel_start import Launcher, launcher
 from .memory import (
     FIRST_CALL,
     conform,
@@ -34,7 +33,7 @@ from .memory import (
     mask_arrays,
     refuse_capture,
     results_of,
-    workspace,
+    workspace_address,
 )
 from .ranges import marked, with_range
 from .tables import tables_of
@@ -47,9 +46,6 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("cuflash")
 _compiling: dict[int, threading.Lock] = {}  # by the hash of a source
-
-# Launches a call's kernels, given the operands' addresses, that of the workspace, and the stream.
-CallLauncher: TypeAlias = Callable[[dict[str, int], int, int], None]
 
 
 @functools.cache
@@ -193,42 +189,24 @@ def begin_to_compile(plan: Plan, device_id: int) -> None:
         threading.Thread(target=compile_them).start()
 
 
-def prepare(call: Call, device_id: int) -> CallLauncher:
-    """A function that launches a call's kernels.
-
-    Its arguments are the addresses of the operands by their names, in the order of the kernels'
-    pointers, that of the workspace, and the stream.
-    """
+def prepare(call: Call, device_id: int) -> Launcher:
+    """What launches a call's kernels, given addresses in the order of the kernels' pointers."""
     plan = call.plan
-    names = pointers(plan.problem)
     template = pack(
         plan, call.layout, call.scale, call.score, call.captured, call.dropout_p, call.targets,
         call.mask_held,
     )  # fmt: skip
-    start = launcher(
-        template,
-        [
-            (
-                function, x,
-                tables_of(plan, call.layout, device_id, x.name) if plan.map_boxes(x.name) else None,
-            )
-            for function, x in zip(compile_all(plan, device_id), plan.kernels)
-        ],
-    )  # fmt: skip
-    parts = names[len(names) - len(workspace_pointers(plan.problem)) :]
-    given, starts = len(names) - len(parts), plan.workspace_offsets
-    offsets = [starts[name] for name in parts if name in starts]
-    maps_workspace = any(x.planes > 1 for x in plan.map_boxes(plan.kernel))
-    form = f"{given}Q" + "".join("Q" if name in starts else "8x" for name in parts)
-    pack_fields = struct.Struct(form).pack_into
-
-    def launch(addresses: dict[str, int], base: int, stream: int) -> None:
-        fields = *addresses.values(), *[base + x for x in offsets]
-        if maps_workspace:
-            addresses = addresses | {name: base + x for name, x in starts.items()}
-        start(stream, pack_fields, fields, addresses)
-
-    return with_range(launch, f"cuflash {plan.kernel}: {plan.problem}")
+    kernels = [
+        (
+            function, x,
+            tables_of(plan, call.layout, device_id, x.name) if plan.map_boxes(x.name) else None,
+        )
+        for function, x in zip(compile_all(plan, device_id), plan.kernels)
+    ]  # fmt: skip
+    parts = workspace_pointers(plan.problem)
+    given = len(pointers(plan.problem)) - len(parts)
+    start = launcher(template, kernels, f"{given}Q", [*map(plan.workspace_offsets.get, parts)])
+    return with_range(start, f"cuflash {plan.kernel}: {plan.problem}")
 
 
 def run(call: Call, arguments: Arguments, count: int) -> list[Any]:
@@ -261,10 +239,12 @@ def run(call: Call, arguments: Arguments, count: int) -> list[Any]:
     launch = call.launch
     if launch is None:
         launch = call.launch = prepare(call, device_id)
-    base = 0
-    if call.workspace_bytes or arguments.workspace is not None:
-        held = workspace(call.workspace_bytes, arguments.workspace, device_id)
+    held, base = None, 0  # memory lasts until all kernels are in the stream
+    if takes_memory:
+        held = cupy.cuda.alloc(call.workspace_bytes)
         base = held.ptr
+    elif arguments.workspace is not None:
+        base = workspace_address(call.workspace_bytes, arguments.workspace, device_id)
     if call.copied or call.staged:
         _launch_with_copies(call, launch, arguments, base, results, stream.ptr)
     else:
@@ -284,7 +264,7 @@ def run_again(
             return run_again(call, addresses, made, device_id)
     stream, takes_memory = cupy.cuda.get_current_stream(), call.workspace_bytes > 0
     results = results_of(made, {}, addresses, stream, takes_memory)
-    held = workspace(call.workspace_bytes, None, device_id) if takes_memory else None
+    held = cupy.cuda.alloc(call.workspace_bytes) if takes_memory else None
     assert call.launch is not None
     call.launch(addresses, 0 if held is None else held.ptr, stream.ptr)
     return results
@@ -348,7 +328,7 @@ def _fill_sink_gradient(call: Call, arrays: dict[str, Any], results: list[Any]) 
 
 
 def _launch_with_copies(
-    call: Call, launch: CallLauncher, arguments: Arguments, base: int, results: list[Any],
+    call: Call, launch: Launcher, arguments: Arguments, base: int, results: list[Any],
     stream: int,
 ) -> None:  # fmt: skip
     """Launch where a kernel cannot read or write the caller's arrays themselves."""

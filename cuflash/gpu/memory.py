@@ -115,20 +115,15 @@ def as_int64(x: cupy.ndarray) -> cupy.ndarray:
     return copy
 
 
-def workspace(needed: int, given: Any, device_id: int) -> Any:
-    """Memory for what kernels keep, a pointer of CuPy: to the caller's, or new.
-
-    Whether memory may be taken has been asked.
-    """
-    if given is None:
-        return cupy.cuda.alloc(needed)
+def workspace_address(needed: int, given: Any, device_id: int) -> int:
+    """That of the caller's memory for what kernels keep."""
     if not isinstance(given, cupy.ndarray) or not given.flags.c_contiguous:
         raise ValueError(f"workspace is a {type(given).__name__}: give a contiguous CuPy array")
     if given.device.id != device_id:
         raise ValueError(f"workspace is on GPU {given.device.id}: give one on GPU {device_id}")
     if given.nbytes < needed or (needed and given.data.ptr % CHUNK_BYTES):
         raise ValueError(f"workspace has {given.nbytes} bytes: give {needed}, 16-byte aligned")
-    return given.data
+    return int(given.data.ptr)
 
 
 def device_lists(mask: BlockMask, plan: Plan, device_id: int) -> TileLists:

@@ -30,7 +30,7 @@ def run(call: MergeCall, arguments: Arguments) -> list[Any]:
     if call.launch is None:
         assert call.plan is not None
         call.launch = prepare(call.plan, call.params, _changing(call), device_id)
-    call.launch(*addresses.values())
+    call.launch(addresses)
     return results
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import cupy
@@ -21,18 +20,18 @@ if TYPE_CHECKING:
 
 def prepare(
     plan: AppendPlan | MergePlan, params: NDArray[Any], changing: str, device_id: int
-) -> Callable[..., None]:
+) -> Callable[[Mapping[str, int]], None]:
     """A function that launches a plan's kernel on the current stream.
 
-    Its arguments are the first fields of `params`, of the format `changing` (as of :mod:`struct`);
+    Its argument has the first fields of `params`, of the format `changing` (as of :mod:`struct`);
     the others stay.
     """
     device_facts(device_id)  # which raises where kernels cannot run
     (kernel,) = plan.kernels
-    start = launcher(params, [(compiled(plan, device_id, kernel), kernel, None)])
-    pack, current_stream = struct.Struct(changing).pack_into, cupy.cuda.get_current_stream
+    start = launcher(params, [(compiled(plan, device_id, kernel), kernel, None)], changing)
+    current_stream = cupy.cuda.get_current_stream
 
-    def launch(*fields: int) -> None:
-        start(current_stream().ptr, pack, fields, {})
+    def launch(fields: Mapping[str, int]) -> None:
+        start(fields, 0, current_stream().ptr)
 
     return with_range(launch, f"cuflash {plan.kernel}")

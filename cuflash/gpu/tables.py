@@ -104,19 +104,26 @@ def table_maker(
 
 
 def tables_of(plan: Plan, layout: Layout, device_id: int, kernel: str) -> Tables:
-    """One kernel's argument beside Params, as a function of the operands' addresses."""
+    """One kernel's argument beside Params, as a function of the operands' addresses and that of the
+    workspace.
+    """
     order = order_on_device(plan, device_id)
     maps = tensor_maps(plan, layout, kernel)
     make = table_maker(maps, plan.problem.dtype, tables_bytes(plan, len(maps)), order)
 
     places = operator.itemgetter(*maps)  # of one a number, of several a tuple
+    parts = {name: x for name, x in plan.workspace_offsets.items() if name in maps}
 
     @functools.lru_cache(maxsize=256)
     def remembered(operands: Any) -> tuple[int, object]:
         tables = make(operands if isinstance(operands, tuple) else (operands,))
         return tables.ctypes.data, tables
 
-    def of_addresses(addresses: Mapping[str, int], _held: Any = order) -> tuple[int, object]:
+    def of_addresses(
+        addresses: Mapping[str, int], base: int, _held: Any = order
+    ) -> tuple[int, object]:
+        if parts:
+            addresses = {**addresses, **{name: base + x for name, x in parts.items()}}
         return remembered(places(addresses))
 
     return of_addresses
