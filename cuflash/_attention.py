@@ -384,8 +384,9 @@ def attention(
     results = run_call(ForwardCall, arguments, as_options(asked), 1 + return_lse)
     if not return_lse:
         return results[0] if out is None else out
-    given = out if isinstance(out, tuple) else (None, None)
-    return tuple(x if mine is None else mine for x, mine in zip(results, given))
+    if not isinstance(out, tuple):
+        return tuple(results)
+    return tuple(x if mine is None else mine for x, mine in zip(results, out))
 
 
 @overload

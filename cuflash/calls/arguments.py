@@ -20,11 +20,11 @@ from ..scores.trace import as_score_mod
 from ..scores.wanted import gradient_of, operand_given
 from .arrays import (
     OF_BATCH,
-    are_on_device,
     array_types,
     as_array,
     as_integers,
     beside,
+    is_on_device,
     of_batch,
 )
 
@@ -190,7 +190,8 @@ class Arguments:
             if name in arrays:
                 x = self.arrays[name] = arrays[name]
                 self.forms[number] = name, x.shape, x.strides, x.dtype, x.data.device_id
-                self.addresses[name] = x.data.ptr
+                self.addresses[name] = address = x.data.ptr
+                self.address_bits |= address
 
     @property
     def mask_evenness(self) -> float:
@@ -222,9 +223,9 @@ def forward_arrays(
         else:
             arrays["out"] = out
     if page_table is not None:
+        if not is_on_device(page_table):
+            page_table = beside(as_array("q", q), as_integers("page_table", page_table))
         arrays["page_table"] = page_table
-        if not are_on_device(page_table):
-            arrays["page_table"] = beside(as_array("q", q), as_integers("page_table", page_table))
     return _with_integers_of_batch(arrays, q_lengths, kv_lengths, offsets)
 
 
@@ -236,8 +237,10 @@ def backward_arrays(
     offsets: Integers | None,
     wrt: tuple[str, ...] = (),
 ) -> dict[str, AnyArray]:
-    """The operands of a backward call that are given; `inputs` are those that are read, `wrt` the
-    arrays whose gradients are asked for beside those of q, k and v.
+    """The operands of a backward call that are given.
+
+    `inputs` are those that are read, a dict of this call's own. `wrt` are the arrays whose
+    gradients are asked for beside those of q, k and v.
     """
     if grads_out is None:
         return _with_integers_of_batch(inputs, q_lengths, kv_lengths, offsets)
@@ -258,13 +261,14 @@ def _with_integers_of_batch(
     """These operands, and lengths and offsets that are given: those of a device as they are."""
     if q_lengths is None and kv_lengths is None and offsets is None:
         return arrays
-    given: dict[str, Any] = {}
-    for name, x in zip(OF_BATCH, (q_lengths, kv_lengths, offsets)):
-        if x is not None:
-            given[name] = x
-    if not are_on_device(*given.values()):
-        given = of_batch(q_lengths, kv_lengths, offsets, as_array("q", arrays["q"]))
-    return arrays | given
+    given: tuple[Any, Any, Any] = (q_lengths, kv_lengths, offsets)
+    for name, x in zip(OF_BATCH, given):
+        if x is None:
+            continue
+        if not is_on_device(x):
+            return arrays | of_batch(*given, as_array("q", arrays["q"]))
+        arrays[name] = x
+    return arrays
 
 
 def split_scores(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import numpy as np
 
@@ -36,6 +36,9 @@ from .arrays import OF_BATCH
 from .packed import sequences_of, tokens_first
 
 SPLIT_STEP = 16  # keys
+# A result, what it must not overlap, and their specs; bytes meet where low < distance < high, which
+# stand in the middle.
+Apart: TypeAlias = tuple[str, str, int, int, tuple[Spec, Spec]]
 # Axes behind the leading ones; 2 of all others.
 _TRAILING = {"lse": 1, "dlse": 1, "page_table": 1, "seed": 0, **dict.fromkeys(OF_BATCH, 0)}
 
@@ -45,16 +48,6 @@ class Copy(NamedTuple):
 
     operand: str
     spec: Spec
-
-
-class Apart(NamedTuple):
-    """A result and what it must not overlap; their bytes meet where `low < distance < high`."""
-
-    operand: str
-    other: str
-    low: int
-    high: int
-    specs: tuple[Spec, Spec]
 
 
 def checked_split(value: object) -> int | None:
@@ -77,7 +70,7 @@ def checked_split(value: object) -> int | None:
 def apart_of(pairs: Iterable[tuple[str, str]], given: dict[str, Spec]) -> tuple[Apart, ...]:
     """Those of the pairs of which both are given."""
     return tuple(
-        Apart(a, b, *clearance(given[a], given[b]), (given[a], given[b]))
+        (a, b, *clearance(given[a], given[b]), (given[a], given[b]))
         for a, b in pairs
         if a in given and b in given
     )
@@ -120,8 +113,6 @@ class Call:
     staged : tuple of Copy
         What an engine cannot write itself: it writes elsewhere, and that is copied.
     apart : tuple of Apart
-    anywhere : tuple of str
-        Operands that need not lie on multiples of the largest item's size.
     tokens_first : frozenset of str
         Operands of packed sequences: the caller's arrays have tokens ahead of heads, specs have
         heads ahead of tokens.
@@ -130,7 +121,7 @@ class Call:
     """
 
     __slots__ = (
-        "anywhere", "apart", "captured", "copied", "dropout_p", "has_lists", "is_empty", "launch",
+        "apart", "captured", "copied", "dropout_p", "has_lists", "is_empty", "launch",
         "layout", "lse_dtype", "mask_held", "out_dtype", "page_size", "plan", "results", "scale",
         "score", "staged", "targets", "titles", "tokens_first", "workspace_bytes",
     )  # fmt: skip
@@ -199,9 +190,6 @@ class Call:
                 f"mask is a BlockMask of shape {mask.shape}: it must have {longest[0]} queries "
                 f"and {longest[1]} keys"
             )
-        self.anywhere = tuple(
-            name for name in given if name != "mask" and not (aligned and name in self.matrices)
-        )
         rows = (spec for name, spec in specs.items() if name in self.matrices)
         problem = make_problem(
             self.layout,

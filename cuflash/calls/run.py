@@ -105,9 +105,8 @@ def run_call(
         return _run_host(call, arguments, count)
     if before_first is not None and call.launch is None:
         before_first()
-    for name in call.anywhere:
-        if addresses[name] % _LARGEST_ITEM and (wrong := _not_on_whole_items(arguments)):
-            return _run_on_copies(wrong, call, arguments, options, count)
+    if arguments.address_bits % _LARGEST_ITEM and (wrong := _not_on_whole_items(arguments)):
+        return _run_on_copies(wrong, call, arguments, options, count)
     results: list[Any] = launch_module().run(call, arguments, count)
     return results
 
