@@ -25,4 +25,5 @@ def run(call: AppendCall, arguments: Arguments, first: int, count: int) -> None:
     if call.launch is None:
         assert call.plan is not None
         call.launch = prepare(call.plan, call.params, _CHANGING, device_id)
-    call.launch(arguments.addresses | dict(zip(NUMBERS, (first, count))))
+    fields = arguments.addresses | dict(zip(NUMBERS, (first, count)))
+    call.launch(fields, 0, cupy.cuda.get_current_stream().ptr)

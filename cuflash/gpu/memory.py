@@ -45,9 +45,9 @@ _FIRST_USE = (
 )
 
 
-def refuse_capture(reason: str = _NO_MEMORY, stream: Any = None) -> None:
-    """Raise a RuntimeError while the current stream, or that given, records into a CUDA graph."""
-    if (stream or cupy.cuda.get_current_stream()).is_capturing():
+def refuse_capture(reason: str = _NO_MEMORY) -> None:
+    """Raise a RuntimeError while the current stream records into a CUDA graph."""
+    if cupy.cuda.get_current_stream().is_capturing():
         raise RuntimeError(f"while a CUDA graph is captured, {reason}")
 
 
@@ -58,21 +58,23 @@ def empty(shape: tuple[int, ...], dtype: Any) -> cupy.ndarray:
 
 
 def results_of(
-    wanted: Iterable[Copy], given: Mapping[str, Any], addresses: dict[str, int],
-    stream: Any = None, takes_more: bool = False,
+    wanted: Iterable[Copy], given: Mapping[str, Any], addresses: dict[str, int], stream: Any,
+    takes_more: bool = False,
 ) -> list[cupy.ndarray]:  # fmt: skip
     """The arrays that results go to: those given, or new, of which `addresses` are told.
 
-    An error if the call takes memory, for them or beside (`takes_more`), that it may not.
+    An error if the call takes memory, for them or beside (`takes_more`), that it may not: while
+    `stream`, the current one, is captured.
     """
     results, may_take_memory = [], takes_more
-    if takes_more:
-        refuse_capture(stream=stream)
+    if takes_more and stream.is_capturing():
+        refuse_capture()
     for name, spec in wanted:
         x = given.get(name)
         if x is None:
             if not may_take_memory:
-                refuse_capture(stream=stream)
+                if stream.is_capturing():
+                    refuse_capture()
                 may_take_memory = True
             x = cupy.ndarray(spec.shape, spec.dtype)
             addresses[name] = x.data.ptr

@@ -21,7 +21,8 @@ def run(call: MergeCall, arguments: Arguments) -> list[Any]:
         with cupy.cuda.Device(device_id):
             return run(call, arguments)
     arrays, addresses = arguments.arrays, arguments.addresses
-    results = results_of(call.results, arrays, addresses)
+    stream = cupy.cuda.get_current_stream()
+    results = results_of(call.results, arrays, addresses, stream)
     if call.is_empty:
         return results
     copies = {name: conform(arrays[name], spec) for name, spec in call.copied}
@@ -30,7 +31,7 @@ def run(call: MergeCall, arguments: Arguments) -> list[Any]:
     if call.launch is None:
         assert call.plan is not None
         call.launch = prepare(call.plan, call.params, _changing(call), device_id)
-    call.launch(addresses)
+    call.launch(addresses, 0, stream.ptr)
     return results
 
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-import cupy
-
-from .kernel_start import launcher
+from .kernel_start import Launcher, launcher
 from .launch import compiled, device_facts
 from .ranges import with_range
 
@@ -20,18 +17,13 @@ if TYPE_CHECKING:
 
 def prepare(
     plan: AppendPlan | MergePlan, params: NDArray[Any], changing: str, device_id: int
-) -> Callable[[Mapping[str, int]], None]:
-    """A function that launches a plan's kernel on the current stream.
+) -> Launcher:
+    """What launches a plan's kernel, without a workspace.
 
-    Its argument has the first fields of `params`, of the format `changing` (as of :mod:`struct`);
-    the others stay.
+    It is given the first fields of `params`, of the format `changing` (as of :mod:`struct`); the
+    others stay.
     """
     device_facts(device_id)  # which raises where kernels cannot run
     (kernel,) = plan.kernels
     start = launcher(params, [(compiled(plan, device_id, kernel), kernel, None)], changing)
-    current_stream = cupy.cuda.get_current_stream
-
-    def launch(fields: Mapping[str, int]) -> None:
-        start(fields, 0, current_stream().ptr)
-
-    return with_range(launch, f"cuflash {plan.kernel}")
+    return with_range(start, f"cuflash {plan.kernel}")
