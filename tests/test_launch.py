@@ -878,6 +878,23 @@ def test_addresses_that_are_not_those_of_whole_items(launch, kind, monkeypatch):
         assert source.data.ptr == params[name]
 
 
+def test_small_items_lie_at_any_multiple_of_their_size(launch, monkeypatch):
+    """Such as lengths from the second one on: nothing is copied, also where others took a place."""
+    memory = sys.modules["cuflash.gpu.memory"]
+    monkeypatch.setattr(memory, "copy", lambda x: pytest.fail("a copy"))
+    monkeypatch.setattr(launch, "device_facts", lambda number: H200)
+    lengths, others = make(2, dtype=np.int32), make(2, dtype=np.int32)
+    given = {name: make(2, 8, 100, 64) for name in "qkv"} | {"kv_lengths": lengths}
+    arguments = Arguments(ForwardCall.operands, given)
+    assert arguments.address_bits % 8 == 0
+    for x in (lengths, others):
+        x.data.ptr += 4
+        arguments.replace({"kv_lengths": x})
+        assert arguments.address_bits % 8 == 4
+        run_call(ForwardCall, arguments, OPTIONS, 1)
+        assert launch.launched[-1][-1]["kv_lengths"] == x.data.ptr
+
+
 @pytest.mark.parametrize(
     ("said", "words"),
     [
