@@ -19,8 +19,9 @@ from .tile import MULTIPROCESSORS, ceil_div, round_up
 ROW_WARP = 16  # rows of a tile of scores that a warp has
 SHORT_HEAD = 8  # tiles of queries; what longer heads gain under a causal mask was not measured
 # Microseconds of the copy engine for a row of a panel of 64 columns where every other row of a
-# contiguous array begins off a multiple of 32 bytes: 5.0 to 5.4 clocks in forward passes of (4, 8, 4096, D)
-# that it bounds, for D 88 to 248 (H200, 2026-11-26).
+# contiguous array begins off a multiple of 32 bytes: 5.3 to 5.6 clocks in forward passes of
+# (4, 8, 4096, D) that it bounds, for D 88 to 248 (H200, 2026-11-26). With the 5.1 that stand here
+# the estimate chooses best.
 PANEL_ROW_TIME = 3.0e-3
 MANY_LOOKS = 8  # tiles of queries: so many looks cost more than a kernel that clears marks
 
