@@ -15,10 +15,10 @@
 //
 // The tile of scores stands on its side, so that P^T and dS^T go from one product to the next in
 // registers (gradients.cuh has the five products). dQ sums over the keys of both consumers: their dS
-// meets in shared memory, and each computes half of dQ^T = K^T dS^T (dq_parts.cuh), a step apart. One of them, the
-// leader, does so for the step before, the follower for the step at hand, and the leader runs half a
-// step ahead: so neither waits for the other, and while one computes weights the other has products
-// under way. The leader has its last half to do when the follower is done with an item: so the
+// meets in shared memory, and each computes half of dQ^T = K^T dS^T (dq_parts.cuh), a step apart. One
+// of them, the leader, does so for the step before, the follower for the step at hand, and the leader
+// runs half a step ahead: so neither waits for the other, and while one computes weights the other has
+// products under way. The leader has its last half to do when the follower is done with an item: so the
 // follower begins the next one, and leads. The halves go through shared memory to bulk additions.
 //
 // Where the result must be deterministic, blocks add to a part of dQ in the order of their keys, or in

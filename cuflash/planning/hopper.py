@@ -24,6 +24,13 @@ BARRIER_BYTES = 1024  # of shared memory, with what else is not tiles
 SUCCESSORS = (100, 103, 110)  # whose tensor cores have instructions of their own, tcgen05
 
 
+def is_split(dim: int) -> bool:
+    """Whether every other row of so many halves, one behind the other, begins off a multiple of 32
+    bytes, so that the copy engine takes twice as long for it.
+    """
+    return dim % 16 != 0
+
+
 @dataclass(frozen=True, kw_only=True)
 class HopperTile(KernelTile):
     """A row whose warpgroups have 64 rows each; four more warps copy tiles.
@@ -40,7 +47,7 @@ class HopperTile(KernelTile):
 
     engine: ClassVar[Engine] = "wgmma"
     compile_options: ClassVar[tuple[str, ...]] = ("-arch=sm_90a",)
-    whole_panels: ClassVar[bool] = False  # where it may be short of the copy engine
+    whole_panels: ClassVar[bool] = False  # whether the copy engine may bound it
 
     dtypes: tuple[str, ...] = HALF
     modified: bool = True
@@ -102,14 +109,13 @@ class HopperTile(KernelTile):
         else of 32.
 
         Where the copy engine would bound the kernel, all panels have 64, behind the last column
-        zeros: above 192 columns, and where every other row of a contiguous array does not begin
-        at a multiple of 32 bytes, for which the engine takes twice as long.
+        zeros: above 192 columns, and where it splits rows.
         """
         widths = self.widths(problem)
         if not self.whole_panels or problem.dtype not in HALF:  # planes have rows of such widths
             return widths
         head, value = (
-            round_up(width, 64) if width > 192 or (dim % 16 and width > 32) else width
+            round_up(width, 64) if width > 192 or (is_split(dim) and width > 32) else width
             for width, dim in zip(widths, (problem.head_dim, problem.value_dim))
         )
         return head, value

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from ..dropout import QUERY_BLOCK as DROPOUT_BLOCK
 from ..operands.dtypes import CHUNK_BYTES, ITEM_BYTES
 from .estimate import OVERLAP
-from .hopper import BARRIER_BYTES, MOST_SHARED, WARPGROUP_ROWS, HopperTile
+from .hopper import BARRIER_BYTES, MOST_SHARED, WARPGROUP_ROWS, HopperTile, is_split
 from .launches import Buffer, Launch, MapBox
 from .problem import Device, Problem
 from .products import product
@@ -18,10 +18,9 @@ from .tile import MULTIPROCESSORS, ceil_div, round_up
 
 ROW_WARP = 16  # rows of a tile of scores that a warp has
 SHORT_HEAD = 8  # tiles of queries; what longer heads gain under a causal mask was not measured
-# Microseconds of the copy engine for a row of a panel of 64 columns where every other row of a
-# contiguous array begins off a multiple of 32 bytes: 5.3 to 5.6 clocks in forward passes of
-# (4, 8, 4096, D) that it bounds, for D 88 to 248 (H200, 2026-11-26). With the 5.1 that stand here
-# the estimate chooses best.
+# Microseconds of the copy engine for a row of a panel of 64 columns where it splits rows: 5.1
+# clocks. Forward passes of (4, 8, 4096, D) that it bounds, D 88 to 248, took 5.3 to 5.7, D 120 5.2
+# (H200, 2026-11-26); with 5.4 the choices tried differ at D 104 and 1k alone: 64 keys.
 PANEL_ROW_TIME = 3.0e-3
 MANY_LOOKS = 8  # tiles of queries: so many looks cost more than a kernel that clears marks
 
@@ -95,10 +94,10 @@ class WgmmaTile(HopperTile):
 
     def step_time(self, problem: Problem) -> float:
         """Microseconds of a block for a key tile, where all multiprocessors are busy: of products,
-        or of the copy engine where rows lie across 32 bytes; else it never bounds the kernel.
+        or of the copy engine where it splits rows; else it never bounds the kernel.
         """
         products = super().step_time(problem)
-        if not (problem.head_dim % 16 or problem.value_dim % 16):
+        if not (is_split(problem.head_dim) or is_split(problem.value_dim)):
             return products
         length = max(1, problem.key_length)
         keys = self.block_k * length / round_up(length, self.block_k)  # those that exist

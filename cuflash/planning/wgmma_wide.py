@@ -10,7 +10,7 @@ from .wgmma_gradients import WgmmaGradientTile
 if TYPE_CHECKING:
     from .problem import Device, Problem
 
-LEAST_DIM = 136
+LEAST_DIM = 136  # below, where values alone are wide, ptxas spills 16 bytes
 # Columns of dK and dV that a warpgroup has registers for beside 48 queries of scores; and so many
 # that registers are left for the producer.
 MOST_COLUMNS = 320
@@ -19,8 +19,8 @@ SPARE_COLUMNS = 288
 # multiprocessors have less than two tiles of keys each. So many times as fast as these is this row
 # (H200, 2026-11-26, bf16, 16k tokens of 16 heads, head dims 192 and 128, in any order, in order):
 # full 256 queries 0.84, 0.98, 384 0.97, 1.03, 512 1.02 in any, 1k 1.06, 1.08, 4k 1.14, 1.15;
-# causal 512 0.91 in any, 1k 0.96, 1.01, 1536 1.03, 1.07, 2k 1.07, 4k 1.10, 1.14; 8 heads of 1k
-# 0.77 to 0.90.
+# causal, the last tiles of keys first, 512 0.91 in any, 1k 0.96, 1.01, 1536 1.03, 1.07, 2k 1.07 in
+# any, 4k 1.10, 1.08; 8 heads of 1k 0.77 to 0.90.
 LONG_HEADS = 384, 1024
 TILES_EACH = 2.0
 # In the order of keys under a band, heads at a time: 16 of (4, 16, 4096) 1.03 times as fast as the
