@@ -114,28 +114,38 @@ def test_registers_suffice(d, e, kind):
         assert (compiled.stack, compiled.spills, compiled.messages) == (0, 0, ())
 
 
+def drawn(seed, d, e, n, m):
+    """q, k, v and dout of two heads."""
+    rng = np.random.default_rng(seed)
+    shapes = (n, d), (m, d), (m, e), (n, e)
+    return [rng.standard_normal((2, *x)).astype(np.float16) for x in shapes]
+
+
+def gradients(q, k, v, dout, blocks, **options):
+    """Gradients in the emulator, on a device of so many multiprocessors."""
+    meaning = {x: options[x] for x in options if x in ("causal", "window", "kv_lengths")}
+    out, lse = reference.attention(q, k, v, return_lse=True, **meaning)
+    result = attention_backward(
+        dout, q, k, v, out.astype(q.dtype), lse.astype(np.float32), engine="wgmma",
+        device=dataclasses.replace(H200, multiprocessors=blocks), **options,
+    )  # fmt: skip
+    assert (result.plan.kernel, result.plan.block_q) == (ONE, 48)
+    return result
+
+
 def check(d, e, n, m, deterministic=True, seed=0, kv_lengths=None, poison=False, **options):
     """Gradients of two heads in the emulator's check mode; NaN in keys behind the lengths."""
-    rng = np.random.default_rng(seed)
-    q, k, v = (
-        rng.standard_normal((2, x, y)).astype(np.float16) for x, y in ((n, d), (m, d), (m, e))
-    )
+    q, k, v, dout = drawn(seed, d, e, n, m)
     if kv_lengths is not None:
         options["kv_lengths"] = np.int32(kv_lengths)
-        q, k, v = q[:, None], k[:, None], v[:, None]
+        q, k, v, dout = q[:, None], k[:, None], v[:, None], dout[:, None]
         k[0, :, kv_lengths[0] :] = v[0, :, kv_lengths[0] :] = np.nan
     if poison:
         k[0, m // 2, 3], q[1, 7, 0] = np.inf, np.nan
-    out, lse = reference.attention(q, k, v, return_lse=True, **options)
-    dout = rng.standard_normal(out.shape).astype(q.dtype)
-    given = dout, q, k, v, out.astype(q.dtype), lse.astype(np.float32)
-    device = dataclasses.replace(H200, multiprocessors=2)
-    result = attention_backward(
-        *given, engine="wgmma", schedule=seed, device=device, deterministic=deterministic, **options
+    result = gradients(
+        q, k, v, dout, blocks=2, schedule=seed, deterministic=deterministic, **options
     )
-    assert (result.plan.kernel, result.plan.block_q) == (ONE, 48)
     assert_backward_close(result[:3], dout, q, k, v, plan=result.plan, **options)
-    return result
 
 
 @EMULATED
@@ -161,17 +171,8 @@ def test_numbers_that_are_not_finite(deterministic):
 @EMULATED
 def test_order_gives_the_same_bits_under_every_schedule():
     """Blocks of two heads and three tiles of keys each add to the same tiles of dQ."""
-    rng = np.random.default_rng(5)
-    shapes = (385, 192), (300, 192), (300, 128), (385, 128)
-    q, k, v, dout = (rng.standard_normal((2, *x)).astype(np.float16) for x in shapes)
-    out, lse = reference.attention(q, k, v, return_lse=True)
-    given = dout, q, k, v, out.astype(q.dtype), lse.astype(np.float32)
-    device = dataclasses.replace(H200, multiprocessors=3)
-    made = [
-        attention_backward(*given, engine="wgmma", schedule=seed, device=device, mode="fast")
-        for seed in range(3)
-    ]
-    assert made[0].plan.kernel == ONE
-    for other in made[1:]:
-        for a, b in zip(made[0][:3], other[:3]):
+    arrays = drawn(5, 192, 128, 385, 300)
+    first, *others = [gradients(*arrays, blocks=3, schedule=x, mode="fast") for x in range(3)]
+    for other in others:
+        for a, b in zip(first[:3], other[:3]):
             np.testing.assert_array_equal(a, b)
