@@ -3,6 +3,7 @@
     python asv_bench/versions.py main . --shapes 4,16,4096,128 1,16,16384,128 --causal both
     python asv_bench/versions.py . /tmp/another-loop --shapes 1,32,16384,64 --algo fa3
     python asv_bench/versions.py main . --with dropout --causal yes --backward
+    python asv_bench/versions.py main . --shapes 4,16,4096,192 --value-width 128 --backward
 
 A version is a revision of this repository, or a folder that holds the package: "." is the working
 tree. What is printed is the first version's time / each one's: above 1 it is faster than the first.
@@ -63,24 +64,27 @@ class Call:
 
     def __init__(
         self, shape, dtype: str, causal: bool, gradients: dict | None, choice: dict,
-        feature: str = "",
+        value_width: int | None = None, feature: str = "",
     ):  # fmt: skip
         backward = gradients is not None
         name = bench.DTYPES[dtype].name
-        draw = functools.partial(bench.meters.draw, xp, shape, name)
-        self.operands = [draw(seed) for seed in range(3)]
-        self.dout = draw(3) if backward else None
+        batch, heads, length, width = shape
+        values = value_width or width
+        draw = functools.partial(bench.meters.draw, xp)
+        widths = width, width, values, values  # of q, k, v and dout
+        drawn = [draw((*shape[:3], x), name, seed) for seed, x in enumerate(widths)]
+        self.operands, self.dout = drawn[:3], drawn[3] if backward else None
         self.saved, self.gradients = (), gradients
         self.options = {"causal": causal, **choice}
         if feature:
             self.options |= FEATURES[feature].options(shape)
             if backward and FEATURES[feature].wrt:
                 self.gradients = gradients | {"wrt": FEATURES[feature].wrt}
-        batch, heads, length, width = shape
         self.label = ("backward " if backward else "") + f"{dtype} ({','.join(map(str, shape))})"
+        self.label += f" values of {values}" if values != width else ""
         self.label += " causal" if causal else ""
         self.label += f" {feature}" if feature else ""
-        work = Work(name, (batch, heads), length, length, width, width, backward=backward)
+        work = Work(name, (batch, heads), length, length, width, values, backward=backward)
         self.flops = work.flops * ((length + 1) / (2 * length) if causal else 1)
         self.tolerance = (bench.GRADIENT_TOLERANCE if backward else bench.TOLERANCE)[dtype]
 
@@ -146,6 +150,7 @@ def main(arguments=None) -> int:
     )
     parser.add_argument("versions", nargs="+", metavar="VERSION", help="a revision or a folder")
     parser.add_argument("--shapes", nargs="+", default=["4,16,4096,128"], metavar="B,H,N,D")
+    parser.add_argument("--value-width", type=int, metavar="DV", help="by default D")
     parser.add_argument("--dtype", choices=bench.DTYPES, default="bf16")
     parser.add_argument("--causal", choices=("no", "yes", "both"), default="no")
     parser.add_argument("--backward", action="store_true")
@@ -168,7 +173,8 @@ def main(arguments=None) -> int:
         for shape in shapes:
             for causal in masks:
                 made = functools.partial(Call, shape, options.dtype, causal, gradients, choice)
-                call, plain = made(options.feature), made() if options.feature else None
+                call = made(options.value_width, options.feature)
+                plain = made(options.value_width) if options.feature else None
                 if xp is not np:
                     with ThreadPoolExecutor(os.cpu_count()) as pool:
                         list(pool.map(call.compile, versions.values()))

@@ -1258,6 +1258,11 @@ def test_versions_of_gradients(versions, capsys):
     assert capsys.readouterr().out.startswith("backward fp32 (1,2,64,16) ")
 
 
+def test_versions_with_values_of_another_width(versions, capsys):
+    assert versions.main([str(BENCH.parent), *SMALL, "--value-width", "8", "--backward"]) == 0
+    assert capsys.readouterr().out.startswith("backward fp32 (1,2,64,16) values of 8 ")
+
+
 FORM = r"(backward )?fp32 \(1,2,64,16\) FEATURE +\S+ +\S+ TFLOP/s  1\.000  (\S+) of plain\n"
 
 
