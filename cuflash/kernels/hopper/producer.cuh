@@ -26,11 +26,13 @@ __device__ __forceinline__ void load_panels(unsigned char* buffer, Barrier& full
     load_expected_panels<Layout>(buffer, full, map, row, position);
 }
 
-// Brings the same rows into the L2 cache.
+// Brings the same rows into the L2 cache. Their place is read number by number: two that are loaded as
+// vectors take eight registers, which blocks of packed sequences do not have.
 template <typename Layout>
 __device__ __forceinline__ void prefetch_panels(const TensorMap* map, int row,
                                                 const MapPosition& position) {
-    const int a = position.at[0], b = position.at[1], c = position.at[2];
+    const volatile int* const at = position.at;
+    const int a = at[0], b = at[1], c = at[2];
 #pragma unroll
     for (int i = 0; i < Layout::COUNT; ++i) prefetch_box(map, i * Layout::PANEL, row, a, b, c);
 }

@@ -1,6 +1,7 @@
 // Items that blocks of a backward kernel take by tickets: each block the next one when it has nearly
 // done with its last. Reads the prelude.
 #pragma once
+#include "few_registers.cuh"
 #include "hopper/gradient_head.cuh"
 #include "hopper/items.cuh"
 #include "ptx/tma.cuh"
@@ -80,6 +81,7 @@ struct TicketWriter {
     // The next item, of heads with so many tiles: the one that is to be copied.
     __device__ __forceinline__ const Item& next(const Params& p, int head_tiles) {
         Item& item = slots.items[count % 2];
+        head_tiles = afresh(head_tiles);  // else products of it would stay in registers
         const u32 number_in_group = count % HEADS;
         slots.empty[count % 2].wait(count / 2 % 2 ^ 1);
         const Work work(p, slots.ticket, head_tiles, HEADS);
