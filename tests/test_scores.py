@@ -812,7 +812,7 @@ PLANTED = [
     ("slopes of the first head", r"head = located\.head;", "head = 0;", OF_HEADS),
     ("the shift is forgotten", r"\(k - q\) - located\.shift", "k - q", OF_HEADS | {"q_offset": 9}),
     ("the sink of the first head", r"head\.index % p\.heads\);", "0);", OF_HEADS),
-    ("a sink beyond the length", r"(has_sink\(sink_score.*?\(\)) && .*?\),", r"\1),",
+    ("a sink beyond the length", r"(has_sink\(sink != .*?\(\)) && .*?\),", r"\1),",
      OF_HEADS | {"q_lengths": np.int32([33, 33])}),
     ("strides of another axis", r"index \* stride\[place\]", "index * stride[0]", PAIRS["bias"]),
     ("an index beyond the array is read", r"load_where\(exists,", "load_where(true,", LATE),

@@ -32,12 +32,13 @@ using RowPart = PartOfRow<D, LANES>;
 // Planes have no infinities or NaN, nor do rows behind a sequence: who makes them has looked at each row.
 constexpr bool LOOKS_AT_ROWS = MARKS_NONFINITE && !SAME<Element, float>;
 
-// Rows that a thread loads at a time: so many that memory is kept busy.
+// Rows that a thread loads at a time: so many that memory is kept busy, and that registers hold.
 constexpr bool LOOKS_AT_Q = LOOKS_AT_ROWS && SCORE_IS_MODIFIED;
 constexpr int ROWS = divide_up(BLOCK_Q, AT_ONCE);  // of a thread
 constexpr int CHUNKS_OF_ROW =
     2 * RowPart<HEAD_DIM_V>::COUNT + (LOOKS_AT_Q ? RowPart<HEAD_DIM>::COUNT : 0);
-constexpr int MOST = CHUNKS_OF_ROW < 10 ? 10 / CHUNKS_OF_ROW : 1;
+constexpr int CHUNKS_AT_ONCE = VARLEN && LOOKS_AT_Q ? 8 : 10;
+constexpr int MOST = CHUNKS_OF_ROW < CHUNKS_AT_ONCE ? CHUNKS_AT_ONCE / CHUNKS_OF_ROW : 1;
 constexpr int BATCH = divide_up(ROWS, divide_up(ROWS, MOST));
 constexpr int OWN = divide_up(BATCH, LANES);  // of these a lane finishes so many
 

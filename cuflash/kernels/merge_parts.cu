@@ -86,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(MERGE_THREADS)
     }
 
     const auto log_sum = [&] { return origin * (multiplier * Accumulator(LN_2)) + log_of(total); };
-    const RowEnd end(p, head, q, total, log_sum);
+    const RowEnd end(p, head, q, total, sink_score(p, head), log_sum);
     if constexpr (JOINS) {
         if (end.empty) return;
         const Joint joint(end, *lse);

@@ -7,9 +7,34 @@
 // What becomes of O: of a part of the keys it is stored as it is, for merge_parts.cu.
 using Result = typename Select<SPLIT, Accumulator, Element>::type;
 
+// The score of the sink at a row's end: of the tile's head, read with the places of the results. On Hopper
+// they are worked out ahead, so that the end of rows need not wait for memory.
+struct HeadSink {
+    Accumulator sink;
+    template <typename P>
+    __device__ __forceinline__ void find_sink(const P& p, const Head& head) {
+        sink = sink_score(p, head);
+    }
+    __device__ __forceinline__ Accumulator sink_of(const Params&, const Head&, int) const {
+        return sink;
+    }
+};
+// Packed heads have one each, and parts of the keys none: merge_parts.cu adds it. Of packed sequences who
+// works places out ahead has no register for it.
+struct RowSinks {
+    template <typename P>
+    __device__ __forceinline__ void find_sink(const P&, const Head&) {}
+    __device__ __forceinline__ Accumulator sink_of(const Params& p, const Head& head,
+                                                   int row) const {
+        return sink_score(p, row_head(head, row));
+    }
+};
+
+constexpr bool HEAD_HAS_SINK = HAS_SINKS && PACKED == 1 && !SPLIT && !VARLEN;
+
 // Where the results of a tile's first head go. Apart from Head, because the addresses would
 // otherwise sit in registers all through the loop over keys.
-struct HeadOutput {
+struct HeadOutput : Select<HEAD_HAS_SINK, HeadSink, RowSinks>::type {
     Result* out;
     Accumulator* lse;  // null when not wanted; of a part the origin and the total of each row
 
@@ -31,14 +56,18 @@ template <typename P, typename Offset>
 __device__ __forceinline__ HeadOutput locate_output(const P& p, const Head& head, int part,
                                                     const Offset& offset) {
     const int origin = query_origin(head);
+    HeadOutput output;
+    output.find_sink(p, head);
     if constexpr (SPLIT) {
         const i64 row = (i64(part) * p.head_count + head.index) * p.query_length + origin;
-        return {p.part_out + row * HEAD_DIM_V, p.part_sums + 2 * row};
+        output.out = p.part_out + row * HEAD_DIM_V;
+        output.lse = p.part_sums + 2 * row;
     } else {
         const i64 row = offset(p.lse_axis_stride) + origin * p.lse_row_stride;
-        return {p.out + offset(p.out_axis_stride) + origin * p.out_row_stride,
-                p.lse == nullptr ? nullptr : p.lse + row};
+        output.out = p.out + offset(p.out_axis_stride) + origin * p.out_row_stride;
+        output.lse = p.lse == nullptr ? nullptr : p.lse + row;
     }
+    return output;
 }
 __device__ __forceinline__ HeadOutput locate_output(const Params& p, const Head& head,
                                                     int part = 0) {
@@ -87,11 +116,11 @@ struct RowEnd {
     Accumulator divisor;
 
     __device__ __forceinline__ RowEnd(const Params& p, const Head& head, int q, Accumulator total,
-                                      const LogSum& log_sum)
+                                      Accumulator sink, const LogSum& log_sum)
         : log_sum(log_sum),
           empty(q >= head.query_length || total == Accumulator(0)),
-          has_sink(sink_score(p, head) != -infinity<Accumulator>() && q < head.query_length),
-          sink(sink_score(p, head)),
+          has_sink(sink != -infinity<Accumulator>() && q < head.query_length),
+          sink(sink),
           divisor(total * kept_share(p)) {
         if (has_sink)  // times (exp(lse) + exp(sink)) / exp(lse)
             divisor *= Accumulator(1) + exp2_of((sink - sum()) * Accumulator(LOG2_E));
@@ -158,7 +187,7 @@ __device__ __forceinline__ void store_rows(const Accumulator (&O)[ROWS][COLUMNS]
         const bool speaks = tile.lane % (Tile::ROW_THREADS * Tile::HOLDERS) == 0;
         const Accumulator total = softmax.total(i);
         const auto log_sum = [&] { return softmax.log_sum_exp(i, total, multiplier); };
-        const RowEnd end(p, row_head(head, row), query_of(row), total, log_sum);
+        const RowEnd end(p, head, query_of(row), total, output.sink_of(p, head, row), log_sum);
         if constexpr (SPLIT) {
             write_row(tile, output.out_row(p, row), O[i], Accumulator(1), exists, end.empty);
             if (exists && speaks)

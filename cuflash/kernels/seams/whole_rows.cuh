@@ -24,7 +24,7 @@ __device__ __forceinline__ void store_rows_by_way_of(Shared* slab, Accumulator (
             const bool exists = row_exists(p, head, row);
             const Accumulator total = softmax.total(i);
             const auto log_sum = [&] { return softmax.log_sum_exp(i, total, multiplier); };
-            const RowEnd end(p, row_head(head, row), query_of(row), total, log_sum);
+            const RowEnd end(p, head, query_of(row), total, output.sink_of(p, head, row), log_sum);
             if (exists && output.lse != nullptr && tile.lane % Tile::ROW_THREADS == 0)
                 *output.lse_row(p, row) = end.lse();
             const Accumulator inverse = Accumulator(1) / end.divisor;
