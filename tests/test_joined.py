@@ -9,6 +9,7 @@ from emulator import EAGER
 import cuflash
 from cuflash import reference
 from cuflash.calls.arguments import Joined
+from cuflash.planning.plan import TILES
 
 N, M = 200, 256  # queries, and keys, of which the second call has those from FIRST on
 FIRST = 96
@@ -87,6 +88,23 @@ def test_emulator(how, dims, schedule):
         **HOW[how], **BAND,
     )  # fmt: skip
     assert got.plan.problem.joins
+    check(q, k, v, given.out, given.lse)
+
+
+SHARED = [row for row in TILES if row.kernel == "fa2_shared_forward"]
+
+
+@pytest.mark.parametrize("schedule", [0, EAGER], ids=["late", "eager"])
+@pytest.mark.parametrize("row", SHARED, ids=str)
+def test_warps_that_share_rows(row, schedule):
+    """All read the earlier lse before one of them writes."""
+    q, k, v = operands("bfloat16", row.max_dim, row.max_dim - 56)
+    given = Joined(*earlier(q, k, v))
+    got = emulated.attention(
+        q, k[:, FIRST:], v[:, FIRST:], out=given, enable_gqa=True, schedule=schedule, row=row,
+        algo="fa2", engine="mma", **BAND,
+    )  # fmt: skip
+    assert got.plan.kernel == row.kernel
     check(q, k, v, given.out, given.lse)
 
 

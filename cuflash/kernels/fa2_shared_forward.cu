@@ -129,9 +129,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         }
     }
     const Position position(p, head.index);
-    HeadOutput output =
+    const HeadOutput output =
         locate_output(p, head, 0, [&](const auto* strides) { return position.offset(p, strides); });
-    if (Tile::part() > 0) output.lse = nullptr;  // one of the sharers writes it
     store_rows_by_way_of<Tile::PITCH>(Q_smem + first_row * Tile::PITCH, O_regs, softmax, tile, p,
                                       head, row_begin, output);
 }

@@ -173,8 +173,9 @@ __device__ __forceinline__ void join_row(const Tile& tile, T* row, const A (&O)[
     }
 }
 
-// Writes the slab of rows from row_begin on, or leaves those of a part of the keys as they are.
-template <typename Tile, typename Softmax, int ROWS, int COLUMNS>
+// Writes the slab of rows from row_begin on, or leaves those of a part of the keys as they are. SHARERS
+// warps have these rows and other columns: the first of them writes what a row has but once.
+template <int SHARERS = 1, typename Tile, typename Softmax, int ROWS, int COLUMNS>
 __device__ __forceinline__ void store_rows(const Accumulator (&O)[ROWS][COLUMNS],
                                            const Softmax& softmax, const Tile& tile,
                                            const Params& p, const Head& head, int row_begin,
@@ -184,7 +185,8 @@ __device__ __forceinline__ void store_rows(const Accumulator (&O)[ROWS][COLUMNS]
     for (int i = 0; i < ROWS; ++i) {
         const int row = row_begin + tile.row(i);
         const bool exists = row_exists(p, head, row);
-        const bool speaks = tile.lane % (Tile::ROW_THREADS * Tile::HOLDERS) == 0;
+        const bool speaks =
+            tile.lane % (Tile::ROW_THREADS * Tile::HOLDERS) == 0 && threadIdx.x / 32 % SHARERS == 0;
         const Accumulator total = softmax.total(i);
         const auto log_sum = [&] { return softmax.log_sum_exp(i, total, multiplier); };
         const RowEnd end(p, head, query_of(row), total, output.sink_of(p, head, row), log_sum);
@@ -197,7 +199,7 @@ __device__ __forceinline__ void store_rows(const Accumulator (&O)[ROWS][COLUMNS]
             Accumulator* const lse = output.lse_row(p, row);
             const bool joins = exists && !end.empty;
             const Joint joint(end, joins ? *lse : -infinity<Accumulator>());
-            __syncwarp();  // all lanes of the row have read it
+            SHARERS > 1 ? __syncthreads() : __syncwarp();  // all lanes of the row have read it
             join_row(tile, output.out_row(p, row), O[i], joint, joins);
             if (joins && speaks) *lse = joint.lse;
         } else {

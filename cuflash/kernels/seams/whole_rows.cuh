@@ -14,7 +14,7 @@ __device__ __forceinline__ void store_rows_by_way_of(Shared* slab, Accumulator (
     constexpr bool WHOLE = SAME<Shared, Element> && GO_WHOLE<HEAD_DIM_V> && !SPLIT && !JOINS &&
                            HEAD_DIM_V <= PITCH && ACROSS <= 32 && (ACROSS & (ACROSS - 1)) == 0;
     if constexpr (!WHOLE) {
-        store_rows(O, softmax, tile, p, head, row_begin, output);
+        store_rows<WARP_SPLIT>(O, softmax, tile, p, head, row_begin, output);
     } else {
         constexpr int DOWN = 32 / ACROSS;
         const Accumulator multiplier = score_multiplier(p);
@@ -25,7 +25,8 @@ __device__ __forceinline__ void store_rows_by_way_of(Shared* slab, Accumulator (
             const Accumulator total = softmax.total(i);
             const auto log_sum = [&] { return softmax.log_sum_exp(i, total, multiplier); };
             const RowEnd end(p, head, query_of(row), total, output.sink_of(p, head, row), log_sum);
-            if (exists && output.lse != nullptr && tile.lane % Tile::ROW_THREADS == 0)
+            if (exists && output.lse != nullptr && tile.lane % Tile::ROW_THREADS == 0 &&
+                Tile::part() == 0)
                 *output.lse_row(p, row) = end.lse();
             const Accumulator inverse = Accumulator(1) / end.divisor;
 #pragma unroll
