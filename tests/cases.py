@@ -877,7 +877,43 @@ class _Cases:
         """The forward pass has none to choose."""
 
     def wide(self):
-        """Nor has it other kernels for wide heads."""
+        """Heads for which mma has rows of their own: some of what other families are for."""
+        if (self.algo, self.engine) != ("fa2", "mma") or self.dtypes != HALF:
+            return
+        rng = np.random.default_rng(0)
+        n, m = 70, 141
+        dims = (257, 257), (320, 320), (512, 512), (512, 64), (64, 512), (300, 391)
+        for (dim, value_dim), causal in itertools.product(dims, (False, True)):
+            self.add(f"wide {dim} and {value_dim} causal {causal}", self.turn(), (2, n, dim),
+                     (2, m, dim), (2, m, value_dim), causal=causal)  # fmt: skip
+        dtype, dim, value_dim = self.dtypes[-1], 320, 264
+        q, k, v = ((2, 2, *x) for x in ((n, dim), (m, dim), (m, value_dim)))
+        shown = random_mask((2, n, m), 16, shown=0.6)
+        lengths = {"q_lengths": np.int32([n, 3]), "kv_lengths": np.int32([m // 2, m + 1])}
+        self.add("wide hidden, lengths", dtype, q, k, v, poison="hidden", window=40, **lengths)
+        self.add("wide visible", dtype, q, k, v, poison="visible", causal="top_left")
+        self.add("wide rows that see nothing", dtype, q, (2, 2, 9, dim), causal=True)
+        self.add("wide blocks", dtype, q, k, v, mask=BlockMask.from_dense(shown, 16), causal=True)
+        self.add("wide elements visible", dtype, q, k, v, mask=shown, poison="visible")
+        for kind in ("keys", "rows", "values"):
+            self.add(f"wide weightless {kind}", dtype, q, k, v, poison=f"weightless {kind}")
+        self.add("wide infinite keys", dtype, q, k, v, poison="infinite keys", softcap=9.0)
+        slopes, sinks = np.float32([0.5, 0.1]), np.float32([0.5, -np.inf])
+        self.add("wide slopes and sinks", dtype, q, k, v, alibi_slopes=slopes, sinks=sinks,
+                 **lengths)  # fmt: skip
+        mod = ScoreMod("where((q + k) % 3 == 0, score / 2, score) + t[k]",
+                       t=rng.standard_normal(m))  # fmt: skip
+        self.add("wide expression", dtype, q, k, v, score_mod=mod, causal=True)
+        self.add("wide dropout", dtype, q, k, v, dropout_p=0.3, seed=5, causal=True)
+        group = {"enable_gqa": True, "causal": True}
+        few, keys, values = (2, 4, 3, dim), (2, 2, m, dim), (2, 2, m, value_dim)
+        self.add("wide heads of a group", dtype, few, keys, values, **group)
+        self.add("wide splits", dtype, few, keys, values, split_keys=48, **group,
+                 kv_lengths=np.int32([m, 50]))  # fmt: skip
+        self.add("wide splits visible", dtype, q, k, v, split_keys=64, poison="visible")
+        for layout in ("odd", "bnhd", "reversed", "sparse"):
+            layouts = dict.fromkeys(("q", "k", "v", "out"), layout)
+            self.add(f"wide strides {layout}", self.turn(), q, k, v, layouts=layouts, window=60)
 
     def long(self):
         """Nor for heads of more queries."""

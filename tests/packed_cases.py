@@ -235,6 +235,9 @@ def _cases(kernel, backward):
         wide = {"options": {"causal": True, **_hiding((1, 5))}, "hidden": (1, 5), **square}
         yield case("wide", 6, **{**wide, "dims": (192, 192), "qkv": False})
         yield case("wide grouped", 7, **{**wide, "dims": (144, 160), "qkv": False, "heads": (4, 2)})
+    elif kernel == ("fa2", "mma") and not backward:
+        yield case("wide", 6, options={"causal": True, **_hiding((1, 5))}, hidden=(1, 5),
+                   dims=(264, 300))  # fmt: skip
     if backward:
         yield case("any order", 4, options={"deterministic": False, "causal": "top_left"})
     elif algo != "fa1":

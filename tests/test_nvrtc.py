@@ -279,6 +279,18 @@ def gradients_elsewhere() -> list[Kernel]:
     return rows + in_any_order(rows)
 
 
+def wide_heads_elsewhere() -> list[Kernel]:
+    """For the other architectures the forward kernels that wide heads in halves get on mma, at the
+    widest heads of a row.
+    """
+    found: dict[tuple[str, Tile], int] = {}
+    arches = (x for x in ARCHES if x != "sm_75")
+    for arch, dim in itertools.product(arches, range(272, 513, 16)):
+        plan = make_plan(problem("bfloat16", dim), device(arch), "fa2", "mma")
+        found[arch, plan.tile] = dim
+    return [Kernel(row, "bfloat16", arch, dim) for (arch, row), dim in found.items()]
+
+
 def compiled(kernel: Kernel, compiler=None) -> Compiled:
     return compile_source(kernel.plan.source(kernel.name or None), kernel.arch, compiler)
 
@@ -352,6 +364,12 @@ def test_lanes_with_one_row_draw_dropout():
 @pytest.mark.one_in(10)
 @pytest.mark.parametrize("kernel", gradients_elsewhere(), ids=str)
 def test_cost_of_gradients_on_other_architectures(kernel):
+    check(kernel)
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("kernel", wide_heads_elsewhere(), ids=str)
+def test_cost_of_wide_heads_on_other_architectures(kernel):
     check(kernel)
 
 

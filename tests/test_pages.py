@@ -373,6 +373,7 @@ WILD = [
     ("mma", {"page_size": 128, "dtype": "bfloat16"}, {"window": (40, 20), "softcap": 3.0}),
     ("mma", {"page_size": 32, "dims": (128, 128)}, {}),
     ("mma", {"page_size": 64, "dims": (256, 200)}, {"q_lengths": [70, 30]}),
+    ("mma", {"page_size": 48, "dims": (320, 264)}, {"causal": True}),
     ("mma", {"page_size": 16, "dims": (37, 5)}, {"causal": "top_left"}),
     ("mma", {"page_size": 16}, {"mask": np.random.default_rng(5).random((4, 70, 336)) < 0.3}),
     ("simt", {"page_size": 16, "dtype": "float32"}, {"causal": True}),

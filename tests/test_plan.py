@@ -344,7 +344,8 @@ def test_each_size_of_shared_memory_has_rows_of_tensor_cores(arch):
     """They are chosen by that size, so that another device's rows can be tried on an H200."""
     device = Device(arch, has_features=False)
     limited = Device(90, shared_bytes=SHARED_BYTES[arch], has_features=False)
-    for make, d in itertools.product((problem, backward), (32, 64, 128, 256)):
+    both = itertools.product((problem, backward), (32, 64, 128, 256))
+    for make, d in (*both, *((problem, d) for d in (257, 288, 320, 400, 496, 512))):
         p = make("bfloat16", (4, 64), 1000, 1000, d)
         plan = make_plan(p, device, "fa2")
         assert plan.engine == "mma"

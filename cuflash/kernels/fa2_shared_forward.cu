@@ -12,6 +12,8 @@
 //
 // That takes no more barriers than one stage of keys does: where V_i has arrived for all, so has P.
 //
+// Up to 256 columns two warps share rows, up to 512 two or four. docs/kernels.md says what bounds the speed.
+//
 // Grid: as fa2_forward.cu.
 #include "forward_loads.cuh"
 #include "nonfinite.cuh"
@@ -19,12 +21,12 @@
 #include "tiles/shared_softmax.cuh"
 #include "seams/key_tiles.cuh"
 #include "seams/output.cuh"
+#include "seams/parts.cuh"
 #include "seams/position.cuh"
 #include "seams/score.cuh"
 #include "seams/whole_rows.cuh"
 
 constexpr int P_PITCH = pitch<Tile::Shared>(BLOCK_K);
-static_assert(PACKED == 1 && !SPLIT, "for these there are rows of fewer queries");
 static_assert(STAGES == 1 && BLOCK_K == STEP_K * WARP_SPLIT, "a tile is one step of all warps");
 static_assert(is_laid_out<Tile::Shared>(tile_bytes::Q, Q_TILE) &&
                   is_laid_out<Tile::Shared>(tile_bytes::K, K_TILE) &&
@@ -36,18 +38,25 @@ static_assert(is_laid_out<Tile::Shared>(tile_bytes::Q, Q_TILE) &&
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     fa2_shared_forward(const __grid_constant__ Params p) {
     extern __shared__ __align__(16) unsigned char smem[];
+    if (SPLIT) admit_kernel_behind();
     await_kernel_before();
     Tile::Shared* const Q_smem = reinterpret_cast<Tile::Shared*>(smem + shared_at::Q);
     Tile::Shared* const K_smem = reinterpret_cast<Tile::Shared*>(smem + shared_at::K);
     Tile::Shared* const V_smem = reinterpret_cast<Tile::Shared*>(smem + shared_at::V);
 
-    const Work work(p, blockIdx.x, p.query_tiles);
-    const RegionTile place = query_tile_at<BLOCK_Q>(p, work.tile, p.query_tiles);
+    const Work work(p, blockIdx.x, p.query_tiles * (SPLIT ? p.parts : 1), GROUP);
+    const int part = SPLIT ? work.tile / p.query_tiles : 0;
+    const int tile_index = SPLIT ? work.tile % p.query_tiles : work.tile;
+    const RegionTile place =
+        query_tile_at<BLOCK_Q, PACKED>(p, tile_index / GROUP_TILES, p.query_tiles / GROUP_TILES);
     if (!place.exists()) return;
-    const Head head = locate_head(p, Position(p, work.head), work.head, place.region);
+    const int index = work.head * GROUP + tile_index % GROUP_TILES * PACKED;
+    Head head = locate_head(p, Position(p, index), index, place.region);
+    take_part(p, head, part);
     // The last queries see most, and so start first.
     const int query_tile = row_at(p, head, place.tile, place.tiles - 1 - place.tile);
     const int block_row = query_tile * BLOCK_Q;
+    if (!has_work(p, head, block_row, block_row + BLOCK_Q)) return;
     const KeyTiles<BLOCK_K> tiles(p, head, query_tile, BLOCK_Q);
     const Accumulator multiplier = score_multiplier(p);
 
@@ -129,8 +138,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         }
     }
     const Position position(p, head.index);
-    const HeadOutput output =
-        locate_output(p, head, 0, [&](const auto* strides) { return position.offset(p, strides); });
+    const HeadOutput output = locate_output(
+        p, head, part, [&](const auto* strides) { return position.offset(p, strides); });
     store_rows_by_way_of<Tile::PITCH>(Q_smem + first_row * Tile::PITCH, O_regs, softmax, tile, p,
                                       head, row_begin, output);
 }

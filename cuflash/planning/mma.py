@@ -33,12 +33,15 @@ class MmaTile(WarpTile):
     ----------
     varied : bool
         Whether it can pack heads and split keys: some rows have no registers for that.
+    least_dim : int
+        The narrowest heads that are served, keys or values; others have faster rows.
     """
 
     engine: ClassVar[Engine] = "mma"
 
     dtypes: tuple[str, ...] = HALF
     varied: bool = True
+    least_dim: int = 1
 
     def __str__(self) -> str:
         text = super().__str__()
@@ -48,6 +51,14 @@ class MmaTile(WarpTile):
         """What the device lacks, or an empty string."""
         if device.arch < LEAST_ARCH:
             return f"needs sm_{LEAST_ARCH} or later, the device is sm_{device.arch}"
+        return ""
+
+    def reject(self, problem: Problem, device: Device) -> str:
+        """Why this row cannot or should not serve, or an empty string."""
+        if reason := super().reject(problem, device):
+            return reason
+        if max(problem.head_dim, problem.value_dim) < self.least_dim:
+            return f"serves head dims from {self.least_dim} on"
         return ""
 
     def item_bytes(self, problem: Problem) -> int:
@@ -130,7 +141,7 @@ class MmaTile(WarpTile):
     @property
     def has_variants(self) -> bool:
         """Whether it can pack heads and split keys."""
-        return super().has_variants and self.varied and not self.shares_queries
+        return super().has_variants and self.varied
 
     def exchange_bytes(self, problem: Problem) -> int:
         """What a warp of a forward kernel leaves for others: a number of each row."""
@@ -150,6 +161,7 @@ class MmaTile(WarpTile):
 
 _fa2 = partial(MmaTile, algo="fa2")
 _fa1 = partial(MmaTile, algo="fa1")
+_wide_fa2 = partial(_fa2, least_dim=257, max_dim=512, stages=1, step_k=16)
 _double_fa2 = partial(_fa2, dtypes=DOUBLE)
 _double_fa1 = partial(_fa1, dtypes=DOUBLE)
 
@@ -160,6 +172,17 @@ def _both(**sizes: Any) -> tuple[MmaTile, MmaTile]:
 
 
 # fmt: off
+# Of 512 columns 227 KB of shared memory (sm_90, 100) have room for all rows, 163 (sm_80) for the
+# last three, 99 (sm_86, 89, 120) for the last one. Not measured: rates are computed, 0.81 of what
+# the port of shared memory allows (docs/kernels.md), as of the row for 256 columns; times of items
+# and starts are that row's, those of items by bytes.
+_WIDE = (
+    _wide_fa2(block_k=64, warps=8, slabs=2, split=4, rate=297, item_time=6.00, start_time=15.1),
+    _wide_fa2(block_k=64, warps=4, slabs=2, split=4, rate=250, item_time=3.00, start_time=15.1),
+    _wide_fa2(block_k=32, warps=8, slabs=1, split=2, rate=219, item_time=6.00, start_time=15.1),
+    _wide_fa2(block_k=32, warps=4, slabs=1, split=2, rate=193, item_time=3.00, start_time=15.1),
+    _wide_fa2(block_k=32, warps=2, slabs=1, split=2, rate=155, item_time=1.50, start_time=15.1),
+)
 _FORWARD = (
     _fa2(max_dim=64,  block_k=64,  warps=4, slabs=2, stages=2, queries_in_registers=True,
          load_unroll=8, rate=344, item_time=1.86, start_time=9.0),
@@ -172,9 +195,10 @@ _FORWARD = (
     _fa2(max_dim=128, block_k=64,  warps=4, slabs=1, stages=2, queries_in_registers=True,
          rate=309, item_time=1.81, start_time=14.9),
     _fa2(max_dim=256, block_k=64,  warps=4, slabs=2, stages=1, split=2, step_k=32, min_blocks=2,
-         rate=361, item_time=6.00, start_time=15.1),
+         varied=False, rate=361, item_time=6.00, start_time=15.1),
     _fa2(max_dim=256, block_k=64,  warps=4, slabs=1, stages=1, min_blocks=2,
          rate=342, item_time=4.40, start_time=15.1),
+    *_WIDE,
     _fa1(max_dim=64,  block_k=512, warps=8, slabs=2, stages=2, queries_in_registers=True,
          step_k=64),
     _fa1(max_dim=128, block_k=256, warps=8, slabs=1, stages=2, queries_in_registers=True,
