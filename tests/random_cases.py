@@ -29,6 +29,7 @@ from tolerance import assert_arrays_close, assert_backward_close, assert_forward
 
 import cuflash
 from cuflash import BlockMask, Device, ScoreMod
+from cuflash.operands.dtypes import HALF
 
 MAX_DIM = {"mma": {"float32": 128, "float64": 128}, "wgmma": {"float32": 128}, "simt": {}}
 LAYOUTS = {"wgmma": ("bnhd", "padded"), "mma": ("bnhd", "odd"), "simt": ("reversed", "columns")}
@@ -166,7 +167,12 @@ def random_case(seed: int) -> Case:
     """A problem; the same for the same seed."""
     case = _problem(seed)
     changed = _with_arrays_anyhow(case, _Draw(seed, 1))
-    return changed if _is_served(changed) else case
+    case = changed if _is_served(changed) else case
+    dims = _wide_heads(case, _Draw(seed, 2))
+    if not dims or isinstance(case, BackwardCase):
+        return case
+    shapes = {x: (*getattr(case, x)[:-1], dims[x == "v"]) for x in "qkv"}
+    return replace(case, **shapes)
 
 
 def _with_arrays_anyhow(case: Case, draw: _Draw) -> Case:
@@ -194,6 +200,15 @@ def _with_arrays_anyhow(case: Case, draw: _Draw) -> Case:
         if isinstance(case, BackwardCase) and draw.chance(0.5):
             changes["wrt"] = (*case.wrt, *used)
     return replace(case, **changes)
+
+
+def _wide_heads(case: Case | PackedCase, draw: _Draw) -> tuple[int, int] | None:
+    """Head dims beyond 256, for some forward cases of halves on mma."""
+    if (case.algo, case.engine) != ("fa2", "mma") or case.dtype not in HALF or draw.chance(0.5):
+        return None
+    widths = [draw.pick(320, 512, draw.integer(257, 512)) for _ in range(2)]
+    dim, value_dim = widths[0], draw.pick(*widths, draw.integer(1, 256))
+    return draw.pick((dim, value_dim), (value_dim, dim))
 
 
 def _is_served(case: Case) -> bool:
@@ -286,10 +301,12 @@ def random_packed_case(seed: int) -> PackedCase:
         by_sequence += ["page_table", "kv_lengths"]
     if backward:
         options["deterministic"] = draw.chance(0.7)
-    return PackedCase(
+    case = PackedCase(
         f"random {seed}", *kernel, queries, keys, (heads, key_heads), dims, options,
         tuple(by_sequence), backward=backward, page=draw.pick(16, 16, 32, 48, 80),
     )  # fmt: skip
+    dims = _wide_heads(case, _Draw(seed, 2))
+    return replace(case, dims=dims) if dims and not backward else case
 
 
 def checker(emulate: bool, on_numpy: bool):
