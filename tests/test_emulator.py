@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 import ml_dtypes
 import numpy as np
 import pytest
-from emulator import EmulatorError, Memory, Module, TensorMap, available, build, translate
+from emulator import EAGER, EmulatorError, Memory, Module, TensorMap, available, build, translate
 
 pytestmark = pytest.mark.skipif(available() is not None, reason=str(available()))
 
@@ -157,6 +157,23 @@ extern "C" __global__ void k(const int* who, int* out) {
         o[0] = any, o[1] = all, o[2] = count, o[3] = seen;
     }
 }"""
+
+
+VOTES_AND_MEETINGS = """
+extern "C" __global__ void k(int* out) {
+    int t = threadIdx.x, warp = t / 32, pair = 1 + warp / 2;
+    asm volatile("bar.sync %0, 64;" :: "r"(pair) : "memory");
+    out[t] = __syncthreads_or(warp == 0);
+}"""
+
+
+@pytest.mark.parametrize("seed", [0, EAGER, 1, 2])
+@pytest.mark.parametrize("mode", MODES)
+def test_a_vote_goes_on_while_others_meet(mode, seed):
+    """The first pair of warps may have voted before the second one meets."""
+    out = np.zeros(128, np.int32)
+    launch(VOTES_AND_MEETINGS, [out], block=128, seed=seed, mode=mode)
+    assert (out == 1).all()
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2])

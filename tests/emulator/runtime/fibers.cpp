@@ -227,6 +227,7 @@ static void complete_barrier(Block& block, NamedBarrier& barrier) {
     for (int thread : waiting)
         if (block.fibers[thread].state == BLOCKED) wake(block.fibers[thread]);
 }
+// A negative predicate is no vote: others may be voting meanwhile, at another barrier.
 static void arrive(int id, int count, bool wait, int predicate) {
     Block& block = *current->block;
     NamedBarrier& barrier = block.barriers[id & 15];
@@ -263,7 +264,7 @@ static void arrive(int id, int count, bool wait, int predicate) {
 }
 extern "C" void emu_barrier(int id, int count, int wait, emu_where where) {
     ENTER(where);
-    arrive(id, count, wait, 0);
+    arrive(id, count, wait, -1);
 }
 extern "C" int emu_barrier_reduce(int predicate, int kind, emu_where where) {
     ENTER(where);
