@@ -16,6 +16,7 @@
 //
 // Grid: as fa2_forward.cu.
 #include "forward_loads.cuh"
+#include "halved_scores.cuh"
 #include "nonfinite.cuh"
 #include "ptx/overlap.cuh"
 #include "tiles/shared_softmax.cuh"
@@ -32,6 +33,7 @@ static_assert(is_laid_out<Tile::Shared>(tile_bytes::Q, Q_TILE) &&
                   is_laid_out<Tile::Shared>(tile_bytes::K, K_TILE) &&
                   is_laid_out<Tile::Shared>(tile_bytes::V, V_TILE) &&
                   is_laid_out<Tile::Shared>(tile_bytes::P, BLOCK_Q* P_PITCH) &&
+                  is_laid_out<Accumulator>(tile_bytes::traded, TRADED) &&
                   is_laid_out<Accumulator>(tile_bytes::exchange, Tile::WARP_ROWS),
               "the plan's tiles are those of the kernel");
 
@@ -63,6 +65,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int sharers = threadIdx.x / (32 * WARP_SPLIT);  // which of the groups of warps
     const int first_row = sharers * Tile::WARP_ROWS, row_begin = block_row + first_row;
     const int first_key = Tile::part() * STEP_K;
+    Accumulator* const traded = reinterpret_cast<Accumulator*>(smem + shared_at::traded);
     Tile::Shared* const P_slab =
         reinterpret_cast<Tile::Shared*>(smem + shared_at::P) + first_row * P_PITCH;
     Tile tile(threadIdx.x % 32, nullptr);
@@ -90,7 +93,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
         Accumulator S_regs[Tile::ROWS][Tile::COLUMNS];
         const auto score = [&] {
-            tile.score(S_regs, K_smem + first_key * Tile::PITCH);
+            score_own_keys(S_regs, tile, Q_smem + first_row * Tile::PITCH, K_smem, traded);
             modify_scores(S_regs, tile, p, head, row_begin, k_begin + first_key, !cut);
             if (cut)
                 mask_scores(S_regs, tile, p, head, row_begin, k_begin + first_key, bits, first_key);

@@ -35,6 +35,8 @@ class MmaTile(WarpTile):
         Whether it can pack heads and split keys: some rows have no registers for that.
     least_dim : int
         The narrowest heads that are served, keys or values; others have faster rows.
+    trades : bool
+        Whether warps that share queries score the keys of two, each over half of the columns.
     """
 
     engine: ClassVar[Engine] = "mma"
@@ -42,6 +44,7 @@ class MmaTile(WarpTile):
     dtypes: tuple[str, ...] = HALF
     varied: bool = True
     least_dim: int = 1
+    trades: bool = False
 
     def __str__(self) -> str:
         text = super().__str__()
@@ -152,16 +155,19 @@ class MmaTile(WarpTile):
         if not self.shares_queries:
             return super().shared(problem)
         scores = self.tile_bytes(problem, self.block_q, self.block_k)
-        return (*super().shared(problem), Buffer("P", scores))
+        given = self.warp_rows * self.step_k * ITEM_BYTES[problem.accumulator]
+        traded = Buffer("traded", given, self.warps if self.trades else 0)
+        return (*super().shared(problem), Buffer("P", scores), traded)
 
     def constants(self, problem: Problem) -> dict[str, int | bool]:
         """Sizes that the kernels read."""
-        return {"ENGINE_IS_MMA": True, **super().constants(problem)}
+        own = {"TRADES_SCORES": self.trades} if self.shares_queries else {}
+        return {"ENGINE_IS_MMA": True, **own, **super().constants(problem)}
 
 
 _fa2 = partial(MmaTile, algo="fa2")
 _fa1 = partial(MmaTile, algo="fa1")
-_wide_fa2 = partial(_fa2, least_dim=257, max_dim=512, stages=1, step_k=16)
+_wide_fa2 = partial(_fa2, least_dim=257, max_dim=512, stages=1, step_k=16, trades=True)
 _double_fa2 = partial(_fa2, dtypes=DOUBLE)
 _double_fa1 = partial(_fa1, dtypes=DOUBLE)
 
@@ -177,11 +183,11 @@ def _both(**sizes: Any) -> tuple[MmaTile, MmaTile]:
 # the port of shared memory allows (docs/kernels.md), as of the row for 256 columns; times of items
 # and starts are that row's, those of items by bytes.
 _WIDE = (
-    _wide_fa2(block_k=64, warps=8, slabs=2, split=4, rate=297, item_time=6.00, start_time=15.1),
-    _wide_fa2(block_k=64, warps=4, slabs=2, split=4, rate=250, item_time=3.00, start_time=15.1),
-    _wide_fa2(block_k=32, warps=8, slabs=1, split=2, rate=219, item_time=6.00, start_time=15.1),
-    _wide_fa2(block_k=32, warps=4, slabs=1, split=2, rate=193, item_time=3.00, start_time=15.1),
-    _wide_fa2(block_k=32, warps=2, slabs=1, split=2, rate=155, item_time=1.50, start_time=15.1),
+    _wide_fa2(block_k=64, warps=8, slabs=2, split=4, rate=346, item_time=6.00, start_time=15.1),
+    _wide_fa2(block_k=64, warps=4, slabs=2, split=4, rate=284, item_time=3.00, start_time=15.1),
+    _wide_fa2(block_k=32, warps=8, slabs=1, split=2, rate=245, item_time=6.00, start_time=15.1),
+    _wide_fa2(block_k=32, warps=4, slabs=1, split=2, rate=212, item_time=3.00, start_time=15.1),
+    _wide_fa2(block_k=32, warps=2, slabs=1, split=2, rate=167, item_time=1.50, start_time=15.1),
 )
 _FORWARD = (
     _fa2(max_dim=64,  block_k=64,  warps=4, slabs=2, stages=2, queries_in_registers=True,

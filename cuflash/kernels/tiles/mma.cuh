@@ -99,6 +99,35 @@ struct MmaTile {
         score(S, K_smem, [](int) {});
     }
 
+    // As score(), over the first or the second half of the depths alone.
+    __device__ __forceinline__ void score_half(float (&S)[ROWS][COLUMNS], const T* K_smem,
+                                               int half) const {
+        constexpr int HALF = (DEPTHS + 1) / 2;
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j) S[i][j] = 0.0f;
+        const int thread = threadIdx.x, first = half * HALF * 16;
+        const u32 K_address = shared_address(K_smem + (thread % 8 + thread / 16 % 2 * 8) * PITCH +
+                                             thread / 8 % 2 * 8 + first);
+        const u32 Q_half = Q_address + first * int(sizeof(T));
+#pragma unroll
+        for (int depth = 0; depth < HALF; ++depth) {
+            if (DEPTHS % 2 != 0 && depth == HALF - 1 && half == 1) break;
+            u32 a[SLABS][4];
+#pragma unroll
+            for (int slab = 0; slab < SLABS; ++slab)
+                load_matrices(a[slab], Q_half + (slab * 16 * PITCH + depth * 16) * int(sizeof(T)));
+#pragma unroll
+            for (int keys = 0; keys < STEP_K / 16; ++keys) {
+                u32 b[4];
+                load_matrices(b, K_address + (keys * 16 * PITCH + depth * 16) * int(sizeof(T)));
+#pragma unroll
+                for (int slab = 0; slab < SLABS; ++slab) multiply_pair(S, slab, keys, a[slab], b);
+            }
+        }
+    }
+
     // O += P V for the STEP_K values from V_smem on.
     __device__ __forceinline__ void accumulate(float (&O)[ROWS][VALUE_COLUMNS],
                                                const float (&P)[ROWS][COLUMNS],
