@@ -100,7 +100,7 @@ def test_rows_are_consistent(row):
         assert row.block_q % row.step_q == 0
         if row.engine == "mma":
             part = 2 if row.dtypes == DOUBLE else 1
-            assert row.step_q % (16 // part) == row.block_q % (32 // part) == 0
+            assert row.step_q % 8 == row.block_q % (32 // part) == 0
 
 
 @pytest.mark.parametrize("algo", ["fa1", "fa2"])
@@ -773,10 +773,37 @@ def test_mma_serves_what_hopper_does_not_and_the_plan_says_why(algo, changes, de
 def test_mma_computes_the_gradients_that_hopper_does_not(changes, device, reason):
     gradients = dataclasses.replace(backward("bfloat16", (8, 64), 64, 64), **changes)
     plan = make_plan(gradients, dataclasses.replace(H200, **device))
-    assert (plan.algo, plan.engine) == ("fa2", "simt" if "value_dim" in changes else "mma")
+    assert (plan.algo, plan.engine) == ("fa2", "mma")
     reasons = [why for row, why in plan.rejected if row.engine == "wgmma" and not row.grouped]
     assert reason in reasons
     assert f": {reason}\n" in f"{plan}\n"
+
+
+@pytest.mark.parametrize("arch", [80, 86, 87, 89, 90, 100, 120])
+@pytest.mark.parametrize("algo", [None, "fa1"])
+def test_tensor_cores_compute_gradients_of_head_dims_up_to_512(arch, algo):
+    for dtype, (d, e), ordered in itertools.product(
+        HALF, [(257, 257), (300, 8), (8, 300), (384, 384), (512, 64), (64, 512), (512, 512)],
+        (True, False),
+    ):  # fmt: skip
+        gradients = backward(dtype, n=4096, m=4096, d=d, e=e, deterministic=ordered)
+        plan = make_plan(gradients, Device(arch), algo)
+        assert (plan.algo, plan.engine, plan.tile.max_dim) == (algo or "fa2", "mma", 512)
+        assert plan.shared_bytes <= Device(arch).shared_bytes
+    plan = make_plan(backward("bfloat16", d=513), Device(arch), algo)
+    assert plan.engine == "simt"
+    assert "serves head dims up to 512" in dict(plan.rejected).values()
+    assert make_plan(backward("float32", d=300), Device(arch), algo).engine == "simt"
+
+
+def test_wide_heads_take_the_larger_tiles_that_have_room():
+    def tiles(arch, dim):
+        tile = make_plan(backward("bfloat16", d=dim), Device(arch)).tile
+        return tile.block_q, tile.block_k, tile.stages
+
+    assert [tiles(90, x) for x in (264, 512)] == [(32, 32, 2)] * 2
+    assert [tiles(80, x) for x in (400, 416, 512)] == [(32, 32, 2), (32, 32, 1), (32, 32, 1)]
+    assert [tiles(86, x) for x in (264, 352, 368, 512)] == [(32, 32, 1)] * 2 + [(32, 16, 1)] * 2
 
 
 def test_nothing_serves():

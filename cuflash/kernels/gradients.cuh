@@ -45,7 +45,8 @@ using QuerySums =
                     SimtQuerySums<Accumulator, WARPS, BLOCK_Q, BLOCK_K, KeyTile::PADDED_D>>::type;
 
 static_assert(STEP_Q == BLOCK_Q || ENGINE_IS_MMA, "simt leaves dS where accumulate() has put it");
-constexpr int QUERY_SUMS = THREADS * QuerySums::ROWS * QuerySums::COLUMNS;
+constexpr int PART_SUMS = THREADS * QuerySums::ROWS * QuerySums::COLUMNS;
+constexpr int QUERY_SUMS = QuerySums::PARTS * PART_SUMS;
 constexpr int KEY_SUMS = THREADS * ROWS * KeyTile::VALUE_COLUMNS;
 constexpr int VALUE_SUMS = THREADS * ROWS * ValueTile::VALUE_COLUMNS;
 static_assert(is_laid_out<Accumulator>(tile_bytes::dq_sum, QUERY_SUMS) &&
@@ -72,7 +73,8 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
                                               int rotation) {
     constexpr int K_TILE = BLOCK_K * KeyTile::PITCH, V_TILE = BLOCK_K * ValueTile::PITCH;
     constexpr int Q_TILE = BLOCK_Q * KeyTile::PITCH, O_TILE = BLOCK_Q * ValueTile::PITCH;
-    constexpr int S_PITCH = pitch<Shared>(BLOCK_Q), S_TILE = BLOCK_K * S_PITCH;
+    constexpr int S_PITCH = pitch<Shared>(BLOCK_Q);
+    constexpr int S_TILE = (BLOCK_K - 1) * S_PITCH + BLOCK_Q;  // nothing stands behind its last row
     constexpr bool SHARE_P = WARP_SPLIT > 1;
     // Under a causal mask a tile of keys has BLOCK_K / BLOCK_Q steps fewer than the one before: where
     // that is one, who waits for a turn would wait in each step if it came a step later.
@@ -274,16 +276,20 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
             commit_copies();
         }
         if (nonfinite_keys) clear_nonfinite<BLOCK_K, KeyTile::PADDED_D, THREADS>(K_smem);
-        QuerySums sums;
-        Accumulator dQ_regs[QuerySums::ROWS][QuerySums::COLUMNS] = {};
-        sums.multiply_tiles(dQ_regs, dS_smem, K_smem);
-        if (ORDERED)
-            while (__any_sync(FULL_WARP, now != wanted)) now = read_turn(turn);
-        Accumulator* const dQ = p.dq_sum + (first_tile + visit.tile) * QUERY_SUMS;
-        if (ORDERED && wanted == 0)
-            begin_units<THREADS>(dQ, dQ_regs);  // nobody has added yet
-        else
-            add_units<THREADS>(dQ, dQ_regs);
+#pragma unroll 1
+        for (int part = 0; part < QuerySums::PARTS; ++part) {
+            const QuerySums sums(part);
+            Accumulator dQ_regs[QuerySums::ROWS][QuerySums::COLUMNS] = {};
+            sums.multiply_tiles(dQ_regs, dS_smem, K_smem);
+            if (ORDERED)
+                while (__any_sync(FULL_WARP, now != wanted)) now = read_turn(turn);
+            Accumulator* const dQ =
+                p.dq_sum + (first_tile + visit.tile) * QUERY_SUMS + part * PART_SUMS;
+            if (ORDERED && wanted == 0)
+                begin_units<THREADS>(dQ, dQ_regs);  // nobody has added yet
+            else
+                add_units<THREADS>(dQ, dQ_regs);
+        }
         wait_copies<0>();
         __syncthreads();  // the next tile has arrived; nobody reads this one nor dS any more
         if (ORDERED && PASSES_AT_ONCE && threadIdx.x == 0) pass_turn(turn, key_tile + 1);

@@ -24,23 +24,24 @@ __device__ __forceinline__ void trade(Accumulator (&S)[ROWS][COLUMNS],
                                       const Accumulator (&pair)[ROWS][PairTile::COLUMNS],
                                       Shared* P_slab, Shared* dS_slab, int step) {
     constexpr int NUMBERS = ROWS * COLUMNS, HALF = NUMBERS / 2;  // as floats, for each slab
+    constexpr int AT_ONCE = HALF < CHUNK<Accumulator> ? HALF : CHUNK<Accumulator>;
     constexpr int WIDTH = HALF * int(sizeof(Accumulator) / sizeof(Shared)), LANES = STEP_Q / WIDTH;
     static_assert(!TRADES || 32 / LANES == KeyTile::WARP_ROWS,
                   "what a warp is given fills its columns of both slabs");
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     const bool odd = warp % 2 != 0;
     const auto place = [&](Shared* slab, int step) {
-        return reinterpret_cast<Vector<Accumulator>*>(slab + lane / LANES * S_PITCH + step +
-                                                      lane % LANES * WIDTH);
+        return reinterpret_cast<Vector<Accumulator, AT_ONCE>*>(slab + lane / LANES * S_PITCH +
+                                                               step + lane % LANES * WIDTH);
     };
-    const auto chunk = [&](int step, int number) -> Vector<Accumulator>& {
-        return place(number < HALF ? P_slab : dS_slab, step)[number % HALF / CHUNK<Accumulator>];
+    const auto chunk = [&](int step, int number) -> Vector<Accumulator, AT_ONCE>& {
+        return place(number < HALF ? P_slab : dS_slab, step)[number % HALF / AT_ONCE];
     };
 #pragma unroll
-    for (int n = 0; n < NUMBERS; n += CHUNK<Accumulator>) {
-        Vector<Accumulator> given;
+    for (int n = 0; n < NUMBERS; n += AT_ONCE) {
+        Vector<Accumulator, AT_ONCE> given;
 #pragma unroll
-        for (int c = 0; c < CHUNK<Accumulator>; ++c) {
+        for (int c = 0; c < AT_ONCE; ++c) {
             const int i = (n + c) / COLUMNS, j = (n + c) % COLUMNS;
             given.at[c] = odd ? pair[i][j] : pair[i][COLUMNS + j];
         }
@@ -48,10 +49,10 @@ __device__ __forceinline__ void trade(Accumulator (&S)[ROWS][COLUMNS],
     }
     meet(1 + warp / 2, 64);  // both have given
 #pragma unroll
-    for (int n = 0; n < NUMBERS; n += CHUNK<Accumulator>) {
-        const Vector<Accumulator> taken = chunk(step, n);
+    for (int n = 0; n < NUMBERS; n += AT_ONCE) {
+        const Vector<Accumulator, AT_ONCE> taken = chunk(step, n);
 #pragma unroll
-        for (int c = 0; c < CHUNK<Accumulator>; ++c) {
+        for (int c = 0; c < AT_ONCE; ++c) {
             const int i = (n + c) / COLUMNS, j = (n + c) % COLUMNS;
             S[i][j] = odd ? taken.at[c] : pair[i][j];
             dP[i][j] = odd ? pair[i][COLUMNS + j] : taken.at[c];

@@ -74,15 +74,17 @@ class MmaTile(WarpTile):
 
     def dq_per_thread(self, problem: Problem) -> int:
         """Sums of a dQ tile that one thread holds: a warp has 32 queries and every so many-th group
-        of 16 columns. Of doubles it has 16 queries where it would have no columns left.
+        of 16 columns, of which it sums up to four at a time. Of doubles it has 16 queries where it
+        would have no columns left.
         """
         rows, groups = 32, self.widths(problem)[0] // 16
         if self.dtypes == DOUBLE and (
             self.block_q % 32 or self.warps * 32 // self.block_q > groups
         ):
             rows = 16
-        across = self.warps * rows // self.block_q
-        return rows // 2 * ceil_div(groups, across)
+        own = ceil_div(groups, self.warps * rows // self.block_q)
+        parts = 1 if self.dtypes == DOUBLE else ceil_div(own, 4)
+        return rows // 2 * parts * ceil_div(own, parts)
 
     def cached_bytes(self, problem: Problem) -> int:
         """What blocks read of a head again and again: keys and values. In backward queries and dout
@@ -237,6 +239,10 @@ _BACKWARD = (
          load_unroll=8),
     _fa1(backward=True, max_dim=256, block_q=32, step_q=16, warps=4, slabs=1, split=2, stages=1,
          load_unroll=1),
+    *_both(max_dim=512, block_q=32, step_q=8, warps=8, slabs=1, split=4, stages=2),
+    *_both(max_dim=512, block_q=32, step_q=8, warps=8, slabs=1, split=4, stages=1),
+    *_both(max_dim=512, block_q=32, step_q=8, warps=4, slabs=1, split=4, stages=1,
+           one_score_tile=True),
 )
 # Rates are the sweep's of 2048 and 4096 tokens, without the loads and stores of an item.
 _DOUBLE = (

@@ -127,7 +127,8 @@ class WarpTile(KernelTile):
                 Buffer("sums", sums),
             )
         if self.backward:
-            scores = self.tile_bytes(problem, self.block_k, self.block_q)
+            last = self.block_q * self.item_bytes(problem)  # nothing stands behind the last row
+            scores = self.tile_bytes(problem, self.block_k - 1, self.block_q) + last
             return (
                 Buffer("K", k),
                 Buffer("V", v),

@@ -220,12 +220,14 @@ struct DoubleMmaQuerySums {
     static constexpr bool HAS_TWO = BLOCK_Q % 32 == 0 && WARPS * 32 / BLOCK_Q <= PADDED_D / 16;
     static constexpr int SLABS = HAS_TWO ? 2 : 1, DOWN = BLOCK_Q / (16 * SLABS);
     static constexpr int ACROSS = WARPS / DOWN;
-    static constexpr int GROUPS = round_up(PADDED_D / 16, ACROSS) / ACROSS;
+    static constexpr int GROUPS = round_up(PADDED_D / 16, ACROSS) / ACROSS, PARTS = 1;
     static constexpr int ROWS = 2 * SLABS, COLUMNS = 4 * GROUPS, COLUMN_GROUP = 2;
     static_assert(WARPS % DOWN == 0 && BLOCK_Q % 16 == 0, "warps share the tile evenly");
 
     const int lane = threadIdx.x % 32, down = threadIdx.x / 32 % DOWN;
     const int across = threadIdx.x / 32 / DOWN;
+
+    explicit __device__ __forceinline__ DoubleMmaQuerySums(int) {}
 
     __device__ __forceinline__ int row(int i) const {
         return (down * SLABS + i / 2) * 16 + lane / 4 * 2 + i % 2;

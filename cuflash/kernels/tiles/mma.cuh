@@ -59,12 +59,30 @@ struct MmaTile {
     __device__ __forceinline__ void load_queries(u32 (&a)[4], int slab, int depth) const {
         load_matrices(a, Q_address + (slab * 16 * PITCH + depth * 16) * int(sizeof(T)));
     }
+    // The same, or from registers.
+    __device__ __forceinline__ void take_loaded(u32 (&a)[4], int slab, int depth) const {
+        if constexpr (QUERIES_IN_REGISTERS) {
+#pragma unroll
+            for (int r = 0; r < 4; ++r) a[r] = Q_regs[slab][depth][r];
+        } else {
+            load_queries(a, slab, depth);
+        }
+    }
 
     // S = Q K^T for the STEP_K keys from K_smem on. Between products beside(0), beside(1), ... do what
     // has nothing to do with them, BESIDES in all.
     template <typename Beside>
     __device__ __forceinline__ void score(float (&S)[ROWS][COLUMNS], const T* K_smem,
                                           const Beside& beside) const {
+        if constexpr (STEP_K == 8)
+            score_eight(S, K_smem, beside);
+        else
+            score_pairs(S, K_smem, beside);
+    }
+    // Two products of 8 keys at a time.
+    template <typename Beside>
+    __device__ __forceinline__ void score_pairs(float (&S)[ROWS][COLUMNS], const T* K_smem,
+                                                const Beside& beside) const {
 #pragma unroll
         for (int i = 0; i < ROWS; ++i)
 #pragma unroll
@@ -77,14 +95,7 @@ struct MmaTile {
         for (int depth = 0; depth < DEPTHS; ++depth) {
             u32 a[SLABS][4];
 #pragma unroll
-            for (int slab = 0; slab < SLABS; ++slab) {
-                if constexpr (QUERIES_IN_REGISTERS) {
-#pragma unroll
-                    for (int r = 0; r < 4; ++r) a[slab][r] = Q_regs[slab][depth][r];
-                } else {
-                    load_queries(a[slab], slab, depth);
-                }
-            }
+            for (int slab = 0; slab < SLABS; ++slab) take_loaded(a[slab], slab, depth);
 #pragma unroll
             for (int keys = 0; keys < STEP_K / 16; ++keys) {
                 u32 b[4];
@@ -94,6 +105,43 @@ struct MmaTile {
             }
             beside(depth);
         }
+    }
+    // One product of 8 keys. A load brings them for two depths of 16, whose products are summed apart: so
+    // they need not wait for each other.
+    template <typename Beside>
+    __device__ __forceinline__ void score_eight(float (&S)[ROWS][COLUMNS], const T* K_smem,
+                                                const Beside& beside) const {
+        static_assert(STEP_K != 8 || COLUMNS == 2, "two scores of a row");
+        const int thread = threadIdx.x;
+        const T* const K = K_smem + thread % 8 * PITCH;
+        const u32 K_address = shared_address(K + thread / 8 % 4 * 8);
+        // A last depth that stands alone comes twice: there is nothing behind it.
+        const u32 last_address = shared_address(K + (DEPTHS - 1) * 16 + thread / 8 % 2 * 8);
+        float sums[2][ROWS][2] = {};
+#pragma unroll
+        for (int depth = 0; depth < DEPTHS; depth += 2) {
+            u32 b[4];
+            const bool alone = depth + 1 == DEPTHS;
+            load_matrices(b, alone ? last_address : K_address + depth * 16 * int(sizeof(T)));
+#pragma unroll
+            for (int odd = 0; odd < 2; ++odd) {
+                if (depth + odd >= DEPTHS) break;
+#pragma unroll
+                for (int slab = 0; slab < SLABS; ++slab) {
+                    u32 a[4];
+                    take_loaded(a, slab, depth + odd);
+                    auto& upper = sums[odd][2 * slab];
+                    auto& lower = sums[odd][2 * slab + 1];
+                    multiply(upper[0], upper[1], lower[0], lower[1], a, b[2 * odd], b[2 * odd + 1],
+                             T());
+                }
+                beside(depth + odd);
+            }
+        }
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+            for (int j = 0; j < 2; ++j) S[i][j] = sums[0][i][j] + sums[1][i][j];
     }
     __device__ __forceinline__ void score(float (&S)[ROWS][COLUMNS], const T* K_smem) const {
         score(S, K_smem, [](int) {});

@@ -4,23 +4,28 @@
 #include "tiles/mma.cuh"
 #include "tiles/simt.cuh"
 
-// On tensor cores. A warp has 32 queries and every ACROSS-th group of 16 columns.
+// On tensor cores. A warp has 32 queries and every ACROSS-th group of 16 columns. It sums up to four groups
+// at a time: more are cut into PARTS, one after the other.
 template <typename T, int WARPS, int BLOCK_Q, int BLOCK_K, int D>
 struct MmaQuerySums {
     static constexpr int PADDED_D = round_up(D, 16), PITCH = pitch<T>(PADDED_D);
     static constexpr int DOWN = BLOCK_Q / 32, ACROSS = WARPS / DOWN;
-    static constexpr int GROUPS = round_up(PADDED_D / 16, ACROSS) / ACROSS;
+    static constexpr int OF_WARP = divide_up(PADDED_D / 16, ACROSS), PARTS = divide_up(OF_WARP, 4);
+    static constexpr int GROUPS = divide_up(OF_WARP, PARTS);  // of a part
     static constexpr int ROWS = 4, COLUMNS = 4 * GROUPS, COLUMN_GROUP = 2;
     static_assert(WARPS % DOWN == 0 && BLOCK_Q % 32 == 0, "warps share the tile evenly");
 
     const int lane = threadIdx.x % 32, down = threadIdx.x / 32 % DOWN;
-    const int across = threadIdx.x / 32 / DOWN;
+    const int first;  // of its groups
+
+    explicit __device__ __forceinline__ MmaQuerySums(int part)
+        : first(threadIdx.x / 32 / DOWN + part * (GROUPS * ACROSS)) {}
 
     __device__ __forceinline__ int row(int i) const {
         return down * 32 + i / 2 * 16 + i % 2 * 8 + lane / 4;
     }
     __device__ __forceinline__ int value_column(int j) const {
-        return (j / 4 * ACROSS + across) * 16 + j % 4 / 2 * 8 + lane % 4 * 2 + j % 2;
+        return (j / 4 * ACROSS + first) * 16 + j % 4 / 2 * 8 + lane % 4 * 2 + j % 2;
     }
 
     __device__ __forceinline__ void multiply_tiles(float (&dQ)[ROWS][COLUMNS], const T* dS_smem,
@@ -31,7 +36,7 @@ struct MmaQuerySums {
                                              down * 32 + lane / 8 % 2 * 8);
         // Keys 0-7 and 8-15, first of columns 0-7, then of 8-15.
         const u32 K_address =
-            shared_address(K_smem + lane % 16 * PITCH + across * 16 + lane / 16 * 8);
+            shared_address(K_smem + lane % 16 * PITCH + first * 16 + lane / 16 * 8);
 #pragma unroll
         for (int k = 0; k < BLOCK_K; k += 16) {
             u32 a[2][4];
@@ -41,7 +46,9 @@ struct MmaQuerySums {
                                          S_address + (k * S_PITCH + slab * 16) * int(sizeof(T)));
 #pragma unroll
             for (int group = 0; group < GROUPS; ++group) {
-                if (PADDED_D / 16 % ACROSS != 0 && group * ACROSS + across >= PADDED_D / 16) break;
+                if (PARTS * GROUPS * ACROSS * 16 != PADDED_D &&
+                    group * ACROSS + first >= PADDED_D / 16)
+                    break;
                 u32 b[4];
                 load_matrices_transposed(
                     b, K_address + (k * PITCH + group * ACROSS * 16) * int(sizeof(T)));
@@ -63,11 +70,13 @@ template <typename A, int WARPS, int BLOCK_Q, int BLOCK_K, int PADDED_D>
 struct SimtQuerySums {
     static constexpr int PITCH = pitch<A>(PADDED_D), DOWN = BLOCK_Q / 4;
     static constexpr int ACROSS = WARPS * 32 / DOWN, CHUNKS = PADDED_D / CHUNK<A>;
-    static constexpr int GROUPS = round_up(CHUNKS, ACROSS) / ACROSS;
+    static constexpr int GROUPS = round_up(CHUNKS, ACROSS) / ACROSS, PARTS = 1;
     static constexpr int ROWS = 4, COLUMNS = GROUPS * CHUNK<A>, COLUMN_GROUP = CHUNK<A>;
     static_assert(BLOCK_Q % 4 == 0 && WARPS * 32 % DOWN == 0, "threads share the tile evenly");
 
     const int down = threadIdx.x % DOWN, across = threadIdx.x / DOWN;
+
+    explicit __device__ __forceinline__ SimtQuerySums(int) {}
 
     __device__ __forceinline__ int row(int i) const { return down * 4 + i; }
     __device__ __forceinline__ int value_column(int j) const {
