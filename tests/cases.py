@@ -1043,7 +1043,10 @@ class _BackwardCases(_Cases):
 
     def dims(self):
         dims = {
-            "mma": [8, 17, 40, 80, 96, 128, (64, 32), (32, 64), (17, 40), (40, 3), (128, 8)],
+            "mma": [
+                8, 17, 40, 80, 96, 128, (64, 32), (32, 64), (17, 40), (40, 3), (128, 8), 512, 300,
+                (512, 64), (17, 272),
+            ],
             "simt": [
                 1, 3, 17, 40, 64, 96, 128, 160, 256, 300, 512, (17, 40), (40, 3), (1, 128),
             ],
@@ -1090,12 +1093,14 @@ class _BackwardCases(_Cases):
                  softcap=3.0)  # fmt: skip
 
     def wide(self):
-        """On Hopper, heads that have kernels of their own: some of what other families are for."""
-        if self.engine != "wgmma":
+        """Heads that have kernels or tiles of their own: some of what other families are for."""
+        if self.engine == "simt" or self.max_dim < 264:
             return
-        dtype, dim, value_dim = self.dtypes[-1], 136, 40
+        dtype = self.dtypes[-1]
+        on_hopper = self.engine == "wgmma"
+        dim, value_dim = (136, 40) if on_hopper else (264, 272)
         tile = self.tile(dtype, dim, value_dim)
-        n, m = 128 + 9, 2 * tile.block_k + 5
+        n, m = (128 if on_hopper else tile.block_q) + 9, 2 * tile.block_k + 5
         q, k, v = (2, n, dim), (2, m, dim), (2, m, value_dim)
         shown = random_mask((2, n, m), 32, shown=0.6)
         lengths = {"q_lengths": np.int32([n, 3]), "kv_lengths": np.int32([m // 2, m + 1])}

@@ -1,19 +1,25 @@
-"""Heads that shared memory has few rows of: rows on FMA units where lanes share a score."""
+"""Heads that shared memory has few rows of: rows on FMA units where lanes share a score, and of
+gradients on tensor cores where warps score 8 queries each.
+"""
 
 import emulator
 import numpy as np
 import pytest
-from cases import BACKWARD_CASES, CASES, check_all
+from cases import BACKWARD_CASES, CASES, check_all, numpy_dtype
 from emulated import attention, attention_backward
 from test_kernels import check_backward, check_forward
 from tolerance import assert_arrays_close, assert_backward_close, assert_forward_close
 
 from cuflash import ScoreMod, reference
+from cuflash.planning import mma, simt
 from cuflash.planning.problem import Device
-from cuflash.planning.simt import ROWS
 
 pytestmark = pytest.mark.skipif(emulator.available() is not None, reason=str(emulator.available()))
-SHARING = [row for row in ROWS if row.row_lanes > (row.block_q if row.backward else row.step_k)]
+SHARING = [
+    row for row in simt.ROWS if row.row_lanes > (row.block_q if row.backward else row.step_k)
+]
+DOUBLED = "float32", "float64"
+WIDE = [row for row in mma.ROWS if row.backward and row.max_dim == 512]
 
 
 @pytest.mark.parametrize("algo", ["fa1", "fa2"])
@@ -36,21 +42,46 @@ def test_default_calls(dtype, arch, dim, algo):
     assert_backward_close(result[:3], dout, q, k, v, plan=result.plan, causal=True)
 
 
+@pytest.mark.parametrize(
+    ("arch", "dtype", "d", "e", "options"),
+    [
+        (90, "bfloat16", 512, 512, {}), (90, "float16", 264, 272, {"deterministic": False}),
+        (90, "float16", 300, 17, {"algo": "fa1"}), (80, "float16", 512, 512, {"causal": True}),
+        (80, "bfloat16", 64, 512, {"deterministic": False}), (86, "float16", 512, 512, {}),
+        (120, "bfloat16", 512, 40, {"causal": True, "deterministic": False}),
+        (89, "float16", 480, 496, {"algo": "fa1"}),
+    ],
+)  # fmt: skip
+def test_default_gradients_of_halves(arch, dtype, d, e, options):
+    """On tensor cores, of each size of shared memory, where pairs of warps trade and where not."""
+    rng = np.random.default_rng(0)
+    q, k, v, dout = (
+        rng.standard_normal((2, *shape)).astype(numpy_dtype(dtype))
+        for shape in ((41, d), (37, d), (37, e), (41, e))
+    )
+    meaning = {"causal": options.get("causal", False)}
+    out, lse = reference.attention(q, k, v, return_lse=True, **meaning)
+    given = dout, q, k, v, out.astype(q.dtype), lse.astype(np.float32)
+    result = attention_backward(*given, device=Device(arch), **options)
+    assert result.plan.tile in WIDE
+    assert_backward_close(result[:3], dout, q, k, v, plan=result.plan, **meaning)
+
+
 def cases_of(row):
-    """One case of each family, in float32 and float64 by turns, and others for each row."""
+    """One case of each family, of two types by turns, and others for each row."""
+    rows, types = (WIDE, ("float16", "bfloat16")) if row in WIDE else (SHARING, DOUBLED)
     found = {}
     for case in BACKWARD_CASES if row.backward else CASES:
-        if (case.algo, case.engine) == (row.algo, "simt"):
+        if (case.algo, case.engine) == (row.algo, row.engine) and case.dtype in row.dtypes:
             found.setdefault(case.family, []).append(case)
-    number = SHARING.index(row)
+    number = rows.index(row)
     for i, same in enumerate(found.values()):
-        wanted = ("float32", "float64")[(i + number) % 2]
-        of_type = [case for case in same if case.dtype == wanted] or same
+        of_type = [case for case in same if case.dtype == types[(i + number) % 2]] or same
         yield of_type[7 * number % len(of_type)]
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("row", SHARING, ids=str)
+@pytest.mark.parametrize("row", SHARING + WIDE, ids=str)
 def test_cases(row):
     """Masks, scores, dropout, parts of keys, packed heads, gradients of arrays."""
     check = check_backward if row.backward else check_forward
