@@ -268,7 +268,7 @@ def gradients_elsewhere() -> list[Kernel]:
     each head dim gets, in order and in any order.
     """
     rows = []
-    for arch, dim in itertools.product(ARCHES, (32, 64, 128, 256)):
+    for arch, dim in itertools.product(ARCHES, (32, 64, 128, 256, 512)):
         halves = "float16" if arch == "sm_75" else "bfloat16"
         try:
             plan = make_plan(problem(halves, dim, True), device(arch), "fa2", "mma")

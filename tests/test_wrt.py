@@ -506,7 +506,7 @@ def plans():
     mod = ScoreMod("score * x[k // 2]", x=np.zeros(9, np.float32))
     others = {"alibi_slopes": slopes, "sinks": slopes, "score_mod": mod}
     for dtype, arch, engine, dims in (
-        ("bfloat16", 90, "wgmma", (64, 128, 192, 256)), ("float16", 80, "mma", (32, 128, 256)),
+        ("bfloat16", 90, "wgmma", (64, 128, 192, 256)), ("float16", 80, "mma", (32, 128, 256, 512)),
         ("float32", 75, "simt", (64, 128)), ("float64", 90, "simt", (128, 512)),
         ("float32", 90, "wgmma", (64, 128)),
     ):  # fmt: skip
