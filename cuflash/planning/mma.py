@@ -181,15 +181,14 @@ def _both(**sizes: Any) -> tuple[MmaTile, MmaTile]:
 
 # fmt: off
 # Of 512 columns 227 KB of shared memory (sm_90, 100) have room for all rows, 163 (sm_80) for the
-# last three, 99 (sm_86, 89, 120) for the last one. Not measured: rates are computed, 0.81 of what
-# the port of shared memory allows (docs/kernels.md), as of the row for 256 columns; times of items
-# and starts are that row's, those of items by bytes.
+# last three, 99 (sm_86, 89, 120) for the last one. Measured on an H200 (2026-11-26), where the first
+# row is also the fastest one up to 320 columns (241).
 _WIDE = (
-    _wide_fa2(block_k=64, warps=8, slabs=2, split=4, rate=346, item_time=6.00, start_time=15.1),
-    _wide_fa2(block_k=64, warps=4, slabs=2, split=4, rate=284, item_time=3.00, start_time=15.1),
-    _wide_fa2(block_k=32, warps=8, slabs=1, split=2, rate=245, item_time=6.00, start_time=15.1),
-    _wide_fa2(block_k=32, warps=4, slabs=1, split=2, rate=212, item_time=3.00, start_time=15.1),
-    _wide_fa2(block_k=32, warps=2, slabs=1, split=2, rate=167, item_time=1.50, start_time=15.1),
+    _wide_fa2(block_k=64, warps=8, slabs=2, split=4, rate=264, item_time=7.89, start_time=15.2),
+    _wide_fa2(block_k=64, warps=4, slabs=2, split=4, rate=147, item_time=3.53, start_time=13.3),
+    _wide_fa2(block_k=32, warps=8, slabs=1, split=2, rate=205, item_time=8.05, start_time=13.5),
+    _wide_fa2(block_k=32, warps=4, slabs=1, split=2, rate=179, item_time=2.79, start_time=12.7),
+    _wide_fa2(block_k=32, warps=2, slabs=1, split=2, rate=89,  item_time=1.65, start_time=12.1),
 )
 _FORWARD = (
     _fa2(max_dim=64,  block_k=64,  warps=4, slabs=2, stages=2, queries_in_registers=True,
