@@ -181,8 +181,8 @@ def _both(**sizes: Any) -> tuple[MmaTile, MmaTile]:
 
 # fmt: off
 # Of 512 columns 227 KB of shared memory (sm_90, 100) have room for all rows, 163 (sm_80) for the
-# last three, 99 (sm_86, 89, 120) for the last one. Measured on an H200 (2026-11-26), where the first
-# row is also the fastest one up to 320 columns (241).
+# last three, 99 (sm_86, 89, 120) for the last one. Measured on an H200 (2026-11-26); of these the
+# first row is the fastest one of 320 columns, too.
 _WIDE = (
     _wide_fa2(block_k=64, warps=8, slabs=2, split=4, rate=264, item_time=7.89, start_time=15.2),
     _wide_fa2(block_k=64, warps=4, slabs=2, split=4, rate=147, item_time=3.53, start_time=13.3),
