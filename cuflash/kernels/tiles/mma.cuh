@@ -96,14 +96,20 @@ struct MmaTile {
             u32 a[SLABS][4];
 #pragma unroll
             for (int slab = 0; slab < SLABS; ++slab) take_loaded(a[slab], slab, depth);
-#pragma unroll
-            for (int keys = 0; keys < STEP_K / 16; ++keys) {
-                u32 b[4];
-                load_matrices(b, K_address + (keys * 16 * PITCH + depth * 16) * int(sizeof(T)));
-#pragma unroll
-                for (int slab = 0; slab < SLABS; ++slab) multiply_pair(S, slab, keys, a[slab], b);
-            }
+            multiply_depth(S, a, K_address, depth);
             beside(depth);
+        }
+    }
+    // Adds to S what 16 columns of the queries, `a`, make with those of the keys.
+    __device__ __forceinline__ void multiply_depth(float (&S)[ROWS][COLUMNS],
+                                                   const u32 (&a)[SLABS][4], u32 K_address,
+                                                   int depth) const {
+#pragma unroll
+        for (int keys = 0; keys < STEP_K / 16; ++keys) {
+            u32 b[4];
+            load_matrices(b, K_address + (keys * 16 * PITCH + depth * 16) * int(sizeof(T)));
+#pragma unroll
+            for (int slab = 0; slab < SLABS; ++slab) multiply_pair(S, slab, keys, a[slab], b);
         }
     }
     // One product of 8 keys. A load brings them for two depths of 16, whose products are summed apart: so
@@ -166,13 +172,7 @@ struct MmaTile {
 #pragma unroll
             for (int slab = 0; slab < SLABS; ++slab)
                 load_matrices(a[slab], Q_half + (slab * 16 * PITCH + depth * 16) * int(sizeof(T)));
-#pragma unroll
-            for (int keys = 0; keys < STEP_K / 16; ++keys) {
-                u32 b[4];
-                load_matrices(b, K_address + (keys * 16 * PITCH + depth * 16) * int(sizeof(T)));
-#pragma unroll
-                for (int slab = 0; slab < SLABS; ++slab) multiply_pair(S, slab, keys, a[slab], b);
-            }
+            multiply_depth(S, a, K_address, depth);
         }
     }
 
