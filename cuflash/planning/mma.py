@@ -180,15 +180,17 @@ def _both(**sizes: Any) -> tuple[MmaTile, MmaTile]:
 
 
 # fmt: off
-# Of 512 columns 227 KB of shared memory (sm_90, 100) have room for all rows, 163 (sm_80) for the
-# last three, 99 (sm_86, 89, 120) for the last one. Measured on an H200 (2026-11-26); of these the
-# first row is the fastest one of 320 columns, too.
+# Shared memory of 227 KB (sm_90, 100) has room for all rows, of 163 (sm_80) for the second one up
+# to 352 columns and those behind it, of 99 (sm_86, 89, 120) for the third up to 320, the fourth up
+# to 480 and the last one. Measured on an H200 (2026-11-26).
 _WIDE = (
+    _wide_fa2(max_dim=320, block_k=128, warps=8, slabs=2, split=4, step_k=32, trades=False,
+              rate=268, item_time=7.22, start_time=12.0),
     _wide_fa2(block_k=64, warps=8, slabs=2, split=4, rate=264, item_time=7.89, start_time=15.2),
-    _wide_fa2(block_k=64, warps=4, slabs=2, split=4, rate=147, item_time=3.53, start_time=13.3),
     _wide_fa2(block_k=32, warps=8, slabs=1, split=2, rate=205, item_time=8.05, start_time=13.5),
     _wide_fa2(block_k=32, warps=4, slabs=1, split=2, rate=179, item_time=2.79, start_time=12.7),
-    _wide_fa2(block_k=32, warps=2, slabs=1, split=2, rate=89,  item_time=1.65, start_time=12.1),
+    _wide_fa2(block_k=16, warps=4, slabs=1, split=2, step_k=8,
+              rate=163, item_time=3.31, start_time=11.1),
 )
 _FORWARD = (
     _fa2(max_dim=64,  block_k=64,  warps=4, slabs=2, stages=2, queries_in_registers=True,

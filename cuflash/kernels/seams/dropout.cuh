@@ -210,13 +210,33 @@ __device__ __forceinline__ void each_drawn(const RowCalls<ROWS>& calls, const Ti
         }
 }
 
+// The same in a tile of 8 keys, a fourth of those of a call.
+template <int ROWS, typename Tile, typename P, typename Use>
+__device__ __forceinline__ void each_of_8_keys(const RowCalls<ROWS>& calls, const Tile& tile,
+                                               const P& p, int row_begin, int k_begin,
+                                               const Use& use) {
+    const bool upper = k_begin / 8 % 2 != 0, upper_key = k_begin / 16 % 2 != 0;
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i) {
+        const RandomWords words = calls[i].draw(calls.first_key + u32(k_begin) / 32 * 4);
+        const int turn = turn_of(query_of(row_begin + tile.row(i)) / 8 % 2 != 0, upper_key);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+            const u32 word = upper ? words.at[word_of(j, 1)] : words.at[word_of(j, 0)];
+            use(i, j, stays(p, turned(word, turn)));
+        }
+    }
+}
+
 // Calls use(i, j, kept) for each of a lane's pairs in a tile on tensor cores: row i is of the query of row
 // row_begin + tile.row(i), column j of key k_begin + tile.column(j). Tiles begin at multiples of their
 // width.
 template <int ROWS, int COLUMNS, typename Tile, typename P, typename Use>
 __device__ __forceinline__ void each_kept(const RowCalls<ROWS>& calls, const Tile& tile, const P& p,
                                           const Head&, int row_begin, int k_begin, const Use& use) {
-    if (COLUMNS % 8 == 0 || k_begin / 16 % 2 == 0)
+    if constexpr (COLUMNS == 2)
+        each_of_8_keys(calls, tile, p, row_begin, k_begin, use);
+    else if (COLUMNS % 8 == 0 || k_begin / 16 % 2 == 0)
         each_drawn<false, ROWS, COLUMNS>(calls, tile, p, row_begin, k_begin, use);
     else
         each_drawn<true, ROWS, COLUMNS>(calls, tile, p, row_begin, k_begin, use);
