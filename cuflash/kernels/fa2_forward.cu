@@ -26,8 +26,7 @@
 #include "seams/sequence.cuh"
 #include "seams/pages.cuh"
 #include "seams/key_tiles.cuh"
-#include "seams/parts.cuh"
-#include "seams/position.cuh"
+#include "seams/query_block.cuh"
 #include "seams/score.cuh"
 #include "seams/output.cuh"
 #include "seams/whole_rows.cuh"
@@ -54,17 +53,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const int warp = threadIdx.x / 32;
     int query_tiles = p.query_tiles;
     if constexpr (AFTER_PLANES && !SAME_BLOCKS) query_tiles = tiles_behind(p);
-    const Work work(p, blockIdx.x, query_tiles * (SPLIT ? p.parts : 1), GROUP);
-    const int part = SPLIT ? work.tile / query_tiles : 0;
-    const int tile_index = SPLIT ? work.tile % query_tiles : work.tile;
-    const RegionTile place =
-        query_tile_at<BLOCK_Q, PACKED>(p, tile_index / GROUP_TILES, query_tiles / GROUP_TILES);
-    if (!place.exists()) return;
-    const int index = work.head * GROUP + tile_index % GROUP_TILES * PACKED;
-    Head head = locate_head(p, Position(p, index), index, place.region);
-    take_part(p, head, part);
-    // The last queries see most, and so start first.
-    const int query_tile = row_at(p, head, place.tile, place.tiles - 1 - place.tile);
+    QueryBlock block;
+    if (!block.locate(p, query_tiles)) return;
+    const Head& head = block.head;
+    const int query_tile = block.query_tile;
     const int first_row = warp * Tile::WARP_ROWS;
     const int block_row = query_tile * BLOCK_Q, row_begin = block_row + first_row;
     if (!has_work(p, head, block_row, block_row + BLOCK_Q)) return;
@@ -189,7 +181,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
     const Position position(p, head.index);
     const HeadOutput output = locate_output(
-        p, head, part, [&](const auto* strides) { return position.offset(p, strides); });
+        p, head, block.part, [&](const auto* strides) { return position.offset(p, strides); });
     store_rows_by_way_of<Tile::PITCH>(Q_smem + first_row * Tile::PITCH, O_regs, softmax, tile, p,
                                       head, row_begin, output);
 }

@@ -22,8 +22,7 @@
 #include "tiles/shared_softmax.cuh"
 #include "seams/key_tiles.cuh"
 #include "seams/output.cuh"
-#include "seams/parts.cuh"
-#include "seams/position.cuh"
+#include "seams/query_block.cuh"
 #include "seams/score.cuh"
 #include "seams/whole_rows.cuh"
 
@@ -46,20 +45,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     Tile::Shared* const K_smem = reinterpret_cast<Tile::Shared*>(smem + shared_at::K);
     Tile::Shared* const V_smem = reinterpret_cast<Tile::Shared*>(smem + shared_at::V);
 
-    const Work work(p, blockIdx.x, p.query_tiles * (SPLIT ? p.parts : 1), GROUP);
-    const int part = SPLIT ? work.tile / p.query_tiles : 0;
-    const int tile_index = SPLIT ? work.tile % p.query_tiles : work.tile;
-    const RegionTile place =
-        query_tile_at<BLOCK_Q, PACKED>(p, tile_index / GROUP_TILES, p.query_tiles / GROUP_TILES);
-    if (!place.exists()) return;
-    const int index = work.head * GROUP + tile_index % GROUP_TILES * PACKED;
-    Head head = locate_head(p, Position(p, index), index, place.region);
-    take_part(p, head, part);
-    // The last queries see most, and so start first.
-    const int query_tile = row_at(p, head, place.tile, place.tiles - 1 - place.tile);
-    const int block_row = query_tile * BLOCK_Q;
+    QueryBlock block;
+    if (!block.locate(p, p.query_tiles)) return;
+    const Head& head = block.head;
+    const int block_row = block.query_tile * BLOCK_Q;
     if (!has_work(p, head, block_row, block_row + BLOCK_Q)) return;
-    const KeyTiles<BLOCK_K> tiles(p, head, query_tile, BLOCK_Q);
+    const KeyTiles<BLOCK_K> tiles(p, head, block.query_tile, BLOCK_Q);
     const Accumulator multiplier = score_multiplier(p);
 
     const int sharers = threadIdx.x / (32 * WARP_SPLIT);  // which of the groups of warps
@@ -142,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
     const Position position(p, head.index);
     const HeadOutput output = locate_output(
-        p, head, part, [&](const auto* strides) { return position.offset(p, strides); });
+        p, head, block.part, [&](const auto* strides) { return position.offset(p, strides); });
     store_rows_by_way_of<Tile::PITCH>(Q_smem + first_row * Tile::PITCH, O_regs, softmax, tile, p,
                                       head, row_begin, output);
 }
