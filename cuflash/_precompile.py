@@ -15,6 +15,7 @@ from .calls.arrays import as_integers, as_mask, as_window, of_batch, split_offse
 from .calls.call import BackwardCall, Call, ForwardCall
 from .calls.packed import packed_specs, starts_specs
 from .calls.run import launch_module
+from .calls.suited import best_call
 from .extras import compiling
 from .keywords import explains_keywords
 from .operands.checks import checked_truth
@@ -240,9 +241,10 @@ def precompile(
                     given = packed_specs(given, is_paged) | starts
                 given |= others
                 for kind, asked in kinds:
-                    call = kind(
-                        given, asked._replace(longest=longest), facts, arguments.mask_kind,
-                        aligned, arguments.predicate, arguments.mask_evenness,
+                    call = best_call(
+                        kind, given, asked._replace(longest=longest), facts, arguments.mask_kind,
+                        frozenset() if aligned else frozenset(kind.matrices), arguments.predicate,
+                        arguments.mask_evenness,
                     )  # fmt: skip
                     if not call.is_empty:
                         yield call.plan

@@ -27,6 +27,7 @@ from cuflash.calls.call import BackwardCall, ForwardCall
 from cuflash.calls.merge import MergeCall
 from cuflash.calls.packed import packed_queries
 from cuflash.calls.run import find_call
+from cuflash.calls.suited import fill
 from cuflash.gpu.arguments import pack
 from cuflash.gpu.tensor_maps import tables_bytes, tensor_maps
 from cuflash.gpu.work_order import work_order
@@ -221,11 +222,14 @@ def _run(
             fresh.add(name)
         results[name] = arrays[name]
     arrays, written = call.heads_first(arrays), call.heads_first(results)
-    for name, spec in call.copied:
-        arrays[name] = conform(arrays[name], spec)
-    for name, spec in call.staged:
-        arrays[name] = np.empty(spec.shape, spec.dtype)
-        fresh.add(name)
+    for name, spec in (*call.copied, *call.staged):
+        memory = np.empty(spec.spanned_bytes, np.uint8)
+        own = np.ndarray(spec.shape, spec.dtype, memory, strides=spec.strides)
+        if (name, spec) in call.copied:
+            fill(own, arrays[name])
+        else:
+            fresh.add(name)
+        arrays[name] = own
 
     memory = Memory()
     held = call.captured, call.dropout_p, call.targets, call.mask_held
@@ -238,7 +242,8 @@ def _run(
         for name in ("seed_number", "first_query_number", "first_key_number", "first_head"):
             params[name] = asked.addresses[name]
     _place_mask(params, mask, plan, memory)
-    parts = {name: np.empty(size, np.uint8) for name, size in plan.workspace}
+    fields_of_all = params.dtype.names  # without those of copies
+    parts = {name: np.empty(n, np.uint8) for name, n in plan.workspace if name in fields_of_all}
     for name, part in parts.items():
         params[name] = memory.place(part, initialised=False)
     held = arrays | {name: x.view(np.float16) for name, x in parts.items() if x.size % 2 == 0}
@@ -246,7 +251,7 @@ def _run(
     stats = _launch(plan, params, tables, memory, mode, schedule, truncates)
     for name, _ in call.staged:
         if name in results:
-            written[name][...] = arrays[name]
+            written[name][...] = arrays[name][..., : written[name].shape[-1]]
     padding = [None] * (len(call.results) - count)
     return *results.values(), *padding, plan, stats
 

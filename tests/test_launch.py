@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import dataclasses
 import importlib
 import itertools
 import sys
@@ -22,7 +23,9 @@ from cuflash.calls.arrays import of_batch, split_offset
 from cuflash.calls.call import BackwardCall, ForwardCall
 from cuflash.calls.run import find_call, run_call
 from cuflash.masks.tile_lists import tile_lists
+from cuflash.planning import copies
 from cuflash.planning.append import OPERANDS, PARAMS, AppendPlan
+from cuflash.planning.copies import CopyPlan
 from cuflash.planning.merge import MergePlan
 from cuflash.planning.params import params_dtype, pointers
 
@@ -30,7 +33,9 @@ H200 = cuflash.Device(90, "NVIDIA H200", multiprocessors=132)
 # The engine mma, since tensor maps are the driver's to make.
 OPTIONS = Options(engine="mma", enable_gqa=True)
 # Modules that import CuPy, or each other.
-FRESH = ("memory", "tables", "kernel_start", "launch", "one_kernel", "append", "merge")
+FRESH = (
+    "memory", "tables", "kernel_start", "copies", "launch", "one_kernel", "append", "merge"
+)  # fmt: skip
 BASE = 1 << 20  # where the first array of the stand-in lies
 
 
@@ -40,21 +45,36 @@ class Place(contextlib.nullcontext):
     id = 0
 
 
+@dataclasses.dataclass
+class Pointer:
+    """Memory of the device."""
+
+    ptr: int
+    device_id: int = 0
+
+    def __add__(self, offset):
+        return Pointer(self.ptr + offset)
+
+
 class Array:
     """What cuflash looks at in a CuPy array, over one of NumPy."""
 
     made: list["Array"] = []  # noqa: RUF012
 
-    def __init__(self, values, dtype=None):
+    def __init__(self, values, dtype=None, data=None, strides=None):
         if dtype is not None:  # new memory, of that shape
             values = np.zeros(values, dtype)
+        if strides is not None:
+            values = np.ndarray(values.shape, dtype, np.zeros(1 << 20, np.uint8), strides=strides)
         self.values = values
         self.shape, self.strides, self.dtype = values.shape, values.strides, values.dtype
         self.flags, self.nbytes, self.itemsize = values.flags, values.nbytes, values.itemsize
         self.device = Place()
         self.made.append(self)
-        address = BASE * len(self.made)
-        self.data = types.SimpleNamespace(device_id=0, ptr=address)
+        self.data = data or Pointer(BASE * len(self.made))
+
+    def __getitem__(self, index):
+        return Array(self.values[index])
 
     def fill(self, value):
         self.values.fill(value)
@@ -122,6 +142,8 @@ def launch(monkeypatch):
         plan, kernel = functions[handle]
         if isinstance(plan, MergePlan):
             struct = plan.params_dtype
+        elif isinstance(plan, CopyPlan):
+            struct = copies.PARAMS
         else:
             of_cache = isinstance(plan, AppendPlan)
             struct = PARAMS if of_cache else params_dtype(plan.problem)
@@ -706,6 +728,24 @@ def test_copies_and_stages(launch):
     assert grads[1].dtype == np.float32
 
 
+def test_copies_of_one_type_are_launches(launch):
+    """Ahead of the kernels and behind them, to the workspace and from there."""
+    grads = {"dq": columns(2, 8, 100, 64), "dk": make(2, 4, 90, 64), "dv": make(2, 4, 90, 64)}
+    given = backward_operands(dout=columns(2, 8, 100, 64), **grads)
+    call, *rest = call_of(BackwardCall, given)
+    workspace = make(call.plan.workspace_bytes, dtype=np.uint8)
+    assert [x is given[f"d{n}"] for x, n in zip(run(launch, call, *rest, 3, workspace), "qkv")]
+    names = [name for name, *_ in launch.launched]
+    assert names == ["copy_rows", *(x.name for x in call.plan.kernels), "copy_rows"]
+    first, params, last = (launch.launched[i][-1] for i in (0, 1, -1))
+    for name, copy, own in (("dout", first, "sources"), ("dq", last, "targets")):
+        place = workspace.data.ptr + call.plan.workspace_offsets[f"{name}_copy"]
+        other = {"sources": "targets", "targets": "sources"}[own]
+        assert copy[own][0] == given[name].data.ptr
+        assert copy[other][0] == params[name] == place
+        assert not copy[own][1:].any()
+
+
 def test_a_workspace_that_is_not_needed(launch):
     given = {name: make(2, 8, 100, 64) for name in "qkv"}
     call, *rest = call_of(ForwardCall, given)
@@ -775,9 +815,13 @@ def test_capture_takes_no_memory(launch):
         with pytest.raises(RuntimeError, match="captured"):
             run(launch, fresh, *rest, 3, workspace)
         copied, *rest = call_of(BackwardCall, {**given, "dout": columns(2, 8, 100, 64)})
-        with pytest.raises(RuntimeError, match="captured"):
+        with pytest.raises(ValueError, match=f"give {copied.plan.workspace_bytes}"):
             run(launch, copied, *rest, 3, workspace)
-    with pytest.raises(ValueError, match=f"workspace has 16 bytes: give {workspace.nbytes}"):
+        workspace = make(copied.plan.workspace_bytes, dtype=np.uint8)
+        run(launch, copied, *rest, 3, workspace)
+        place = workspace.data.ptr + copied.plan.workspace_offsets["dout_copy"]
+        assert launch.launched[-1][-1]["dout"] == place
+    with pytest.raises(ValueError, match="workspace has 16 bytes: give "):
         run(launch, *call_of(BackwardCall, given), 3, make(16, dtype=np.uint8))
 
 

@@ -34,7 +34,7 @@ NAMES = [
     "hopper_backward.cu", "hopper_backward_keys.cu",
     "hopper_backward_queries.cu", "hopper_backward_short.cu",
     "hopper_sum_dq.cu", "hopper_sum_dq_rows.cu", "hopper_sum_dk.cu",
-    "hopper_sum_dv.cu", "mask_queries.cu", "append_kv.cu", "merge_parts.cu",
+    "hopper_sum_dv.cu", "mask_queries.cu", "append_kv.cu", "copy_rows.cu", "merge_parts.cu",
     "merge.cu", "clear_marks.cu", "sequence_starts.cu", "array_gradients.cu", "array_sums.cu",
     "array_zeros.cu", "sink_gradients.cu", "hopper_array_gradients.cu",
 ]  # fmt: skip

@@ -198,9 +198,10 @@ class Arguments:
         """That of a mask of blocks; 1 without one."""
         return self.mask.evenness if self.mask_kind == "blocks" else 1.0
 
-    def are_aligned(self, names: tuple[str, ...]) -> bool:
-        """Whether these arrays start on multiples of CHUNK_BYTES."""
-        return all(self.addresses[name] % CHUNK_BYTES == 0 for name in names)
+    def unaligned(self, names: tuple[str, ...]) -> frozenset[str]:
+        """Those of these arrays, and a bias, that do not start on multiples of CHUNK_BYTES."""
+        addresses = self.addresses
+        return frozenset(x for x in (*names, "bias") if addresses.get(x, 0) % CHUNK_BYTES)
 
     def specs(self) -> dict[str, Spec]:
         """Those of the arrays and of the mask that are given."""

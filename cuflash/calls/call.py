@@ -26,6 +26,7 @@ from ..operands.dtypes import result_dtype
 from ..operands.layout import Layout, Packing, check_shapes, make_layout, unpaged
 from ..operands.spec import Spec, check_apart, clearance, conformed
 from ..planning.array_gradients import wanted_of
+from ..planning.copies import Move
 from ..planning.plan import Plan, make_plan
 from ..planning.problem import Device, make_problem
 from ..scores.captured import captured_views, is_score_operand, make_score
@@ -34,6 +35,7 @@ from ..scores.wanted import Target, make_target, operand_given, titles_of
 from .arguments import Options
 from .arrays import OF_BATCH
 from .packed import sequences_of, tokens_first
+from .suited import has_whole_chunks, is_suited, suited, with_whole_chunks
 
 SPLIT_STEP = 16  # keys
 # A result, what it must not overlap, and their specs; bytes meet where low < distance < high, which
@@ -112,18 +114,25 @@ class Call:
         What is read from a copy.
     staged : tuple of Copy
         What an engine cannot write itself: it writes elsewhere, and that is copied.
+    own : dict of str to Spec
+        The caller's arrays, and results as they are made.
+    unsuited : tuple of Copy
+        What tensor cores take from copies or by way of them in less time.
     apart : tuple of Apart
     tokens_first : frozenset of str
         Operands of packed sequences: the caller's arrays have tokens ahead of heads, specs have
         heads ahead of tokens.
     launch : function or None
         Of a GPU's kernels, once they are compiled.
+    copies : object
+        What then makes copies, where there are any.
     """
 
     __slots__ = (
-        "apart", "captured", "copied", "dropout_p", "has_lists", "is_empty", "launch",
-        "layout", "lse_dtype", "mask_held", "out_dtype", "page_size", "plan", "results", "scale",
-        "score", "staged", "targets", "titles", "tokens_first", "workspace_bytes",
+        "apart", "captured", "copied", "copies", "dropout_p", "has_lists", "is_empty", "launch",
+        "layout", "lse_dtype", "mask_held", "out_dtype", "own", "page_size", "plan", "results",
+        "scale", "score", "staged", "targets", "titles", "tokens_first", "unsuited",
+        "workspace_bytes",
     )  # fmt: skip
     operands: ClassVar[tuple[str, ...]]  # in the order of the kernels' pointers
     matrices: ClassVar[tuple[str, ...]]  # those among them whose rows kernels load in chunks
@@ -133,7 +142,8 @@ class Call:
 
     def __init__(
         self, given: dict[str, Spec], options: Options, device: Device, mask_kind: str,
-        aligned: bool, predicate: Predicate | None = None, mask_evenness: float = 1.0,
+        unaligned: frozenset[str], predicate: Predicate | None = None, mask_evenness: float = 1.0,
+        copies: frozenset[str] = frozenset(),
     ):  # fmt: skip
         inputs = q, k, v = given["q"], given["k"], given["v"]
         table = given.get("page_table")
@@ -147,6 +157,7 @@ class Call:
         check_shapes(q, k, v)
         packing, longest = None, (q.shape[-2], k.shape[-2])
         self.tokens_first: frozenset[str] = frozenset()
+        self.unsuited: tuple[Copy, ...] = ()
         if sequences is not None:
             self.tokens_first = tokens_first(is_paged=table is not None)
             packing = Packing.of(sequences, longest, options.longest or (None, None))
@@ -171,11 +182,12 @@ class Call:
             own: operand_given(name, options.score_mod, given)
             for own, name in zip(titles_of(options.wrt), options.wrt)
         }
-        specs = self._specs(given, inputs, broadcast, mask_kind, device, wanted)
+        specs = self._specs(given, inputs, broadcast, mask_kind, device, wanted, unaligned, copies)
         self.layout = self._layout(specs, broadcast)
         self.score, self.captured = make_score(
-            options.score_mod, options.softcap, given, self.layout.score_shape, longest[1],
-            self.scale, accumulator, band.right is not None and band.right <= 0,
+            options.score_mod, options.softcap, given | dict(self.copied),
+            self.layout.score_shape, longest[1], self.scale, accumulator,
+            band.right is not None and band.right <= 0,
         )  # fmt: skip
         self.targets = tuple(
             make_target(name, self.score.form, specs[own], self.layout.score_shape, longest[1])
@@ -193,7 +205,7 @@ class Call:
         rows = (spec for name, spec in specs.items() if name in self.matrices)
         problem = make_problem(
             self.layout,
-            *(q, k, v),
+            *(x.with_columns(specs[name].shape[-1]) for name, x in zip("qkv", (q, k, v))),
             band=band,
             score=self.score.form,
             lengths={name: spec.dtype.name for name, spec in lengths.items() if spec is not None},
@@ -202,7 +214,7 @@ class Call:
             mask_evenness=mask_evenness if self.backward else 1.0,
             page_size=self.page_size,
             page_table=table.dtype.name if table else "",
-            aligned=aligned and all(spec.rows_are_aligned() for spec in rows),
+            aligned=unaligned <= copies | {"bias"} and all(x.rows_are_aligned() for x in rows),
             backward=self.backward,
             deterministic=checked_truth("deterministic", options.deterministic),
             split_keys=checked_split(options.split_keys),
@@ -212,11 +224,24 @@ class Call:
             wrt=tuple(wanted_of(x, specs[x.operand], self.layout) for x in self.targets),
         )
         self.plan: Plan = make_plan(problem, device, options.algo, options.engine)
+        if not device.is_cpu:
+            self.plan = self.plan.with_copies((*self.copied, *self.staged))
         self.mask_held = predicate.held if predicate and problem.mask_form.text else ()
         self.has_lists = mask_kind == "blocks"
         self.is_empty = 0 in self.layout.out_shape or k.shape[-2] == 0
         self.workspace_bytes = 0 if self.is_empty else self.plan.workspace_bytes
         self.launch: Callable[..., None] | None = None
+        self.copies: Any = None
+
+    @property
+    def reads(self) -> dict[str, Move]:
+        """What is copied ahead of the kernels."""
+        return {name: Move(self.own[name], spec) for name, spec in self.copied}
+
+    @property
+    def writes(self) -> dict[str, Move]:
+        """What is copied behind them."""
+        return {name: Move(spec, self.own[name]) for name, spec in self.staged}
 
     def _mask_form(
         self, predicate: Predicate | None, mask: Spec | None, device: Device
@@ -234,7 +259,8 @@ class Call:
 
     def _specs(
         self, given: dict[str, Spec], inputs: tuple[Spec, Spec, Spec], broadcast: dict[str, Any],
-        mask_kind: str, device: Device, wanted: dict[str, Spec],
+        mask_kind: str, device: Device, wanted: dict[str, Spec], unaligned: frozenset[str],
+        copies: frozenset[str],
     ) -> dict[str, Spec]:  # fmt: skip
         """The spec of each array that an engine is given, and what has to be done for that."""
         read = (conformed(spec, self.out_dtype) for spec in inputs)
@@ -249,19 +275,41 @@ class Call:
                 self._check(name, given[name], spec)
         known = {name: given.get(name, self._turned(name, spec)) for name, spec in made.items()}
         specs = {name: self._seen(name, spec, device) for name, spec in known.items()}
+        if not device.is_cpu:
+            self.unsuited = self._unsuited(specs, given.get("bias"), unaligned)
+        suits = {name: spec for name, spec in self.unsuited if name in copies}
+        specs |= {name: spec for name, spec in suits.items() if name in specs}
+        self.own = given | known
         self.results = tuple(Copy(name, made[name]) for name in self.titles)
         named = (*self.operands, *wanted)
-        changed = [name for name in named if name in specs and specs[name] != known[name]]
+        changed = [name for name in named if name in suits or specs.get(name) != known.get(name)]
         scored = {name: spec for name, spec in given.items() if is_score_operand(name)}
-        whole = {name: conformed(x, x.dtype, rows=False) for name, x in scored.items()}
+        whole = {
+            name: suits.get(name, conformed(x, x.dtype, rows=False)) for name, x in scored.items()
+        }
         self.copied = tuple(
-            Copy(name, specs[name]) for name in changed if name in given and name not in self.titles
-        ) + tuple(Copy(name, x) for name, x in whole.items() if x != scored[name])
+            Copy(name, specs[name])
+            for name in changed
+            if name not in self.titles and (name in given or name in self.matrices)
+        ) + tuple(Copy(name, x) for name, x in whole.items() if name in suits or x != scored[name])
         self.staged = tuple(Copy(name, specs[name]) for name in self.titles if name in changed)
         others = [*expected, *OF_BATCH, "page_table", "seed", *scored]
         others += ["mask"] if mask_kind == "elements" else []
         self.apart = apart_of(self._pairs(others), given)
         return specs
+
+    def _unsuited(
+        self, specs: dict[str, Spec], bias: Spec | None, unaligned: frozenset[str]
+    ) -> tuple[Copy, ...]:
+        """What tensor cores do not take as it is, and as what they do."""
+        found = [
+            Copy(name, suited(spec))
+            for name, spec in specs.items()
+            if name in self.matrices and (name in unaligned or not is_suited(spec))
+        ]
+        if bias is not None and ("bias" in unaligned or not has_whole_chunks(bias)):
+            found.append(Copy("bias", with_whole_chunks(bias)))
+        return tuple(found)
 
     def _stage_scattered(self, specs: dict[str, Spec], device: Device) -> None:
         """On GPUs, gradients at indices that are worked out go to arrays in C order first."""

@@ -16,10 +16,12 @@ from .arguments import Arguments, Options
 from .arrays import check_devices, conform, host_results, memory_module
 from .call import Call, keep_apart
 from .packed import integers_as_read, packed_specs
+from .suited import best_call
 
 _logger = logging.getLogger("cuflash")
 _LARGEST_ITEM = 8  # bytes
 _MAX_CALLS = 1024  # kinds of call that are remembered
+_NO_NAMES: frozenset[str] = frozenset()
 _calls: dict[tuple[object, ...], Call] = {}
 
 
@@ -38,13 +40,15 @@ def find_call(
 
     `device` is to be planned for instead of the arrays' own.
     """
-    aligned = arguments.address_bits % CHUNK_BYTES == 0 or arguments.are_aligned(kind.matrices)
+    unaligned = _NO_NAMES
+    if arguments.address_bits % CHUNK_BYTES:
+        unaligned = arguments.unaligned(kind.matrices)
     # 2 == 2.0 and 1 == True, but not all of these are right.
     types = (
         type(options.causal), type(options.softcap), type(options.scale), type(options.split_keys),
     )  # fmt: skip
     key: tuple[object, ...]
-    key = (kind, options, types, tuple(arguments.forms), arguments.mask_kind, aligned, device)
+    key = (kind, options, types, tuple(arguments.forms), arguments.mask_kind, unaligned, device)
     if arguments.predicate is not None:
         key += (arguments.predicate.key,)
     if kind.backward and arguments.mask_kind == "blocks":
@@ -60,12 +64,12 @@ def find_call(
         if others:
             arguments.replace(others)
             return find_call(kind, arguments, options, device)
-    return _new_call(key, kind, arguments, options, device, aligned)
+    return _new_call(key, kind, arguments, options, device, unaligned)
 
 
 def _new_call(
     key: tuple[object, ...], kind: type[Call], arguments: Arguments, options: Options,
-    device: Device | None, aligned: bool,
+    device: Device | None, unaligned: frozenset[str],
 ) -> Call:  # fmt: skip
     """Check and plan a call, and remember it."""
     elements = {"mask": arguments.mask} if arguments.mask_kind == "elements" else {}
@@ -76,8 +80,8 @@ def _new_call(
     specs = arguments.specs()
     if options.longest is not None:
         specs = packed_specs(specs, "page_table" in specs)
-    call = kind(
-        specs, options, device, arguments.mask_kind, aligned, arguments.predicate,
+    call = best_call(
+        kind, specs, options, device, arguments.mask_kind, unaligned, arguments.predicate,
         arguments.mask_evenness,
     )  # fmt: skip
     plan = call.plan

@@ -24,12 +24,11 @@ from ..planning.problem import Device
 from ..planning.source import without_comments
 from ..scores.wanted import gradient_of
 from .arguments import pack
+from .copies import Copies
 from .kernel_start import Launcher, launcher
 from .memory import (
     FIRST_CALL,
-    conform,
     device_lists,
-    empty,
     mask_arrays,
     refuse_capture,
     results_of,
@@ -42,6 +41,7 @@ if TYPE_CHECKING:
     from ..calls.arguments import Arguments
     from ..calls.call import Call, Copy
     from ..planning.append import AppendPlan
+    from ..planning.copies import CopyPlan
     from ..planning.merge import MergePlan
 
 _logger = logging.getLogger("cuflash")
@@ -108,7 +108,7 @@ def _load(
 
 
 def compiler_input(
-    plan: Plan | AppendPlan | MergePlan, kernel: Launch
+    plan: Plan | AppendPlan | CopyPlan | MergePlan, kernel: Launch
 ) -> tuple[str, str, tuple[str, ...]]:
     """What is compiled for one of a plan's kernels: its source, its name and options."""
     return without_comments(plan.source(kernel.name)), kernel.name, plan.compile_options
@@ -116,7 +116,7 @@ def compiler_input(
 
 @functools.lru_cache(maxsize=512)
 def compiled(
-    plan: Plan | AppendPlan | MergePlan, device_id: int, kernel: Launch | None = None
+    plan: Plan | AppendPlan | CopyPlan | MergePlan, device_id: int, kernel: Launch | None = None
 ) -> Any:
     """The function of one of a plan's kernels, by default the main one, on one device.
 
@@ -239,14 +239,15 @@ def run(call: Call, arguments: Arguments, count: int) -> list[Any]:
     launch = call.launch
     if launch is None:
         launch = call.launch = prepare(call, device_id)
-    held, base = None, 0  # memory lasts until all kernels are in the stream
+    memory, base = None, 0  # it lasts until all kernels are in the stream
     if takes_memory:
-        held = cupy.cuda.alloc(call.workspace_bytes)
-        base = held.ptr
+        memory = cupy.cuda.alloc(call.workspace_bytes)
+        base = memory.ptr
     elif arguments.workspace is not None:
         base = workspace_address(call.workspace_bytes, arguments.workspace, device_id)
+        memory = arguments.workspace.data
     if call.copied or call.staged:
-        _launch_with_copies(call, launch, arguments, base, results, stream.ptr)
+        _launch_with_copies(call, launch, arguments, memory, results, stream.ptr)
     else:
         launch(addresses, base, stream.ptr)
     return results
@@ -328,16 +329,18 @@ def _fill_sink_gradient(call: Call, arrays: dict[str, Any], results: list[Any]) 
 
 
 def _launch_with_copies(
-    call: Call, launch: Launcher, arguments: Arguments, base: int, results: list[Any],
+    call: Call, launch: Launcher, arguments: Arguments, memory: Any, results: list[Any],
     stream: int,
 ) -> None:  # fmt: skip
-    """Launch where a kernel cannot read or write the caller's arrays themselves."""
+    """Launch where kernels cannot read or write the caller's arrays themselves, or not as fast."""
+    if call.copies is None:
+        assert arguments.device_id is not None
+        call.copies = Copies(call, arguments.device_id, compiled)
+    copies = call.copies
+    named = {name: x for (name, _), x in zip(call.results, results)}
     given = call.heads_first({name: arguments.arrays[name] for name, _ in call.copied})
-    copies = {name: conform(given[name], spec) for name, spec in call.copied}
-    stages = {name: empty(spec.shape, spec.dtype) for name, spec in call.staged}
-    for name, x in (copies | stages).items():
-        arguments.addresses[name] = x.data.ptr
-    launch(arguments.addresses, base, stream)
-    written = {name: x for (name, _), x in zip(call.results, results) if name in stages}
-    for name, x in call.heads_first(written).items():
-        x[...] = stages[name]
+    written = call.heads_first({name: named[name] for name, _ in call.staged if name in named})
+    copies.read(given, memory, stream)
+    arguments.addresses.update(copies.addresses(memory))
+    launch(arguments.addresses, 0 if memory is None else memory.ptr, stream)
+    copies.write(written, memory, stream)

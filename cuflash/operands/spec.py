@@ -49,6 +49,11 @@ class Spec(NamedTuple):
         low = sum(r for r in reach if r < 0)
         return low, sum(r for r in reach if r > 0) + self.dtype.itemsize
 
+    @property
+    def spanned_bytes(self) -> int:
+        """What an array without negative strides takes in memory, from its first element on."""
+        return 0 if 0 in self.shape else self.extent()[1]
+
     def heads_first(self) -> Spec:
         """That of a view of (tokens, heads, columns) as (heads, tokens, columns), or back.
 
@@ -58,6 +63,10 @@ class Spec(NamedTuple):
             return self
         (a, b, *shape), (c, d, *strides) = self.shape, self.strides
         return Spec((b, a, *shape), (d, c, *strides), self.dtype)
+
+    def with_columns(self, columns: int) -> Spec:
+        """The same but for how many columns there are."""
+        return self._replace(shape=(*self.shape[:-1], columns))
 
     def rows_are_aligned(self) -> bool:
         """Whether rows lie a multiple of 16 bytes apart."""

@@ -20,6 +20,7 @@ from .tile import Tile, round_up
 from .traffic import moved, moved_unfused
 
 if TYPE_CHECKING:
+    from ..operands.spec import Spec
     from ..typing import Algo, Engine
 
 ALGOS: tuple[Algo, ...] = ("fa1", "fa2", "fa3")
@@ -72,6 +73,8 @@ class Plan:
         Rows that do not serve, and why not; in backward and of fa1 only earlier ones.
     others : tuple of (Tile, float)
         Of a forward pass, what else would serve, and the microseconds that it is estimated to take.
+    copies : tuple of (str, int)
+        Operands that are read from copies or written by way of them, and the bytes of these.
     """
 
     problem: Problem
@@ -79,6 +82,11 @@ class Plan:
     tile: Tile
     rejected: tuple[tuple[Tile, str], ...] = field(default=(), compare=False)
     others: tuple[tuple[Tile, float], ...] = field(default=(), compare=False)
+    copies: tuple[tuple[str, int], ...] = ()
+
+    def with_copies(self, copies: Iterable[tuple[str, Spec]]) -> Plan:
+        """The same with copies of these operands, as arrays of these specs."""
+        return replace(self, copies=tuple((name, spec.spanned_bytes) for name, spec in copies))
 
     @property
     def algo(self) -> str:
@@ -204,10 +212,11 @@ class Plan:
         Where two kernels of backward walk a mask, also lists for tiles of queries
         (mask_query_ranges, mask_query_entries). Where packed sequences begin (query_starts,
         key_starts), and which item is next (next_item). Sums for gradients of arrays that scores
-        depend on (array_sums).
+        depend on (array_sums). Last, copies of operands (q_copy and so on).
         """
         parts = self.tile.workspace(self.problem)
-        return tuple((part.name, part.bytes) for part in parts if part.tiles)
+        copies = ((f"{name}_copy", size) for name, size in self.copies if size)
+        return (*((part.name, part.bytes) for part in parts if part.tiles), *copies)
 
     @property
     def workspace_bytes(self) -> int:
@@ -328,6 +337,9 @@ class Plan:
             ]
         if p.backward and self.threads:
             lines.append(f"order      {self._order}")
+        if self.copies:
+            names = ", ".join(name for name, _ in self.copies)
+            lines.append(f"copies     {names}: {sum(size for _, size in self.copies)} bytes")
         lines += [
             f"workspace  {self.workspace_bytes} bytes",
             f"work       {self.flops / 1e9:.3f} GFLOP",

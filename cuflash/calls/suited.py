@@ -1,0 +1,115 @@
+"""Copies of operands as tensor cores take them: rows of whole chunks, on multiples of 16 bytes.
+
+Rows of other lengths or places are loaded element by element otherwise.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from ..operands.dtypes import CHUNK_BYTES
+from ..operands.spec import Spec
+
+if TYPE_CHECKING:
+    from ..masks.predicate import Predicate
+    from ..planning.problem import Device
+    from .arguments import Options
+    from .call import Call
+
+COLUMNS = 8  # of which head dims are multiples on tensor cores
+# Seconds on an H200: what copies save for each floating-point operation of a call's products, or
+# for each score if a bias is copied; what operations with added columns take; what copies take.
+SAVED_PER_FLOP = 6e-15
+TAKEN_PER_FLOP = 3e-15
+SAVED_PER_SCORE = 2.5e-12
+PER_BYTE = 1.5e-12
+PER_COPY = 1e-5
+
+
+def is_suited(spec: Spec) -> bool:
+    """Whether tensor cores, and the units that copy tiles for them, take rows as they are."""
+    forward = all(step >= 0 for size, step in zip(spec.shape, spec.strides) if size > 1)
+    return forward and spec.shape[-1] % COLUMNS == 0 and spec.rows_are_aligned()
+
+
+def suited(spec: Spec) -> Spec:
+    """The spec of a copy in C order that they do.
+
+    Columns up to a multiple of COLUMNS are 0. What repeats along an axis is copied once.
+    """
+    repeats = [step == 0 and size > 1 for size, step in zip(spec.shape, spec.strides)]
+    once = [1 if repeated else size for size, repeated in zip(spec.shape, repeats)]
+    columns = whole(spec.shape[-1])
+    strides = Spec.contiguous((*once[:-1], columns), spec.dtype).strides
+    return Spec(
+        (*spec.shape[:-1], columns),
+        tuple(0 if repeated else step for step, repeated in zip(strides, repeats)),
+        spec.dtype,
+    )
+
+
+def with_whole_chunks(spec: Spec) -> Spec:
+    """The spec of a copy of the same shape, whose rows begin on multiples of 16 bytes."""
+    columns = whole(spec.shape[-1], CHUNK_BYTES // spec.dtype.itemsize)
+    return spec._replace(strides=Spec.contiguous((*spec.shape[:-1], columns), spec.dtype).strides)
+
+
+def has_whole_chunks(spec: Spec) -> bool:
+    """Whether a bias is read in chunks, if it is one with several rows and of a half type."""
+    if spec.dtype.itemsize != 2 or len(spec.shape) < 2 or min(spec.shape[-2:]) <= 1:
+        return True
+    return spec.rows_are_aligned() and spec.strides[-1] == spec.dtype.itemsize
+
+
+def fill(target: Any, source: Any) -> None:
+    """Copy an array to another. Columns that only the target has become 0.
+
+    What repeats along an axis of the target is copied once.
+    """
+    once = tuple(slice(1) if step == 0 else slice(None) for step in target.strides)
+    target, source = target[once], source[once]
+    if target.shape != source.shape:
+        columns = min(target.shape[-1], source.shape[-1])
+        target[..., columns:] = 0
+        target, source = target[..., :columns], source[..., :columns]
+    target[...] = source
+
+
+def best_call(
+    kind: type[Call], given: dict[str, Spec], options: Options, device: Device, mask_kind: str,
+    unaligned: frozenset[str], predicate: Predicate | None = None, mask_evenness: float = 1.0,
+) -> Call:  # fmt: skip
+    """A call of this kind, with copies of operands where it then takes less time."""
+    asked = given, options, device, mask_kind, unaligned, predicate, mask_evenness
+    call = kind(*asked)
+    copies = _worth_copying(call, options)
+    return kind(*asked, copies) if copies else call
+
+
+def _worth_copying(call: Call, options: Options) -> frozenset[str]:
+    """The operands of which copies let a call take less time, by an estimate.
+
+    None where the caller chose the engine, or asked for bits that no other problem changes.
+    """
+    plan, names = call.plan, {x.operand for x in call.unsuited}
+    chosen = options.engine is not None or options.split_keys is not None
+    if not names or chosen or plan.problem.joins or plan.problem.page_size:
+        return frozenset()
+    problem = plan.problem.typical
+    columns = problem.head_dim + problem.value_dim
+    added = whole(problem.head_dim) + whole(problem.value_dim) - columns
+    for_rows = SAVED_PER_FLOP - added / columns * TAKEN_PER_FLOP
+    worth = set()
+    for group, saved in (
+        (names - {"bias"}, plan.flops * for_rows),
+        (names & {"bias"}, plan.flops / (2 * columns) * SAVED_PER_SCORE),
+    ):
+        sizes = [x.spec.spanned_bytes for x in call.unsuited if x.operand in group]
+        if saved > sum(sizes) * PER_BYTE + len(sizes) * PER_COPY:
+            worth |= group
+    return frozenset(worth)
+
+
+def whole(columns: int, chunk: int = COLUMNS) -> int:
+    """So many columns, or as many more as make whole chunks."""
+    return -(-columns // chunk) * chunk
