@@ -21,6 +21,7 @@ from .keywords import explains_keywords
 from .operands.checks import checked_truth
 from .operands.dtypes import ITEM_BYTES
 from .operands.spec import Spec
+from .planning.copies import CopyPlan, plan_copies
 from .planning.launches import Launch
 from .planning.plan import Plan, choice_for_gradients
 from .progress import progress_bar
@@ -54,14 +55,14 @@ class CompiledKernel:
     Attributes
     ----------
     name : str
-    plan : Plan
+    plan : Plan or CopyPlan
         The first of the plans that launch it.
     seconds : float
         How long it took, on the wall clock; little where it was compiled before.
     """
 
     name: str
-    plan: Plan = field(repr=False)
+    plan: Plan | CopyPlan = field(repr=False)
     seconds: float
 
 
@@ -230,7 +231,7 @@ def precompile(
     number = launch.device_number(device)
     facts, others = launch.device_facts(number), arguments.specs()
 
-    def plans() -> Iterator[Plan]:
+    def plans() -> Iterator[Plan | CopyPlan]:
         for triple in triples:
             for element in dtypes:
                 specs = (Spec.contiguous(shape, element) for shape in triple)
@@ -248,6 +249,8 @@ def precompile(
                     )  # fmt: skip
                     if not call.is_empty:
                         yield call.plan
+                        launches, _ = plan_copies(call.reads | call.writes)
+                        yield from (plan for _, plan, _ in launches)
 
     kernels = _distinct(plans(), launch.compiler_input)
     with progress_bar(len(kernels), "kernel", progress) as step:
@@ -256,10 +259,10 @@ def precompile(
 
 
 def _distinct(
-    plans: Iterable[Plan], key: Callable[[Plan, Launch], object]
-) -> list[tuple[Plan, Launch]]:
+    plans: Iterable[Plan | CopyPlan], key: Callable[[Plan | CopyPlan, Launch], object]
+) -> list[tuple[Plan | CopyPlan, Launch]]:
     """The plans' kernels in their order, those of one key once."""
-    found: dict[object, tuple[Plan, Launch]] = {}
+    found: dict[object, tuple[Plan | CopyPlan, Launch]] = {}
     for plan in plans:
         for kernel in plan.kernels:
             found.setdefault(key(plan, kernel), (plan, kernel))

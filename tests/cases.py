@@ -548,6 +548,11 @@ class _Cases:
                 continue
             self.add(f"splits of head dims {dims}", self.turn(), (*few[:3], d), (*keys[:3], d),
                      (*keys[:3], e), split_keys=64, enable_gqa=True, causal=True)  # fmt: skip
+        if self.engine != "wgmma":  # rows of arrays begin at chunks, those of parts do not
+            for d, e in ((24, 13), (40, 63)):
+                self.add(f"splits of {e} padded columns", self.turn(), (*few[:3], d),
+                         (*keys[:3], d), (*keys[:3], e), split_keys=64, enable_gqa=True,
+                         layouts=dict.fromkeys(("q", "k", "v", "out"), "padded"))  # fmt: skip
 
     def offsets(self):
         """Diagonals that the caller places: one for all, then one for each batch entry."""

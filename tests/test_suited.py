@@ -6,6 +6,7 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
+from cases import numpy_dtype, owner
 from compile_kernels import compile_source, require_nvrtc
 from emulated import attention, attention_backward, attention_varlen
 from emulator import Memory, Module, available
@@ -43,7 +44,7 @@ def planned(*shape, d, dv=None, dtype=BF16, device=H200, **options):
 @pytest.fixture
 def always(monkeypatch):
     """Copies wherever they can serve, as in calls that take long."""
-    monkeypatch.setattr(suited, "PER_COPY", 0)
+    monkeypatch.setattr(suited, "LAUNCHES", 0)
     monkeypatch.setattr(suited, "PER_BYTE", 0)
     monkeypatch.setattr(suited, "TAKEN_PER_FLOP", 0)
     monkeypatch.setattr(calls, "_calls", {})
@@ -137,7 +138,7 @@ def test_a_plan_says_what_is_copied():
 # --------------------------------------------------------------------------------- what they do
 @needs_emulator
 @pytest.mark.parametrize("engine", ["wgmma", "mma"])
-@pytest.mark.parametrize("d, dv", [(65, 65), (12, 64), (64, 33), (100, 100)])
+@pytest.mark.parametrize(("d", "dv"), [(65, 65), (12, 64), (64, 33), (100, 100)])
 def test_results_of_copies(always, engine, d, dv):
     device = H200 if engine == "wgmma" else A100
     q, k, v = operands(70, 90, d, dv)
@@ -323,3 +324,85 @@ def test_a_kind_of_call_is_told_by_its_misaligned_arrays():
     made = [cuflash.plan(*x, device=H200) for x in ((off, good, good), (good, off, good))]
     assert [names(x) for x in made] == [["q"], ["k"]]
     assert dataclasses.replace(made[0], copies=()) == dataclasses.replace(made[1], copies=())
+
+
+# ------------------------------------------------------------------------------------ a GPU
+@pytest.fixture(scope="module")
+def cupy():
+    return pytest.importorskip("cupy")
+
+
+def on_device(cupy, x):
+    """The array with the same strides, in a copy of the memory behind it."""
+    memory = owner(x)
+    copied = cupy.asarray(memory.view(np.uint8).ravel())
+    place = copied.data + (x.ctypes.data - memory.ctypes.data)
+    return cupy.ndarray(x.shape, x.dtype, place, strides=x.strides)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["columns", "rows apart", "backwards", "an element off"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
+def test_gpu_results_of_copies(cupy, always, dtype, layout):
+    dtype, d = numpy_dtype(dtype), 65 if layout == "columns" else 64
+    made = []
+    for i, n in enumerate((300, 200, 200)):
+        x = draw(2, n, 3, d + (layout == "rows apart"), dtype=dtype, seed=i)[..., :d]
+        if layout == "an element off":
+            memory = np.zeros(x.size + 64, dtype)
+            x = np.ndarray(x.shape, dtype, memory, dtype.itemsize * 33)
+            x[...] = draw(*x.shape, dtype=dtype, seed=i)
+        made.append((x[:, ::-1] if layout == "backwards" else x).swapaxes(1, 2))
+    arrays = [on_device(cupy, x) for x in made]
+    assert cuflash.plan(*arrays, causal=True).copies
+    out, lse = cuflash.attention(*arrays, causal=True, return_lse=True)
+    assert_forward_close(out, lse, *arrays, causal=True)
+    dout = on_device(cupy, draw(*out.shape, dtype=dtype, seed=5))
+    grads = cuflash.attention_backward(dout, *arrays, out, lse, causal=True)
+    assert [x.shape for x in grads] == [x.shape for x in arrays]
+    assert_backward_close(grads, dout, *arrays, causal=True)
+    results = [cupy.empty_like(x) for x in grads]  # in rows of other strides
+    results[0] = cupy.empty((*results[0].shape[:-1], 2 * d), dtype)[..., ::2]
+    again = cuflash.attention_backward(
+        dout, *arrays, out, lse, causal=True, grads_out=tuple(results)
+    )
+    assert again[0] is results[0]
+    for x, y in zip(again, grads):
+        np.testing.assert_array_equal(x.get(), y.get())
+
+
+@pytest.mark.gpu
+def test_gpu_a_graph_copies_anew(cupy, always):
+    """Copies lie in the workspace, so that a graph may make them."""
+    q, k, v = (cupy.asarray(x) for x in operands(300, 200, 65))
+    bias = cupy.asarray(draw(2, 300, 201, seed=7))[..., 1:]
+    plan = cuflash.plan(q, k, v, bias=bias)
+    assert {"q", "bias"} <= set(names(plan)) or plan.device.arch != 90
+    out, workspace = cupy.empty_like(q), cupy.empty(plan.workspace_bytes, np.uint8)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        cuflash.attention(q, k, v, bias=bias, out=out, workspace=workspace)  # compiles
+        stream.synchronize()
+        stream.begin_capture()
+        try:
+            cuflash.attention(q, k, v, bias=bias, out=out, workspace=workspace)
+        finally:
+            graph = stream.end_capture()
+        for seed in (8, 9):
+            q[...] = cupy.asarray(draw(*q.shape, seed=seed))
+            bias[...] = cupy.asarray(draw(*bias.shape, seed=seed))
+            graph.launch(stream)
+            stream.synchronize()
+            assert_forward_close(out, None, q, k, v, bias=bias)
+
+
+@pytest.mark.gpu
+def test_gpu_biases_in_any_place(cupy, always):
+    """Of a call of one kind, some lie on multiples of 16 bytes, others an element off."""
+    q, k, v = (cupy.asarray(x) for x in operands(300, 200, 64))
+    memory = cupy.asarray(draw(2, 300, 208, seed=7))
+    for first in (0, 1, 8):
+        bias = memory[..., first : first + 200]
+        out = cuflash.attention(q, k, v, bias=bias)
+        assert_forward_close(out, None, q, k, v, bias=bias)

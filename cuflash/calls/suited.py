@@ -17,13 +17,15 @@ if TYPE_CHECKING:
     from .call import Call
 
 COLUMNS = 8  # of which head dims are multiples on tensor cores
-# Seconds on an H200: what copies save for each floating-point operation of a call's products, or
-# for each score if a bias is copied; what operations with added columns take; what copies take.
+# Seconds on an H200 (2026-11-26). What a floating-point operation of a call's products takes less
+# with copies: of rows in wrong places or with added columns; of others, which TMA does not read.
 SAVED_PER_FLOP = 6e-15
+SAVED_BY_TMA = 1.5e-15
+SAVED_PER_SCORE = 2.5e-12  # where a bias is copied
+# What copies take: operations with added columns, bytes, and what launches them.
 TAKEN_PER_FLOP = 3e-15
-SAVED_PER_SCORE = 2.5e-12
-PER_BYTE = 1.5e-12
-PER_COPY = 1e-5
+PER_BYTE = 1e-12
+LAUNCHES = 3e-5
 
 
 def is_suited(spec: Spec) -> bool:
@@ -33,25 +35,25 @@ def is_suited(spec: Spec) -> bool:
 
 
 def suited(spec: Spec) -> Spec:
-    """The spec of a copy in C order that they do.
-
-    Columns up to a multiple of COLUMNS are 0. What repeats along an axis is copied once.
-    """
-    repeats = [step == 0 and size > 1 for size, step in zip(spec.shape, spec.strides)]
-    once = [1 if repeated else size for size, repeated in zip(spec.shape, repeats)]
+    """The spec of a copy that they do. Columns up to a multiple of COLUMNS are 0."""
     columns = whole(spec.shape[-1])
-    strides = Spec.contiguous((*once[:-1], columns), spec.dtype).strides
-    return Spec(
-        (*spec.shape[:-1], columns),
-        tuple(0 if repeated else step for step, repeated in zip(strides, repeats)),
-        spec.dtype,
-    )
+    return spec.with_columns(columns)._replace(strides=_strides(spec, columns))
 
 
 def with_whole_chunks(spec: Spec) -> Spec:
     """The spec of a copy of the same shape, whose rows begin on multiples of 16 bytes."""
-    columns = whole(spec.shape[-1], CHUNK_BYTES // spec.dtype.itemsize)
-    return spec._replace(strides=Spec.contiguous((*spec.shape[:-1], columns), spec.dtype).strides)
+    return spec._replace(
+        strides=_strides(spec, whole(spec.shape[-1], CHUNK_BYTES // spec.dtype.itemsize))
+    )
+
+
+def _strides(spec: Spec, columns: int) -> tuple[int, ...]:
+    """In C order, with rows of so many columns; what repeats along an axis is there once."""
+    axes = list(zip(spec.shape[:-1], spec.strides))
+    repeats = [step == 0 and size > 1 for size, step in axes]
+    once = (1 if repeated else size for (size, _), repeated in zip(axes, repeats))
+    strides = Spec.contiguous((*once, columns), spec.dtype).strides
+    return tuple(0 if repeated else x for x, repeated in zip(strides, (*repeats, False)))
 
 
 def has_whole_chunks(spec: Spec) -> bool:
@@ -98,14 +100,16 @@ def _worth_copying(call: Call, options: Options) -> frozenset[str]:
     problem = plan.problem.typical
     columns = problem.head_dim + problem.value_dim
     added = whole(problem.head_dim) + whole(problem.value_dim) - columns
-    for_rows = SAVED_PER_FLOP - added / columns * TAKEN_PER_FLOP
+    wrong = added > 0 or not plan.problem.aligned
+    for_rows = SAVED_PER_FLOP if wrong else SAVED_BY_TMA
+    for_rows -= added / columns * TAKEN_PER_FLOP
     worth = set()
     for group, saved in (
         (names - {"bias"}, plan.flops * for_rows),
         (names & {"bias"}, plan.flops / (2 * columns) * SAVED_PER_SCORE),
     ):
         sizes = [x.spec.spanned_bytes for x in call.unsuited if x.operand in group]
-        if saved > sum(sizes) * PER_BYTE + len(sizes) * PER_COPY:
+        if sizes and saved > sum(sizes) * PER_BYTE + LAUNCHES:
             worth |= group
     return frozenset(worth)
 

@@ -9,7 +9,7 @@ import cupy
 
 from ..calls.suited import fill
 from ..planning.copies import ARRAYS, Move, plan_copies
-from .kernel_start import launcher
+from .kernel_start import Launcher, launcher
 
 if TYPE_CHECKING:
     from ..calls.call import Call
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from ..planning.launches import Launch
 
     Compile = Callable[[CopyPlan, int, Launch], Any]
-    # Copies from arrays to others of the same names, on a stream.
-    Copier = Callable[[Mapping[str, Any], Mapping[str, Any], int], None]
 
 
 class Copies:
@@ -30,46 +28,48 @@ class Copies:
 
     def __init__(self, call: Call, device_id: int, compile_for: Compile):
         offsets = call.plan.workspace_offsets
-        self._places: dict[str, tuple[int, Spec]] = {
-            name: (offsets[f"{name}_copy"], spec) for name, spec in (*call.copied, *call.staged)
-        }
-        self._read = _copier(call.reads, device_id, compile_for)
-        self._write = _copier(call.writes, device_id, compile_for)
+        self._specs: dict[str, Spec] = dict((*call.copied, *call.staged))
+        self._offsets = {name: offsets[f"{name}_copy"] for name in self._specs}
+        self._reads, self._reads_by_cupy = _prepared(call.reads, device_id, compile_for)
+        self._writes, self._writes_by_cupy = _prepared(call.writes, device_id, compile_for)
 
     def addresses(self, memory: Any) -> dict[str, int]:
         """Where the copies lie in a workspace."""
-        return {name: memory.ptr + offset for name, (offset, _) in self._places.items()}
+        base = memory.ptr
+        return {name: base + offset for name, offset in self._offsets.items()}
 
     def read(self, arrays: Mapping[str, Any], memory: Any, stream: int) -> None:
         """Copy operands to the workspace."""
-        self._read(arrays, {name: self._view(name, memory) for name in arrays}, stream)
+        base, offsets = memory.ptr, self._offsets
+        for names, start in self._reads:
+            places = {name: arrays[name].data.ptr for name in names}
+            start(places | {f"{x}_copy": base + offsets[x] for x in names}, 0, stream)
+        for name in self._reads_by_cupy:
+            fill(self._view(name, memory), arrays[name])
 
     def write(self, arrays: Mapping[str, Any], memory: Any, stream: int) -> None:
-        """Copy results from it to these arrays; those that nobody asks for are not among them."""
-        self._write({name: self._view(name, memory) for name in arrays}, arrays, stream)
+        """Copy results from it to these arrays."""
+        base, offsets = memory.ptr, self._offsets
+        for names, start in self._writes:
+            places = {f"{x}_copy": base + offsets[x] for x in names}
+            start(places | {x: arrays[x].data.ptr for x in names}, 0, stream)
+        for name in self._writes_by_cupy:
+            fill(arrays[name], self._view(name, memory))
 
     def _view(self, name: str, memory: Any) -> Any:
-        offset, spec = self._places[name]
-        return cupy.ndarray(spec.shape, spec.dtype, memory + offset, spec.strides)
+        spec = self._specs[name]
+        return cupy.ndarray(spec.shape, spec.dtype, memory + self._offsets[name], spec.strides)
 
 
-def _copier(moves: Mapping[str, Move], device_id: int, compile_for: Compile) -> Copier:
-    """What makes these copies: one launch for those of one size of element, or CuPy."""
+def _prepared(
+    moves: Mapping[str, Move], device_id: int, compile_for: Compile
+) -> tuple[list[tuple[tuple[str, ...], Launcher]], tuple[str, ...]]:
+    """What launches copies, and the names of the arrays for each; those that CuPy copies."""
     launches, others = plan_copies(moves)
     prepared = []
     for names, plan, params in launches:
         half = f"{len(names)}Q{8 * (ARRAYS - len(names))}x"  # of the argument's pointers
         (kernel,) = plan.kernels
         function = compile_for(plan, device_id, kernel)
-        start = launcher(params, [(function, kernel, None)], 2 * half)
-        prepared.append((names, start))
-
-    def copy(sources: Mapping[str, Any], targets: Mapping[str, Any], stream: int) -> None:
-        for names, launch in prepared:
-            pair = (("from", sources), ("to", targets))
-            places = {f"{x} {n}": arrays[n].data.ptr for x, arrays in pair for n in names}
-            launch(places, 0, stream)
-        for name in others:
-            fill(targets[name], sources[name])
-
-    return copy
+        prepared.append((names, launcher(params, [(function, kernel, None)], 2 * half)))
+    return prepared, others

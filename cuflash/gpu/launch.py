@@ -128,12 +128,12 @@ def compiled(
         return _load(source, name, options, kernel.shared_bytes, device_id)
 
 
-def _compiled_in_threads(device_id: int) -> Callable[[Plan, Launch], Any]:
+def _compiled_in_threads(device_id: int) -> Callable[[Plan | CopyPlan, Launch], Any]:
     """:func:`compiled` on one device, for threads of the caller's."""
     with cupy.cuda.Device(device_id):
         stream = cupy.cuda.get_current_stream()
 
-    def compile_one(plan: Plan, kernel: Launch) -> Any:
+    def compile_one(plan: Plan | CopyPlan, kernel: Launch) -> Any:
         with cupy.cuda.Device(device_id), stream:  # it may be captured
             return compiled(plan, device_id, kernel)
 
@@ -150,7 +150,7 @@ def compile_all(plan: Plan, device_id: int) -> list[Any]:
 
 
 def compile_each(
-    kernels: Sequence[tuple[Plan, Launch]], device_id: int, done: Callable[[], object]
+    kernels: Sequence[tuple[Plan | CopyPlan, Launch]], device_id: int, done: Callable[[], object]
 ) -> list[float]:
     """Compile kernels of several plans on one device, a thread for each processor.
 
@@ -159,7 +159,7 @@ def compile_each(
     """
     compile_one = _compiled_in_threads(device_id)
 
-    def seconds(plan: Plan, kernel: Launch) -> float:
+    def seconds(plan: Plan | CopyPlan, kernel: Launch) -> float:
         begin = time.perf_counter()
         compile_one(plan, kernel)
         return time.perf_counter() - begin

@@ -81,6 +81,8 @@ template <typename Tile, typename T, typename A, int COLUMNS>
 __device__ __forceinline__ void write_row(const Tile& tile, T* row, const A (&O)[COLUMNS], A total,
                                           bool exists, bool empty) {
     constexpr int GROUP = Tile::COLUMN_GROUP;
+    // Rows of a part lie one behind another, whatever lies between those of the arrays.
+    constexpr bool MEETS_GROUPS = ALIGNED && (!SPLIT || HEAD_DIM_V % GROUP == 0);
     if (!exists) return;
     const A inverse = A(1) / total;
 #pragma unroll
@@ -89,7 +91,7 @@ __device__ __forceinline__ void write_row(const Tile& tile, T* row, const A (&O)
         Vector<T, GROUP> values;
 #pragma unroll
         for (int c = 0; c < GROUP; ++c) values.at[c] = narrow<T>(empty ? A(0) : O[j + c] * inverse);
-        if (ALIGNED && column + GROUP <= HEAD_DIM_V) {
+        if (MEETS_GROUPS && column + GROUP <= HEAD_DIM_V) {
             *reinterpret_cast<Vector<T, GROUP>*>(row + column) = values;
         } else {
 #pragma unroll
