@@ -255,6 +255,13 @@ def test_arrays_that_are_not_aligned(compiler, backward):
     assert set(compiler.compiled) == texts(*plans_of((odd,) * 3, "float16", backward))
 
 
+def test_copies_are_compiled_as_well(compiler):
+    """One kernel for operands and results, beside those that then run."""
+    found = cuflash.precompile((4, 16, 4096, 65), "float16", backward=True)
+    assert [x.name for x in found].count("copy_rows") == 1
+    assert {"hopper_forward", "hopper_backward"} <= {x.name for x in found}
+
+
 def test_kernels_that_problems_share_are_compiled_once(compiler):
     shapes = [(1, 16, n, 64) for n in (4096, 4095, 8192)] + [(2, 16, 4096, 64)]
     found = cuflash.precompile(shapes, ["float16", np.float16], causal=True, backward=True)

@@ -394,7 +394,7 @@ def test_gpu_a_graph_copies_anew(cupy, always):
             bias[...] = cupy.asarray(draw(*bias.shape, seed=seed))
             graph.launch(stream)
             stream.synchronize()
-            assert_forward_close(out, None, q, k, v, bias=bias)
+            assert_forward_close(out, None, q, k, v, bias=bias.get())
 
 
 @pytest.mark.gpu
@@ -405,4 +405,4 @@ def test_gpu_biases_in_any_place(cupy, always):
     for first in (0, 1, 8):
         bias = memory[..., first : first + 200]
         out = cuflash.attention(q, k, v, bias=bias)
-        assert_forward_close(out, None, q, k, v, bias=bias)
+        assert_forward_close(out, None, q, k, v, bias=bias.get())
