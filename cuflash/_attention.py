@@ -167,7 +167,9 @@ def attention(
     q : array, shape (..., H, N, D)
         Queries: float16, bfloat16, float32 or float64. NumPy arrays run on the CPU, CuPy arrays
         on their device and on its current stream; what else speaks DLPack is taken without a
-        copy. Any strides; only a last axis that is not contiguous is copied.
+        copy. Any strides; a last axis that is not contiguous is copied and, in calls that take
+        long, what tensor cores read slowly: rows off multiples of 16 bytes or in reverse order,
+        head dims that are no multiples of 8. The plan says what, and the workspace has room.
     k : array, shape (..., H, M, D)
         Keys.
     v : array, shape (..., H, M, Dv)

@@ -67,6 +67,8 @@ def test_long_calls_read_copies_and_short_ones_do_not():
         keys = np.zeros((4, 16, 16384, 65), dtype)
         assert not cuflash.plan(few, keys, keys, device=H200).copies
     assert planned(4, 16, 4096, d=65, device=A100).problem.head_dim == 72
+    assert planned(4, 16, 4096, d=65, dtype=np.dtype(np.float64)).problem.head_dim == 66
+    assert not planned(4, 16, 4096, d=100, dtype=np.dtype(np.float64)).copies
     assert not planned(4, 16, 4096, d=64).copies
     assert not planned(4, 16, 4096, d=1).copies  # of 8 columns 7 would be added
 

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from .arguments import Options
     from .call import Call
 
-COLUMNS = 8  # of which head dims are multiples on tensor cores
+# Of which head dims are multiples on tensor cores; of float64 two fill 16 bytes.
+COLUMNS, COLUMNS_OF_FLOAT64 = 8, 2
 # Seconds on an H200 (2026-11-26). What a floating-point operation of a call's products takes less
 # with copies: of rows in wrong places or with added columns; of others, which TMA does not read.
 SAVED_PER_FLOP = 6e-15
@@ -31,12 +32,12 @@ LAUNCHES = 3e-5
 def is_suited(spec: Spec) -> bool:
     """Whether tensor cores, and the units that copy tiles for them, take rows as they are."""
     forward = all(step >= 0 for size, step in zip(spec.shape, spec.strides) if size > 1)
-    return forward and spec.shape[-1] % COLUMNS == 0 and spec.rows_are_aligned()
+    return forward and spec.shape[-1] % chunk_of(spec.dtype.name) == 0 and spec.rows_are_aligned()
 
 
 def suited(spec: Spec) -> Spec:
-    """The spec of a copy that they do. Columns up to a multiple of COLUMNS are 0."""
-    columns = whole(spec.shape[-1])
+    """The spec of a copy that they do. Columns up to whole chunks are 0."""
+    columns = whole(spec.shape[-1], chunk_of(spec.dtype.name))
     return spec.with_columns(columns)._replace(strides=_strides(spec, columns))
 
 
@@ -99,7 +100,8 @@ def _worth_copying(call: Call, options: Options) -> frozenset[str]:
         return frozenset()
     problem = plan.problem.typical
     columns = problem.head_dim + problem.value_dim
-    added = whole(problem.head_dim) + whole(problem.value_dim) - columns
+    chunk = chunk_of(problem.dtype)
+    added = whole(problem.head_dim, chunk) + whole(problem.value_dim, chunk) - columns
     wrong = added > 0 or not plan.problem.aligned
     for_rows = SAVED_PER_FLOP if wrong else SAVED_BY_TMA
     for_rows -= added / columns * TAKEN_PER_FLOP
@@ -114,6 +116,11 @@ def _worth_copying(call: Call, options: Options) -> frozenset[str]:
     return frozenset(worth)
 
 
-def whole(columns: int, chunk: int = COLUMNS) -> int:
+def chunk_of(dtype: str) -> int:
+    """Of how many columns the rows of this type are multiples."""
+    return COLUMNS_OF_FLOAT64 if dtype == "float64" else COLUMNS
+
+
+def whole(columns: int, chunk: int) -> int:
     """So many columns, or as many more as make whole chunks."""
     return -(-columns // chunk) * chunk
