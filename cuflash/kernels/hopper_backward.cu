@@ -292,7 +292,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
         const int count = item.queries.count;
         if (!DROPS)
             rows.find(tile, p, item.located.head, item.key_tile * BLOCK_K + consumer * SLAB);
-        if (item.opens()) {
+        if (item.opens) {
             clear_rows(dK), clear_rows(dV);
             found_nonfinite = keys_checked = false;
             barriers.K_full.wait(items / GROUP % 2);
@@ -310,11 +310,11 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
             pass(ITEM_READ, BOTH);
         }
         __syncwarp();  // all lanes have done with the keys
-        if (speaks && item.closes()) {
+        if (speaks && item.closes) {
             if (!keys_checked) barriers.K_checked.arrive();  // there was no step
             barriers.K_empty.arrive();
         }
-        if (item.closes()) {
+        if (item.closes) {
             store_key_gradients(dK, dV, p, item, item.key_tile * BLOCK_K + consumer * SLAB);
             __syncwarp();  // all rows of the warp are written
             if (found_nonfinite) add_nonfinite_gradients(p, item, consumer * SLAB + 16 * tile.warp);

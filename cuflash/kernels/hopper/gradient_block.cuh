@@ -120,7 +120,7 @@ __device__ __forceinline__ void copy_tiles(const Params& p, const GradientTables
             load_expected_panels<KeyRows>(smem.K, barriers.K_full, &tables.k, item.first_key(),
                                           item.located.k_position);
         };
-        if (item.opens()) {  // the last item's last dQ still needs K, while V is free
+        if (item.opens) {  // the last item's last dQ still needs K, while V is free
             const int row = item.first_key();
             prefetch_panels<KeyRows>(&tables.k, row, item.located.k_position);
             prefetch_panels<ValueRows>(&tables.v, row, item.located.v_position);
@@ -147,13 +147,13 @@ __device__ __forceinline__ void copy_tiles(const Params& p, const GradientTables
             const i64 tile = query_tiles_at<BLOCK_Q>(p, item.located.head) + q_begin / BLOCK_Q;
             load_bytes(smem.row_stats[slot], p.row_stats + tile * ROW_STATS,
                        ROW_STATS * sizeof(float), Q_full);
-            if (item.opens() && i == 0) load_keys();
+            if (item.opens && i == 0) load_keys();
             barriers.dO_empty[slot].wait(parity ^ 1);
             load_panels<GradientRows>(smem.dO[slot], barriers.dO_full[slot], &tables.dout, row,
                                       item.located.dout_position);
             if (i + AHEAD == count) items.take_ahead(p);
         }
-        if (count == 0 && item.closes())
+        if (count == 0 && item.closes)
             barriers.K_empty.wait(K_parity ^ 1);  // no dO tells that V has been read
     }
 }

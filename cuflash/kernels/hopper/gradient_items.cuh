@@ -12,7 +12,7 @@ struct alignas(16) KeyItem {
     GradientHead located;
     QueryTiles<BLOCK_Q, true, LAST_KEYS_FIRST> queries;
     int exists;  // 0 behind the last one
-    int number_in_group;
+    int opens, closes;
     int tile;  // the number by which row_at knows the tile of keys
     int key_tile;
 
@@ -23,15 +23,10 @@ struct alignas(16) KeyItem {
     static __device__ __forceinline__ RegionTile place_of(const Params& p, int tile, int tiles) {
         return key_tile_at<BLOCK_K>(p, LAST_KEYS_FIRST ? tiles - 1 - tile : tile, tiles);
     }
-    // What every head does that has its tile alone.
-    __device__ __forceinline__ bool opens() const { return GROUP == 1 || number_in_group == 0; }
-    __device__ __forceinline__ bool closes() const {
-        return GROUP == 1 || number_in_group == GROUP - 1;
-    }
     // The rest of what `located`, `tile` and the number in the group say.
-    __device__ __forceinline__ void work_out(const Params& p, int number) {
+    __device__ __forceinline__ void work_out(const Params& p, int number_in_group) {
         const Head& head = located.head;
-        number_in_group = number;
+        opens = number_in_group == 0, closes = number_in_group == GROUP - 1;
         key_tile = row_at(p, head, tile, tile);
         // Blocks that may add in any order begin at different tiles of dQ and seldom meet. Where each
         // has its own sums, these must not depend on which head of a batch it is.

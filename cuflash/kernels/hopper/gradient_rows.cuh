@@ -12,13 +12,16 @@ __device__ __forceinline__ void add_nonfinite_gradients(const Params& p, const K
                                                         int first) {
     const int lane = threadIdx.x % 32, k_begin = item.key_tile * BLOCK_K + first;
     const Accumulator multiplier = score_multiplier(p);
-    float* const sums = DV_IS_SUMMED ? sum_rows_of(p.dv_sum, p, item, padded(HEAD_DIM_V)) +
-                                           first * padded(HEAD_DIM_V)
-                                     : nullptr;
-    // What one head adds, whose queries see the tile.
-    const auto add_seen = [&](const Head& head, const auto& queries) {
+    float* const sums = p.dv_sum == nullptr ? nullptr
+                                            : sum_rows_of(p.dv_sum, p, item, padded(HEAD_DIM_V)) +
+                                                  first * padded(HEAD_DIM_V);
+#pragma unroll 1
+    for (int index = item.located.head.index - GROUP + 1; index <= item.located.head.index;
+         ++index) {
+        const Head head = locate_head(p, index, region_of(item.located.head));
         const Element* const dout =
             p.dout + locate_queries(p, head, p.dout_axis_stride, p.dout_row_stride);
+        const QueryTiles<BLOCK_Q> queries(p, head, item.key_tile, BLOCK_K, 0);
 #pragma unroll 1
         for (int i = 0; i < queries.count * BLOCK_Q; ++i) {
             const Visit visit = queries[i / BLOCK_Q];
@@ -46,7 +49,7 @@ __device__ __forceinline__ void add_nonfinite_gradients(const Params& p, const K
                 for (int column = lane; column < HEAD_DIM_V; column += 32) {
                     const float value = widen(dO[column]);
                     if (is_finite(value)) continue;
-                    if (DV_IS_SUMMED) {
+                    if (sums != nullptr) {
                         sums[row * padded(HEAD_DIM_V) + column] += weight * value;
                     } else {
                         Element& x = item.located.dv[k * p.dv_row_stride + column];
@@ -55,15 +58,5 @@ __device__ __forceinline__ void add_nonfinite_gradients(const Params& p, const K
                 }
             }
         }
-    };
-    // With a mask's lists the items' own tiles cost all steps 2 % (H200, 2026-11-26).
-    if constexpr (GROUP == 1 && !MASKED)
-        add_seen(item.located.head, item.queries);
-    else
-#pragma unroll 1
-        for (int index = item.located.head.index - GROUP + 1; index <= item.located.head.index;
-             ++index) {
-            const Head head = locate_head(p, index, region_of(item.located.head));
-            add_seen(head, QueryTiles<BLOCK_Q>(p, head, item.key_tile, BLOCK_K, 0));
-        }
+    }
 }

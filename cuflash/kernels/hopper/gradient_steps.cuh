@@ -59,7 +59,7 @@ __device__ __forceinline__ void copy_steps(const Params& p, const GradientTables
             load_expected_panels<ValueRows>(smem.V, barriers.K_full, &tables.v, row,
                                             item.located.v_position);
         };
-        if (item.opens() && count == 0) load_keys();
+        if (item.opens && count == 0) load_keys();
 #pragma unroll 1
         for (int i = 0; i < count; ++i, step.advance()) {
             const Visit visit = item.queries[i];
@@ -71,7 +71,7 @@ __device__ __forceinline__ void copy_steps(const Params& p, const GradientTables
             load_expected_panels<QueryRows>(smem.Q[slot], Q_full, &tables.q, row,
                                             item.located.q_position);
             if (!SIDE_BY_SIDE) load_row_stats(p, smem, head, visit.tile, slot);
-            if (item.opens() && i == 0)
+            if (item.opens && i == 0)
                 load_keys();  // later than queries: it waits for the last item
             barriers.dO_empty[slot].wait(step.parity() ^ 1);
             load_panels<GradientRows>(smem.dO[slot], barriers.dO_full[slot], &tables.dout, row,
@@ -111,7 +111,7 @@ __device__ __forceinline__ void check_keys(const Params& p, SharedMemory& smem) 
     for (;;) {
         const KeyItem& item = reader.next();
         if (!item.exists) return;
-        if (item.opens()) {
+        if (item.opens) {
             barriers.K_full.wait(parity);
             parity ^= 1;
             found = has_nonfinite_units<KeyRows::BYTES>(smem.K, lane);
@@ -120,7 +120,7 @@ __device__ __forceinline__ void check_keys(const Params& p, SharedMemory& smem) 
         if (lane == 0) {
             const i64 first_tile = key_tiles_at<BLOCK_K>(p, item.located.head);
             if (!SIDE_BY_SIDE) p.nonfinite_keys[first_tile + item.key_tile] = found;
-            if (item.opens()) {
+            if (item.opens) {
                 smem.nonfinite_keys = found;
                 barriers.K_checked.arrive();
             }

@@ -22,7 +22,7 @@ __device__ __forceinline__ void store_value_gradients(const float (&dV)[2][padde
                                                       int k_begin) {
     constexpr int WIDTH = padded(HEAD_DIM_V);
     const int first = k_begin - item.key_tile * BLOCK_K;
-    if constexpr (DV_IS_SUMMED)
+    if (p.dv_sum != nullptr)
         store_sum_rows(sum_rows_of(p.dv_sum, p, item, WIDTH) + first * WIDTH, dV);
     else
         store_gradient_rows<HEAD_DIM_V>(item.located.dv, p.dv_row_stride,
@@ -33,7 +33,7 @@ __device__ __forceinline__ void store_score_gradients(const float (&dK)[2][padde
                                                       int k_begin) {
     constexpr int WIDTH = padded(HEAD_DIM);
     const int first = k_begin - item.key_tile * BLOCK_K;
-    if constexpr (DK_IS_SUMMED)
+    if (p.dk_sum != nullptr)
         store_sum_rows(sum_rows_of(p.dk_sum, p, item, WIDTH) + first * WIDTH, dK);
     else
         store_gradient_rows<HEAD_DIM>(item.located.dk, p.dk_row_stride,

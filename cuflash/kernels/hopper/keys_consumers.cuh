@@ -47,8 +47,8 @@ __device__ __forceinline__ void sum_values(const Params& p, SharedMemory& smem) 
         const KeyItem& item = reader.next();
         if (!item.exists) break;
         const int count = item.queries.count, k_begin = item.key_tile * BLOCK_K;
-        clear_rows_where(item.opens(), dV);
-        if (item.opens()) {
+        clear_rows_where(item.opens, dV);
+        if (item.opens) {
             nonfinite_queries = false;
             barriers.K_full.wait(K_parity);
         }
@@ -83,7 +83,7 @@ __device__ __forceinline__ void sum_values(const Params& p, SharedMemory& smem) 
 
             now.to_probabilities(weights, S, log2_sums, rows,
                                  !facts.is_cut && has_queries(now.head, now.q_begin, BLOCK_Q));
-            if (item.opens() && i == 0) await_check();
+            if (item.opens && i == 0) await_check();
             const bool nonfinite = smem.row_stats[slot][NONFINITE] != 0;
             if (facts.is_cut || nonfinite || nonfinite_keys) now.hide(weights, bits, shown);
             if (nonfinite) {
@@ -106,11 +106,11 @@ __device__ __forceinline__ void sum_values(const Params& p, SharedMemory& smem) 
         wait_products<0>(dV);
         if (count > 0) {
             if (speaks) barriers.dO_empty[step.slot() ^ 1].arrive();
-        } else if (item.opens()) {
+        } else if (item.opens) {
             await_check();
         }
         __syncwarp();  // all lanes have done with the keys
-        if (item.closes()) {
+        if (item.closes) {
             if (speaks) barriers.K_empty.arrive();
             if (WEIGHT_EXPONENT > 0) scale_all(dV, WEIGHT_UNIT);
             store_value_gradients(dV, p, item, k_begin);
@@ -147,8 +147,8 @@ __device__ __forceinline__ void sum_keys(const Params& p, SharedMemory& smem) {
         const KeyItem& item = reader.next();
         if (!item.exists) break;
         const int count = item.queries.count, k_begin = item.key_tile * BLOCK_K;
-        clear_rows_where(item.opens(), dK);
-        if (item.opens()) barriers.K_full.wait(K_parity);
+        clear_rows_where(item.opens, dK);
+        if (item.opens) barriers.K_full.wait(K_parity);
         const auto await_check = [&] {
             barriers.K_checked.wait(K_parity);
             nonfinite_keys = smem.nonfinite_keys;
@@ -175,7 +175,7 @@ __device__ __forceinline__ void sum_keys(const Params& p, SharedMemory& smem) {
             wait_products<0>(dP);
             if (i > 0 && speaks) barriers.Q_empty[slot ^ 1].arrive();
 
-            if (item.opens() && i == 0) await_check();
+            if (item.opens && i == 0) await_check();
             const bool nonfinite = smem.row_stats[slot][NONFINITE] != 0;
             const bool cut = SCORE_MAY_HIDE || facts.is_cut || nonfinite || nonfinite_keys;
             if (nonfinite) clear_step(smem, slot);
@@ -197,11 +197,11 @@ __device__ __forceinline__ void sum_keys(const Params& p, SharedMemory& smem) {
         wait_products<0>(dK);
         if (count > 0) {
             if (speaks) barriers.Q_empty[step.slot() ^ 1].arrive();
-        } else if (item.opens()) {
+        } else if (item.opens) {
             await_check();
         }
         __syncwarp();  // all lanes have done with the keys
-        if (item.closes()) {
+        if (item.closes) {
             if (speaks) barriers.K_empty.arrive();
             store_score_gradients(dK, p, item, k_begin);
         }
