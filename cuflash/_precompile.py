@@ -55,14 +55,14 @@ class CompiledKernel:
     Attributes
     ----------
     name : str
-    plan : Plan or CopyPlan
+    plan : Plan
         The first of the plans that launch it.
     seconds : float
         How long it took, on the wall clock; little where it was compiled before.
     """
 
     name: str
-    plan: Plan | CopyPlan = field(repr=False)
+    plan: Plan = field(repr=False)
     seconds: float
 
 
@@ -231,7 +231,7 @@ def precompile(
     number = launch.device_number(device)
     facts, others = launch.device_facts(number), arguments.specs()
 
-    def plans() -> Iterator[Plan | CopyPlan]:
+    def plans() -> Iterator[tuple[Plan, Plan | CopyPlan]]:
         for triple in triples:
             for element in dtypes:
                 specs = (Spec.contiguous(shape, element) for shape in triple)
@@ -248,24 +248,24 @@ def precompile(
                         arguments.mask_evenness,
                     )  # fmt: skip
                     if not call.is_empty:
-                        yield call.plan
+                        yield call.plan, call.plan
                         launches, _ = plan_copies(call.reads | call.writes)
-                        yield from (plan for _, plan, _ in launches)
+                        yield from ((call.plan, plan) for _, plan, _ in launches)
 
     kernels = _distinct(plans(), launch.compiler_input)
     with progress_bar(len(kernels), "kernel", progress) as step:
-        times = launch.compile_each(kernels, number, step)
-    return [CompiledKernel(x.name, plan, time) for (plan, x), time in zip(kernels, times)]
+        times = launch.compile_each([x[1:] for x in kernels], number, step)
+    return [CompiledKernel(x.name, plan, time) for (plan, _, x), time in zip(kernels, times)]
 
 
 def _distinct(
-    plans: Iterable[Plan | CopyPlan], key: Callable[[Plan | CopyPlan, Launch], object]
-) -> list[tuple[Plan | CopyPlan, Launch]]:
+    plans: Iterable[tuple[Plan, Plan | CopyPlan]], key: Callable[[Plan | CopyPlan, Launch], object]
+) -> list[tuple[Plan, Plan | CopyPlan, Launch]]:
     """The plans' kernels in their order, those of one key once."""
-    found: dict[object, tuple[Plan | CopyPlan, Launch]] = {}
-    for plan in plans:
+    found: dict[object, tuple[Plan, Plan | CopyPlan, Launch]] = {}
+    for of_call, plan in plans:
         for kernel in plan.kernels:
-            found.setdefault(key(plan, kernel), (plan, kernel))
+            found.setdefault(key(plan, kernel), (of_call, plan, kernel))
     return list(found.values())
 
 
