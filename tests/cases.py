@@ -376,6 +376,14 @@ def owner(view):
     return view
 
 
+def to_device(cupy, view):
+    """The NumPy view with the same strides, in a copy of the memory behind it."""
+    memory = owner(view)
+    copied = cupy.asarray(memory.view(np.uint8).ravel())
+    offset = view.ctypes.data - memory.ctypes.data
+    return cupy.ndarray(view.shape, view.dtype, copied.data + offset, strides=view.strides)
+
+
 def tile_of(algo, engine, dtype, head_dim=None, value_dim=None, backward=False):
     """The table's row that serves problems of these head dims."""
     head_dim = head_dim or DIMS[engine]

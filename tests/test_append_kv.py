@@ -6,7 +6,7 @@ import emulated
 import emulator
 import numpy as np
 import pytest
-from cases import numpy_dtype, owner, place
+from cases import numpy_dtype, owner, place, to_device
 from compile_kernels import compile_source, require_nvrtc
 from test_nvrtc import ARCHES
 
@@ -348,18 +348,9 @@ def cupy():
     return pytest.importorskip("cupy")
 
 
-def on_device(cupy, x):
-    """The array with the same strides, in a copy of the memory behind it."""
-    memory = owner(x)
-    copied = cupy.asarray(memory.view(np.uint8).ravel())
-    return cupy.ndarray(
-        x.shape, x.dtype, copied.data + (x.ctypes.data - memory.ctypes.data), strides=x.strides
-    )
-
-
 def append_on_device(cupy, k_cache, v_cache, k, v, **options):
     """append_kv() on copies of the arrays, which are then as those on the device are."""
-    arrays = [on_device(cupy, x) for x in (k_cache, v_cache, k, v)]
+    arrays = [to_device(cupy, x) for x in (k_cache, v_cache, k, v)]
     options = {n: x if isinstance(x, int) else cupy.asarray(x) for n, x in options.items()}
     cuflash.append_kv(*arrays, **options)
     for x, made in zip((k_cache, v_cache), arrays):
@@ -385,7 +376,7 @@ def test_gpu_writes_nothing_outside(cupy, name):
 @pytest.mark.gpu
 def test_gpu_refuses_what_numbers_show(cupy):
     matrices, _ = arrays_of("number")
-    arrays = [on_device(cupy, x) for x in matrices]
+    arrays = [to_device(cupy, x) for x in matrices]
     for options, message in (
         ({"start": -1}, "start is -1"),
         ({"start": 34}, "7 tokens from position 34 on do not fit"),
@@ -403,7 +394,7 @@ def test_gpu_graph_replays_with_changed_integers(cupy):
     """Captured once, it appends wherever `start` says at the time."""
     matrices, options = arrays_of("pages")
     before = [x.copy() for x in matrices]
-    arrays = [on_device(cupy, x) for x in matrices]
+    arrays = [to_device(cupy, x) for x in matrices]
     start, table = cupy.asarray([0, 0]), cupy.asarray(options["page_table"])
     stream = cupy.cuda.Stream(non_blocking=True)
     cupy.cuda.Device().synchronize()

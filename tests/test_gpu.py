@@ -31,6 +31,7 @@ from cases import (
     numpy_dtype,
     owner,
     place,
+    to_device,
 )
 from random_cases import random_case, random_packed_case
 from tolerance import assert_arrays_close, assert_backward_close, assert_forward_close
@@ -84,14 +85,6 @@ extern "C" __global__ void wait(long long nanoseconds) {
     run(0)  # compiled before anybody measures
     cupy.cuda.Device().synchronize()
     return run
-
-
-def to_device(cupy, view):
-    """The NumPy view with the same strides, in a copy of the memory behind it."""
-    memory = owner(view)
-    copied = cupy.asarray(memory.view(np.uint8).ravel())
-    offset = view.ctypes.data - memory.ctypes.data
-    return cupy.ndarray(view.shape, view.dtype, copied.data + offset, strides=view.strides)
 
 
 def memory_of(cupy, array, like):

@@ -817,11 +817,13 @@ def test_capture_takes_no_memory(launch):
         copied, *rest = call_of(BackwardCall, {**given, "dout": columns(2, 8, 100, 64)})
         with pytest.raises(ValueError, match=f"give {copied.plan.workspace_bytes}"):
             run(launch, copied, *rest, 3, workspace)
-        workspace = make(copied.plan.workspace_bytes, dtype=np.uint8)
-        run(launch, copied, *rest, 3, workspace)
-        place = workspace.data.ptr + copied.plan.workspace_offsets["dout_copy"]
+        larger = make(copied.plan.workspace_bytes, dtype=np.uint8)
+        run(launch, copied, *rest, 3, larger)
+        place = larger.data.ptr + copied.plan.workspace_offsets["dout_copy"]
         assert launch.launched[-1][-1]["dout"] == place
-    with pytest.raises(ValueError, match="workspace has 16 bytes: give "):
+        with pytest.raises(RuntimeError, match="captured"):
+            run(launch, copied, *rest, 3)
+    with pytest.raises(ValueError, match=f"workspace has 16 bytes: give {workspace.nbytes}"):
         run(launch, *call_of(BackwardCall, given), 3, make(16, dtype=np.uint8))
 
 

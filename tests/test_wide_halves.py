@@ -41,6 +41,7 @@ def test_halves_have_tensor_cores_by_default(arch):
         ):
             plan = planned(device, dtype, *pair, n=n, m=8192, **more)
             assert (plan.engine, plan.algo) == ("mma", "fa2"), (pair, n, dtype, more)
+            assert plan.tile in ROWS or plan.tile.has_variants
     for dtype, pair in itertools.product(("float32", "float64"), dims):
         assert planned(device, dtype, *pair).engine == "simt"
 

@@ -35,7 +35,13 @@ from ..scores.wanted import Target, make_target, operand_given, titles_of
 from .arguments import Options
 from .arrays import OF_BATCH
 from .packed import sequences_of, tokens_first
-from .suited import has_whole_chunks, is_suited, suited, with_whole_chunks
+from .suited import (
+    has_whole_chunks,
+    is_read_in_chunks,
+    is_suited,
+    suited,
+    with_whole_chunks,
+)
 
 SPLIT_STEP = 16  # keys
 # A result, what it must not overlap, and their specs; bytes meet where low < distance < high, which
@@ -276,7 +282,7 @@ class Call:
         known = {name: given.get(name, self._turned(name, spec)) for name, spec in made.items()}
         specs = {name: self._seen(name, spec, device) for name, spec in known.items()}
         if not device.is_cpu:
-            self.unsuited = self._unsuited(specs, given.get("bias"), unaligned)
+            self.unsuited = self._unsuited(specs, given.get("bias"), unaligned, device)
         suits = {name: spec for name, spec in self.unsuited if name in copies}
         specs |= {name: spec for name, spec in suits.items() if name in specs}
         self.own = given | known
@@ -299,16 +305,17 @@ class Call:
         return specs
 
     def _unsuited(
-        self, specs: dict[str, Spec], bias: Spec | None, unaligned: frozenset[str]
+        self, specs: dict[str, Spec], bias: Spec | None, unaligned: frozenset[str], device: Device
     ) -> tuple[Copy, ...]:
         """What tensor cores do not take as it is, and as what they do."""
         found = [
             Copy(name, suited(spec))
             for name, spec in specs.items()
-            if name in self.matrices and (name in unaligned or not is_suited(spec))
+            if name in self.matrices and (name in unaligned or not is_suited(spec, device))
         ]
-        if bias is not None and ("bias" in unaligned or not has_whole_chunks(bias)):
-            found.append(Copy("bias", with_whole_chunks(bias)))
+        if bias is not None and is_read_in_chunks(bias, device):
+            if "bias" in unaligned or not has_whole_chunks(bias):
+                found.append(Copy("bias", with_whole_chunks(bias)))
         return tuple(found)
 
     def _stage_scattered(self, specs: dict[str, Spec], device: Device) -> None:

@@ -29,10 +29,12 @@ PER_BYTE = 1e-12
 LAUNCHES = 3e-5
 
 
-def is_suited(spec: Spec) -> bool:
-    """Whether tensor cores, and the units that copy tiles for them, take rows as they are."""
-    forward = all(step >= 0 for size, step in zip(spec.shape, spec.strides) if size > 1)
-    return forward and spec.shape[-1] % chunk_of(spec.dtype.name) == 0 and spec.rows_are_aligned()
+def is_suited(spec: Spec, device: Device) -> bool:
+    """Whether tensor cores, and the units that copy tiles for Hopper's, take rows as they are."""
+    turned = any(step < 0 for size, step in zip(spec.shape, spec.strides) if size > 1)
+    if turned and device.is_hopper:
+        return False
+    return spec.shape[-1] % chunk_of(spec.dtype.name) == 0 and spec.rows_are_aligned()
 
 
 def suited(spec: Spec) -> Spec:
@@ -57,11 +59,17 @@ def _strides(spec: Spec, columns: int) -> tuple[int, ...]:
     return tuple(0 if repeated else x for x, repeated in zip(strides, (*repeats, False)))
 
 
-def has_whole_chunks(spec: Spec) -> bool:
-    """Whether a bias is read in chunks, if it is one with several rows and of a half type."""
-    if spec.dtype.itemsize != 2 or len(spec.shape) < 2 or min(spec.shape[-2:]) <= 1:
-        return True
-    return spec.rows_are_aligned() and spec.strides[-1] == spec.dtype.itemsize
+def is_read_in_chunks(bias: Spec, device: Device) -> bool:
+    """Whether kernels would read a bias in chunks where it has whole ones: Hopper's do, if it is of
+    a half type and has rows of its own for queries.
+    """
+    rows = len(bias.shape) > 1 and min(bias.shape[-2:]) > 1
+    return device.is_hopper and rows and bias.dtype.itemsize == 2
+
+
+def has_whole_chunks(bias: Spec) -> bool:
+    """Whether all of its rows begin on multiples of 16 bytes, if the first one does."""
+    return bias.rows_are_aligned() and bias.strides[-1] == bias.dtype.itemsize
 
 
 def fill(target: Any, source: Any) -> None:

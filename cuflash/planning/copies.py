@@ -70,11 +70,6 @@ class CopyPlan:
     compile_options: ClassVar[tuple[str, ...]] = ()
 
     @property
-    def problem(self) -> str:
-        """What it serves, in words."""
-        return f"copies of operands, elements of {self.item} byte(s)"
-
-    @property
     def kernels(self) -> tuple[Launch, ...]:
         """What is launched."""
         return (Launch(self.kernel, self.grid, THREADS),)

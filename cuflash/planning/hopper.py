@@ -91,7 +91,7 @@ class HopperTile(KernelTile):
 
     def missing(self, problem: Problem, device: Device) -> str:
         """What the device or the operands lack, or an empty string."""
-        if device.arch != 90:
+        if not device.is_hopper:
             unused = ", whose tcgen05 no kernel uses" if device.arch in SUCCESSORS else ""
             return f"needs sm_90, the device is sm_{device.arch}{unused}"
         if not device.has_features:

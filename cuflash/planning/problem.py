@@ -87,6 +87,11 @@ class Device:
         object.__setattr__(self, name, number)
 
     @property
+    def is_hopper(self) -> bool:
+        """Whether it is of the one compute capability that the engine `wgmma` runs on."""
+        return self.arch == 90
+
+    @property
     def is_cpu(self) -> bool:
         """Whether this is the CPU."""
         return self.arch == 0
