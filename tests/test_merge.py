@@ -8,12 +8,11 @@ import emulated
 import emulator
 import numpy as np
 import pytest
-from cases import numpy_dtype, owner, place
+from cases import numpy_dtype, owner, place, to_device
 from compile_kernels import compile_source, require_nvrtc
 from hypothesis import given
 from hypothesis import strategies as st
 from small_calls import Dlpack
-from test_append_kv import on_device
 from test_emulator_catches import each_of, must_be_caught
 from test_nvrtc import ARCHES
 from tolerance import UNIT_ROUNDOFF
@@ -724,15 +723,15 @@ def cupy():
     return pytest.importorskip("cupy")
 
 
-def to_device(cupy, x):
+def parts_to_device(cupy, x):
     """An array, or those of a sequence, on the device."""
-    return on_device(cupy, x) if isinstance(x, np.ndarray) else [on_device(cupy, y) for y in x]
+    return to_device(cupy, x) if isinstance(x, np.ndarray) else [to_device(cupy, y) for y in x]
 
 
 def merge_on_device(cupy, outs, lses, out=None):
     """merge() on copies of the arrays; those of `out` are then as the device's are."""
-    given = None if out is None else tuple(to_device(cupy, out))
-    got = cuflash.merge(to_device(cupy, outs), to_device(cupy, lses), out=given)
+    given = None if out is None else tuple(parts_to_device(cupy, out))
+    got = cuflash.merge(parts_to_device(cupy, outs), parts_to_device(cupy, lses), out=given)
     if out is None:
         return tuple(x.get() for x in got)
     for x, made in zip(out, got):
