@@ -46,6 +46,11 @@ def _bias(shape):
     return bench.meters.draw(_xp(), (heads, length, length), "bfloat16", 7)
 
 
+def _key_bias(shape, dtype):
+    batch, _, length, _ = shape
+    return bench.meters.draw(_xp(), (batch, 1, 1, length), dtype, 7)
+
+
 def distance(shape):
     """A function of scores that does as ALiBi's slopes do."""
     slope = slopes(shape[1])
@@ -57,6 +62,8 @@ FEATURES = {
     "score_mod": Feature(lambda x: {"score_mod": distance(x)}, _times(1.1), _times(1.15)),
     "bias": Feature(lambda x: {"bias": _bias(x)}, _times(1.5), _times(1.6)),
     "bias, dbias": Feature(lambda x: {"bias": _bias(x)}, None, _times(2.2), ("bias",)),
+    "key bias": Feature(lambda x: {"bias": _key_bias(x, "bfloat16")}),
+    "key bias in float32": Feature(lambda x: {"bias": _key_bias(x, "float32")}),
     "bool mask": Feature(lambda x: {"mask": _shown(x)}, _times(1.3), _times(1.4)),
     "dropout": Feature(
         lambda x: {"dropout_p": 0.1, "seed": 1}, _times(1.35, 1.8), _times(1.35, 1.6)

@@ -909,12 +909,13 @@ def test_c_means_what_numpy_does(texts):
 
 # ------------------------------------------------------------------------------------ compilers
 BIAS = Capture("bias", "bfloat16", 4, adjacent=True)
+KEY_BIAS = Capture("bias", "float32", 2, adjacent=True)
 SLOPES_OF_HEADS = Capture("alibi_slopes", "float32", 1, adjacent=True)
 SINKS_OF_HEADS = Capture("sinks", "float32", 1, adjacent=True)
+ADDED = "where({0} == -inf, -inf, score + {0})"
 FORMS = {
-    "bias": ScoreForm(
-        ("where({0} == -inf, -inf, score + {0})".format("bias[batch, head, q, k]"),), (BIAS,)
-    ),
+    "bias": ScoreForm((ADDED.format("bias[batch, head, q, k]"),), (BIAS,)),
+    "key bias": ScoreForm((ADDED.format("bias[batch, k]"),), (KEY_BIAS,)),
     "alibi": ScoreForm(("score - alibi_slopes[head] * abs(k - q - shift)",), (SLOPES_OF_HEADS,)),
     "line": ScoreForm(("score + alibi_slopes[head] * (k - q - shift)",), (SLOPES_OF_HEADS,)),
     "sinks": ScoreForm((), (SINKS_OF_HEADS,), sink="sinks[head]"),

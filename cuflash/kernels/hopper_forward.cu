@@ -127,7 +127,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const Accumulator multiplier = score_multiplier(p);
     const Turns turns(consumer);
 
-    using Softmax = GuardedSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS, STAGES_ROWS>;
+    using Rows = RowsOfKeys<Tile, BLOCK_K>;  // of a captured array
+    using Softmax = GuardedSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS, Rows::DOUBTS_NAN>;
     Softmax softmax;
     Accumulator S_regs[Tile::ROWS][Tile::COLUMNS], O_regs[Tile::ROWS][Tile::VALUE_COLUMNS];
     Accumulator rescale[Tile::ROWS];
@@ -143,8 +144,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
 
     using Columns = Tile::FromFirstColumn;
     const Columns columns{tile};
-    RowsOfKeys<Tile, BLOCK_K> rows(smem.rows, (threadIdx.x - WARPGROUP) / 32);  // of an array
-    LoadedBits<Columns, Tile::ROWS, Tile::COLUMNS> bits;                        // of the mask
+    Rows rows(smem.rows, (threadIdx.x - WARPGROUP) / 32);
+    LoadedBits<Columns, Tile::ROWS, Tile::COLUMNS> bits;  // of the mask
     ScoreLine<Tile> line;
     RowCalls<Tile::ROWS> calls;  // of dropout
     const auto find_rows_of_warp = [&] { rows.find(p, head, row_begin + tile.row(0) / 8 * 8); };
@@ -164,12 +165,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const auto load_next_bits = [&](int i) {  // a tile ahead: they are few
         if (i + 1 < keys.count()) load_bits(keys[i + 1]);
     };
-    const auto adjust_scores = [&](const Visit& visit, const auto& rows) {
+    const auto adjust_scores = [&](const Visit& visit, const auto& elements) {
         // With a number that is there no sooner than the scores the compiler cannot compute positions
         // while these are under way, for which there are no registers.
         const int k_begin = (SCORE_IS_MODIFIED ? uniform(visit.tile) : visit.tile) * BLOCK_K;
         rows.await();
-        modify_scores(S_regs, tile, p, head, row_begin, k_begin, rows);
+        modify_scores(S_regs, tile, p, head, row_begin, k_begin, elements);
         if (keys.is_cut_by_band(visit))
             hide_outside_band(S_regs, columns, p, head, row_begin, k_begin + tile.column(0));
         if (STAGES_BITS && visit.bits >= 0)

@@ -159,6 +159,7 @@ __device__ __forceinline__ bool find_element(const E*& element, const int* size,
 template <typename E>
 struct CapturedRow {
     using Bits = typename BitsOf<sizeof(E)>::type;
+    using Word = typename BitsOf<2 * sizeof(E)>::type;
     const E* elements;
     int size;
 
@@ -167,12 +168,16 @@ struct CapturedRow {
         return load_where(is_index(index, size), reinterpret_cast<const Bits*>(elements) + index);
     }
     // Two elements, which exist, by one load.
-    __device__ __forceinline__ unsigned int word(int index) const {
-        return load_where(true, reinterpret_cast<const unsigned int*>(elements + index));
+    __device__ __forceinline__ Word word(int index) const {
+        return load_where(true, reinterpret_cast<const Word*>(elements + index));
     }
     // Whether `width` elements from an even `index` on exist and pairs of them are words.
     __device__ __forceinline__ bool has_words(int index, int width) const {
-        return index + width <= size && reinterpret_cast<unsigned long long>(elements) % 4 == 0;
+        return index + width <= size &&
+               reinterpret_cast<unsigned long long>(elements) % sizeof(Word) == 0;
+    }
+    static __device__ __forceinline__ Accumulator number(Bits bits) {
+        return number_of(__builtin_bit_cast(E, bits));
     }
 };
 

@@ -22,6 +22,9 @@ C_TYPES = {
 _PACKAGE = __name__.partition(".")[0]
 C_INTEGERS = {"": "int", "int32": "int", "int64": "long long"}
 _COMMENT = re.compile(r'("(?:\\.|[^"\\])*")|\s*//.*')  # or a string, which may hold //
+_ROWS = """\
+constexpr bool READS_ROWS = {reads}, QUERIES_SHARE_ROW = {shared};
+using RowElement = {element};"""
 _INCLUDE = re.compile(r'#include "([\w./]+)"\s*')
 
 
@@ -126,13 +129,19 @@ __device__ __forceinline__ int line_distance(const Head& located, int q, int k, 
 
 
 def _rows_function(emitter: Emitter) -> str:
-    """What kernels call for the rows of a captured array, and the type of its elements."""
+    """What kernels call for the rows of a captured array; whether these are of halves, and of which;
+    whether all queries of a head share one row.
+    """
     if emitter.rows is None:
-        return "constexpr bool READS_ROWS = false;\nusing RowElement = __half;"
-    element, rows = emitter.rows_text()
+        return _ROWS.format(reads="false", shared="false", element="__half")
+    element, rows, shared = emitter.rows_text()
+    reads = element != "float"  # in pairs that a register holds
+    constants = _ROWS.format(
+        reads=str(reads).lower(), shared=str(shared).lower(),
+        element=element if reads else "__half",
+    )  # fmt: skip
     return f"""\
-constexpr bool READS_ROWS = true;
-using RowElement = {element};
+{constants}
 template <typename Head>
 __device__ __forceinline__ auto find_rows(const Head& located, const Params& p) {{
     [[maybe_unused]] const int batch = located.batch, head = located.head;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..operands.dtypes import HALF
 from .expression import Capture, Node
 from .line import Line
 
@@ -37,8 +38,9 @@ class Emitter:
         Type, name and C of each element that is the same for all queries and keys of a head. Stages
         find them in `of_head`.
     rows : Node or None
-        What reads an array that has an element of two bytes for each query and key, or for each
-        key, the first such. Kernels may load these ahead: stages ask `element` for them.
+        What reads an array that has an element of two bytes for each query and key, or one of two
+        or four for each key, the first such. Kernels may load these ahead: stages ask `element` for
+        them.
     """
 
     def __init__(self, of_head: bool = True, variable: Node | None = None) -> None:
@@ -72,16 +74,18 @@ class Emitter:
         slope = self._emit(line.slope) if line.slope else "Accumulator(1)"
         return f"{'-' if line.sign < 0 else ''}{slope}", self._index(line.distance)
 
-    def rows_text(self) -> tuple[str, str]:
-        """The type of the elements of `rows`, and what finds them in C."""
+    def rows_text(self) -> tuple[str, str, bool]:
+        """The type of the elements of `rows`, what finds them in C, and whether all queries of a
+        head share one row.
+        """
         assert self.rows is not None
         capture, *indices = self.rows.value, *map(self._index, self.rows.inputs[:-1])
-        function = "captured_row"
-        if indices[-1:] == ["int(q)"]:
-            function = "captured_rows"
+        shared = indices[-1:] != ["int(q)"]
+        if not shared:
             indices.pop()
+        function = "captured_row" if shared else "captured_rows"
         arguments = ", ".join([f"p.{field_of(capture)}", *_extents(capture), *indices])
-        return ELEMENTS[capture.element], f"{function}({arguments})"
+        return ELEMENTS[capture.element], f"{function}({arguments})", shared
 
     def _emit(self, node: Node) -> str:
         operation = node.operation
@@ -188,11 +192,15 @@ def _extents(capture: Capture) -> tuple[str, str]:
 
 
 def _has_rows(node: Node) -> bool:
-    """Whether a read is of two bytes at (..., q, k) or (..., k), which lie side by side."""
+    """Whether a read is of two bytes at (..., q, k), or of at most four at (..., k), which lie side
+    by side.
+    """
     capture, (*leading, last) = node.value, node.inputs
-    if not (capture.adjacent and capture.element in ("float16", "bfloat16") and last.value == "k"):
+    has_queries = bool(leading) and leading[-1].value == "q"
+    elements = HALF if has_queries else (*HALF, "float32")
+    if not (capture.adjacent and capture.element in elements and last.value == "k"):
         return False
-    if leading and leading[-1].value == "q":
+    if has_queries:
         leading.pop()
     return not any(x.reads_place or x.reads_score or _reads(x) for x in leading)
 

@@ -114,16 +114,26 @@ struct StagedRows {
     }
 };
 
-// How the forward kernel comes by such elements: so, or as LoadedRows does.
+// How the forward kernel comes by elements: so, or as LoadedRows does. Where DOUBTS_NAN, a score that is
+// NaN may be one that an element hides, and who finds NaN scores again, with exact() elements.
 template <typename Tile, int BLOCK_K, bool STAGES_THEM = STAGES_ROWS>
 struct RowsOfKeys : StagedRows<BLOCK_K> {
+    static constexpr bool DOUBTS_NAN = true;
     using StagedRows<BLOCK_K>::StagedRows;
 };
 template <typename Tile, int BLOCK_K>
 struct RowsOfKeys<Tile, BLOCK_K, false> : LoadedRows<Tile, Tile::ROWS, Tile::COLUMNS> {
+    using Loaded = LoadedRows<Tile, Tile::ROWS, Tile::COLUMNS>;
+    static constexpr bool DOUBTS_NAN = SHARES_ROW;
     __device__ __forceinline__ RowsOfKeys(unsigned char*, int) {}
     __device__ __forceinline__ void find(const Params&, const Head&, int) const {}
     __device__ __forceinline__ void bring(const Params&, const Head&, int, int) const {}
     __device__ __forceinline__ void await() const {}
-    __device__ __forceinline__ const RowsOfKeys& exact() const { return *this; }
+    __device__ __forceinline__ const Loaded& exact() const { return *this; }
+    __device__ __forceinline__ auto of_row(int i, int first) const {
+        if constexpr (DOUBTS_NAN)
+            return Loaded::template of_row<InSum<KnownElement>>(i, first);
+        else
+            return Loaded::of_row(i, first);
+    }
 };

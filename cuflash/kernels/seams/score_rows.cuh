@@ -1,6 +1,7 @@
 // Seam 3, what value: the elements of a captured array that the scores of a tile need, loaded together
-// and several at a time where the array has one of two bytes for each query and key, as a bias has. Reads
-// the prelude: READS_ROWS, RowElement and find_rows.
+// and several at a time: where the array has one of two bytes for each query and key, as a bias has, or one
+// for each key, which all queries share. Reads the prelude: READS_ROWS, QUERIES_SHARE_ROW, RowElement and
+// find_rows.
 #pragma once
 #include "numeric.cuh"
 #include "ptx/memory.cuh"
@@ -26,6 +27,17 @@ struct LoadedElement {
     }
 };
 
+// or a number.
+struct KnownElement {
+    static constexpr bool HIDES_NAN = true;
+    Accumulator x;
+    __device__ __forceinline__ KnownElement(Accumulator x) : x(x) {}
+    template <typename Read>
+    __device__ __forceinline__ Accumulator get(const Read&) const {
+        return x;
+    }
+};
+
 // The same where nothing is NaN, or who finds NaN in sums then scores again, with an element of the other
 // kind: a sum does with two instructions less.
 template <typename Given>
@@ -46,10 +58,19 @@ struct LoadedRow {
     __device__ __forceinline__ LoadedElement at(int j) const { return {pairs[j / 2], j % 2}; }
 };
 
-// Where a lane's columns do not come in pairs, as on tensor cores they do for halves, each is read when
-// needed.
-template <typename Tile, int ROWS, int COLUMNS,
-          bool LOADS = READS_ROWS && sizeof(Element) == 2 && Tile::IS_OF_TENSOR_CORES>
+// Rows that all queries share, unless rows of the tile are of several heads.
+constexpr bool SHARES_ROW = QUERIES_SHARE_ROW && PACKED == 1;
+
+// What of a tile's elements is loaded together. Where a lane's columns do not come in pairs, as on tensor
+// cores they do for halves, each is read when needed.
+enum class Loads { NOTHING, ROWS, SHARED_ROW };
+template <typename Tile>
+constexpr Loads LOADS_OF = sizeof(Element) != 2 || !Tile::IS_OF_TENSOR_CORES ? Loads::NOTHING
+                           : SHARES_ROW                                      ? Loads::SHARED_ROW
+                           : READS_ROWS                                      ? Loads::ROWS
+                                                                             : Loads::NOTHING;
+
+template <typename Tile, int ROWS, int COLUMNS, Loads LOADS = LOADS_OF<Tile>>
 struct LoadedRows {
     template <typename P>
     __device__ __forceinline__ void load(const Tile&, const P&, const Head&, int, int) {}
@@ -59,7 +80,7 @@ struct LoadedRows {
 
 // Of a tile whose rows are queries and whose columns keys.
 template <typename Tile, int ROWS, int COLUMNS>
-struct LoadedRows<Tile, ROWS, COLUMNS, true> {
+struct LoadedRows<Tile, ROWS, COLUMNS, Loads::ROWS> {
     static constexpr int WIDTH = COLUMNS * Tile::ROW_THREADS;
     u32 pairs[ROWS][COLUMNS / 2];
 
@@ -103,8 +124,47 @@ struct LoadedRows<Tile, ROWS, COLUMNS, true> {
     }
 };
 
+// Of a tile whose queries share their elements: one for each of a lane's columns.
+template <typename One>
+struct SharedGroup {
+    const Accumulator* numbers;
+    __device__ __forceinline__ One at(int j) const { return numbers[j]; }
+};
+template <typename Tile, int ROWS, int COLUMNS>
+struct LoadedRows<Tile, ROWS, COLUMNS, Loads::SHARED_ROW> {
+    static constexpr int WIDTH = COLUMNS * Tile::ROW_THREADS;
+    Accumulator numbers[COLUMNS];
+
+    // Of the tile whose first key is given.
+    template <typename P>
+    __device__ __forceinline__ void load(const Tile& tile, const P& p, const Head& head, int,
+                                         int k_begin) {
+        const auto row = find_rows(head, p)[0];
+        using Bits = typename decltype(row)::Bits;
+        const auto key = [&](int m) { return k_begin + tile.column(2 * m); };
+        if (row.has_words(k_begin, WIDTH)) {
+#pragma unroll
+            for (int m = 0; m < COLUMNS / 2; ++m) {
+                const auto word = row.word(key(m));
+                numbers[2 * m] = row.number(Bits(word));
+                numbers[2 * m + 1] = row.number(Bits(word >> 8 * sizeof(Bits)));
+            }
+        } else {
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j)
+                numbers[j] = row.number(row.bits(key(j / 2) + j % 2));
+        }
+    }
+    __device__ __forceinline__ KnownElement at(int, int j) const { return numbers[j]; }
+    template <typename One = KnownElement>
+    __device__ __forceinline__ SharedGroup<One> of_row(int, int first) const {
+        return {numbers + first};
+    }
+};
+
 // The same of a tile on its side, whose columns are queries and whose rows keys.
-template <typename Tile, int ROWS, int COLUMNS, bool LOADS = READS_ROWS>
+template <typename Tile, int ROWS, int COLUMNS, bool LOADS = READS_ROWS,
+          bool SHARED = QUERIES_SHARE_ROW>
 struct LoadedColumns {
     template <typename P>
     __device__ __forceinline__ void load(const Tile&, const P&, const Head&, int, int) {}
@@ -115,7 +175,7 @@ struct LoadedColumns {
 // Of two keys in a row, which are ROW_THREADS lanes apart, one lane loads both elements of the one
 // query, the other lane those of the other, and they exchange halves.
 template <typename Tile, int ROWS, int COLUMNS>
-struct LoadedColumns<Tile, ROWS, COLUMNS, true> {
+struct LoadedColumns<Tile, ROWS, COLUMNS, true, false> {
     static constexpr int WIDTH = COLUMNS * Tile::ROW_THREADS;
     u32 pairs[ROWS][COLUMNS / 2];
 
@@ -157,4 +217,20 @@ struct LoadedColumns<Tile, ROWS, COLUMNS, true> {
     __device__ __forceinline__ LoadedElement at(int i, int j) const {
         return {pairs[i][j / 2], j % 2};
     }
+};
+
+// Where queries share elements, a lane needs one for each of its keys.
+template <typename Tile, int ROWS, int COLUMNS, bool LOADS>
+struct LoadedColumns<Tile, ROWS, COLUMNS, LOADS, true> {
+    Accumulator numbers[ROWS];
+
+    template <typename P>
+    __device__ __forceinline__ void load(const Tile& tile, const P& p, const Head& head, int,
+                                         int k_begin) {
+        const auto row = find_rows(head, p)[0];
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) numbers[i] = row.number(row.bits(k_begin + tile.row(i)));
+    }
+    __device__ __forceinline__ void exchange(const Tile&) {}
+    __device__ __forceinline__ KnownElement at(int i, int) const { return numbers[i]; }
 };
