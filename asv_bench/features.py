@@ -41,9 +41,9 @@ def _shown(shape):
     return _xp().random.random((batch, 1, length, length)) < 0.9
 
 
-def _bias(shape):
+def _bias(shape, dtype="bfloat16"):
     _, heads, length, _ = shape
-    return bench.meters.draw(_xp(), (heads, length, length), "bfloat16", 7)
+    return bench.meters.draw(_xp(), (heads, length, length), dtype, 7)
 
 
 def _key_bias(shape, dtype):
@@ -62,6 +62,7 @@ FEATURES = {
     "score_mod": Feature(lambda x: {"score_mod": distance(x)}, _times(1.1), _times(1.15)),
     "bias": Feature(lambda x: {"bias": _bias(x)}, _times(1.5), _times(1.6)),
     "bias, dbias": Feature(lambda x: {"bias": _bias(x)}, None, _times(2.2), ("bias",)),
+    "bias in float32": Feature(lambda x: {"bias": _bias(x, "float32")}),
     "key bias": Feature(lambda x: {"bias": _key_bias(x, "bfloat16")}),
     "key bias in float32": Feature(lambda x: {"bias": _key_bias(x, "float32")}),
     "bool mask": Feature(lambda x: {"mask": _shown(x)}, _times(1.3), _times(1.4)),

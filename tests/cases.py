@@ -848,8 +848,11 @@ class _Cases:
                      mask=shown["mask"])  # fmt: skip
         whole = self.tile(self.dtypes[0]).block_k * 2
         bias = rng.standard_normal((4, whole, whole)).astype(numpy_dtype(self.dtypes[0]))
-        self.add("scores bias of whole tiles", self.dtypes[0], (4, whole, dim), (4, whole, dim),
-                 bias=bias, causal=True)  # fmt: skip
+        wide = bias.astype(np.float32)
+        forms = {"of whole tiles": bias, "of float32": wide, "of keys": bias[:, :1]}
+        for name, given in forms.items():
+            self.add(f"scores bias {name}", self.dtypes[0], (4, whole, dim), (4, whole, dim),
+                     bias=given, causal=True)  # fmt: skip
         table = rng.standard_normal((4, 11)).astype(np.float32).T[::2]
         mod = ScoreMod(
             "where((ids[q] == ids[k]) | (k % 3 == 0), "

@@ -165,7 +165,10 @@ struct CapturedRow {
 
     // The bits of an element, 0 beyond the row.
     __device__ __forceinline__ Bits bits(int index) const {
-        return load_where(is_index(index, size), reinterpret_cast<const Bits*>(elements) + index);
+        return bits_where(is_index(index, size), elements + index);
+    }
+    static __device__ __forceinline__ Bits bits_where(bool exists, const E* element) {
+        return load_where(exists, reinterpret_cast<const Bits*>(element));
     }
     // Two elements, which exist, by one load.
     __device__ __forceinline__ Word word(int index) const {

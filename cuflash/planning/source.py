@@ -23,7 +23,7 @@ _PACKAGE = __name__.partition(".")[0]
 C_INTEGERS = {"": "int", "int32": "int", "int64": "long long"}
 _COMMENT = re.compile(r'("(?:\\.|[^"\\])*")|\s*//.*')  # or a string, which may hold //
 _ROWS = """\
-constexpr bool READS_ROWS = {reads}, QUERIES_SHARE_ROW = {shared};
+constexpr bool FINDS_ROWS = {finds}, READS_ROWS = {reads}, QUERIES_SHARE_ROW = {shared};
 using RowElement = {element};"""
 _INCLUDE = re.compile(r'#include "([\w./]+)"\s*')
 
@@ -129,15 +129,15 @@ __device__ __forceinline__ int line_distance(const Head& located, int q, int k, 
 
 
 def _rows_function(emitter: Emitter) -> str:
-    """What kernels call for the rows of a captured array; whether these are of halves, and of which;
-    whether all queries of a head share one row.
+    """What kernels call for the rows of a captured array; whether these are of halves, of which,
+    and whether all queries of a head share one.
     """
     if emitter.rows is None:
-        return _ROWS.format(reads="false", shared="false", element="__half")
+        return _ROWS.format(finds="false", reads="false", shared="false", element="__half")
     element, rows, shared = emitter.rows_text()
     reads = element != "float"  # in pairs that a register holds
     constants = _ROWS.format(
-        reads=str(reads).lower(), shared=str(shared).lower(),
+        finds="true", reads=str(reads).lower(), shared=str(shared).lower(),
         element=element if reads else "__half",
     )  # fmt: skip
     return f"""\

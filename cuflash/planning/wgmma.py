@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 from ..dropout import QUERY_BLOCK as DROPOUT_BLOCK
-from ..operands.dtypes import CHUNK_BYTES, ITEM_BYTES
+from ..operands.dtypes import ITEM_BYTES
 from .estimate import OVERLAP
 from .hopper import BARRIER_BYTES, MOST_SHARED, WARPGROUP_ROWS, HopperTile, is_split
 from .launches import Buffer, Launch, MapBox
@@ -17,6 +17,7 @@ from .products import product
 from .tile import MULTIPROCESSORS, ceil_div, round_up
 
 ROW_WARP = 16  # rows of a tile of scores that a warp has
+ROW_GROUP = 8  # elements between rows of them in shared memory
 SHORT_HEAD = 8  # tiles of queries; what longer heads gain under a causal mask was not measured
 # Microseconds of the copy engine for a row of a panel of 64 columns where it splits rows: 5.1
 # clocks. Forward passes of (4, 8, 4096, D) that it bounds, D 88 to 248, took 5.3 to 5.7, D 120 5.2
@@ -40,6 +41,8 @@ class WgmmaTile(HopperTile):
         of 2.
     varied : bool
         Whether it is measured with packed heads and split keys.
+    wide_rows : bool
+        Whether it is there for an array with four bytes for each query and key, alone.
     """
 
     whole_panels: ClassVar[bool] = True
@@ -49,6 +52,7 @@ class WgmmaTile(HopperTile):
     capped: bool = True
     spans: bool = False
     varied: bool = True
+    wide_rows: bool = False
 
     def reject(self, problem: Problem, device: Device) -> str:
         """Why this row cannot or should not serve, or an empty string."""
@@ -58,6 +62,8 @@ class WgmmaTile(HopperTile):
             return "has no registers for a mask's function"
         if problem.has_near_scores and not self.capped:
             return "is slow with a softcap"
+        if self.wide_rows and problem.score.pair_bytes != 4:
+            return "is for elements of four bytes"
         return ""
 
     @property
@@ -175,8 +181,16 @@ class WgmmaTile(HopperTile):
         return keys + others <= MOST_SHARED
 
     def stages_rows(self, problem: Problem) -> bool:
-        """Whether warps bring the elements of an array for each query and key to shared memory."""
-        return problem.score.reads_pairs and not self.keys_outside
+        """Whether warps bring the elements of an array for each query and key to shared memory, for
+        which those of four bytes leave no room in some tiles.
+        """
+        size = problem.score.pair_bytes
+        if size <= 2 or self.keys_outside:
+            return size > 0 and not self.keys_outside
+        head, value = (width * ITEM_BYTES[problem.dtype] for width in self.row_widths(problem))
+        keys = self.stages * self.block_k * (head + value)
+        others = self.block_q * head + BARRIER_BYTES + self._warp_rows_bytes(problem)
+        return keys + others <= MOST_SHARED
 
     def clean_parts(self, problem: Problem) -> int:
         """Two warps clear values. They remember what is clean where all tiles may be cut, and many
@@ -197,9 +211,11 @@ class WgmmaTile(HopperTile):
         return (Launch("clear_marks", ceil_div(marks, self.threads), self.threads), *kernels)
 
     def _rows_bytes(self, problem: Problem) -> int:
-        """Of such elements, of two bytes, as kernels lay them out."""
-        row = 2 * self.block_k + CHUNK_BYTES
-        return self.stages_rows(problem) * self.warps * ROW_WARP * row
+        return self.stages_rows(problem) * self._warp_rows_bytes(problem)
+
+    def _warp_rows_bytes(self, problem: Problem) -> int:
+        """Of such elements, as kernels lay them out."""
+        return self.warps * ROW_WARP * problem.score.pair_bytes * (self.block_k + ROW_GROUP)
 
     def workspace(self, problem: Problem) -> tuple[Buffer, ...]:
         """O, l and m of fa1, as registers hold them; which tiles of values are clean."""
@@ -268,6 +284,8 @@ ROWS = (
            rate=373, item_time=1.28, start_time=6.5),
     *_both(max_dim=128, block_k=80,  warps=12, stages=4, ping_pong=True, loads=False, drops=False,
            spans=True, rate=867, item_time=1.97, start_time=8.2),
+    *_both(max_dim=128, block_k=64,  warps=12, stages=3, ping_pong=True, wide_rows=True,
+           rate=840, item_time=1.97, start_time=8.2),
     *_both(max_dim=128, block_k=64,  warps=12, stages=4, ping_pong=True,
            rate=840, item_time=1.97, start_time=8.2),
     *_both(max_dim=128, block_k=128, warps=8,  stages=3, ping_pong=True,

@@ -134,7 +134,7 @@ class WgmmaGradientTile(HopperGradientTile):
 
     def stages_rows(self, problem: Problem) -> bool:
         """Whether warps bring the elements of an array for each query and key to shared memory."""
-        return problem.score.reads_pairs and self.kernel == "hopper_backward"
+        return problem.score.pair_bytes == 2 and self.kernel == "hopper_backward"
 
     def padded_width(self, problem: Problem) -> int:
         """Columns of a key row: a multiple of 64, since they are the rows of products for dQ."""

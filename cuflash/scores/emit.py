@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..operands.dtypes import HALF
+from ..operands.dtypes import SINGLE
 from .expression import Capture, Node
 from .line import Line
 
@@ -38,9 +38,8 @@ class Emitter:
         Type, name and C of each element that is the same for all queries and keys of a head. Stages
         find them in `of_head`.
     rows : Node or None
-        What reads an array that has an element of two bytes for each query and key, or one of two
-        or four for each key, the first such. Kernels may load these ahead: stages ask `element` for
-        them.
+        What reads an array that has an element of two or four bytes for each query and key, or for
+        each key, the first such. Kernels may load these together: stages ask `element` for them.
     """
 
     def __init__(self, of_head: bool = True, variable: Node | None = None) -> None:
@@ -192,15 +191,11 @@ def _extents(capture: Capture) -> tuple[str, str]:
 
 
 def _has_rows(node: Node) -> bool:
-    """Whether a read is of two bytes at (..., q, k), or of at most four at (..., k), which lie side
-    by side.
-    """
+    """Whether a read is of two or four bytes at (..., q, k) or (..., k), which lie side by side."""
     capture, (*leading, last) = node.value, node.inputs
-    has_queries = bool(leading) and leading[-1].value == "q"
-    elements = HALF if has_queries else (*HALF, "float32")
-    if not (capture.adjacent and capture.element in elements and last.value == "k"):
+    if not (capture.adjacent and capture.element in SINGLE and last.value == "k"):
         return False
-    if has_queries:
+    if leading and leading[-1].value == "q":
         leading.pop()
     return not any(x.reads_place or x.reads_score or _reads(x) for x in leading)
 

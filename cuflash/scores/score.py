@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ..operands.dtypes import ITEM_BYTES
 from .emit import is_infinite, rows_of
 from .evaluate import evaluate
 from .expression import Capture, Node, parse
@@ -72,16 +73,20 @@ class ScoreForm(NamedTuple):
         return any(x.loads for x in self.nodes)
 
     @property
-    def reads_pairs(self) -> bool:
-        """Whether the array that kernels load elements of ahead has one for each query and key."""
+    def pair_bytes(self) -> int:
+        """Bytes of an element of the array that kernels load elements of together, if it has one
+        for each query and key, else 0.
+        """
         rows = _rows_of(self)
-        return rows is not None and len(rows.inputs) > 1 and rows.inputs[-2].value == "q"
+        if rows is None or not _has_queries(rows):
+            return 0
+        return ITEM_BYTES[rows.value.element]
 
     @property
     def shares_entries(self) -> bool:
         """Whether that array is the same for all entries of the batch."""
         rows = _rows_of(self)
-        return self.reads_pairs and rows is not None and not _reads_batch(rows)
+        return rows is not None and _has_queries(rows) and not _reads_batch(rows)
 
     @property
     def may_be_nan(self) -> bool:
@@ -132,6 +137,11 @@ UNCHANGED = ScoreForm()
 @functools.lru_cache(maxsize=256)  # every row of a table asks
 def _rows_of(form: ScoreForm) -> Node | None:
     return rows_of(form.nodes)
+
+
+def _has_queries(rows: Node) -> bool:
+    """Whether a read is at (..., q, k)."""
+    return len(rows.inputs) > 1 and rows.inputs[-2].value == "q"
 
 
 def _reads_batch(node: Node) -> bool:

@@ -65,14 +65,15 @@ struct PackedStep {
     // P^T from S^T, packed.
     __device__ __forceinline__ void to_probabilities(Weights& weights,
                                                      Accumulator (&S)[2][Scores::COLUMNS],
-                                                     const LoadedStats& all_log2_sums,
-                                                     const Rows& rows, bool whole) const {
+                                                     const LoadedStats& all_log2_sums, Rows& rows,
+                                                     bool whole) const {
         const OfHead of_head = read_of_head(head, p);
         const Accumulator multiplier = score_multiplier(p);
         with_scores(S, p, whole, [&](const auto& score_of) {
 #pragma unroll
             for (int m = 0; m < PAIRS; ++m) {
                 const auto log2_sums = all_log2_sums[m];
+                rows.turn_to(tile, m);
 #pragma unroll
                 for (int i = 0; i < ROWS; ++i) {
                     Accumulator P[2], left[2], sloped[2];

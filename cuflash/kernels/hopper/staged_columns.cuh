@@ -14,7 +14,6 @@ struct StagedColumns : LoadedColumns<Tile, Tile::ROWS, Tile::COLUMNS> {
     static constexpr int BYTES = 0;
     __device__ __forceinline__ StagedColumns(unsigned char*, int) {}
     __device__ __forceinline__ void meet_warps() const {}
-    __device__ __forceinline__ void turn_to(const Tile&, int) {}
     template <typename P>
     __device__ __forceinline__ void find(const Tile&, const P&, const Head&, int) {}
 };

@@ -1,6 +1,6 @@
 // Elements of a captured array for each query and key, as a bias has: a warp brings those of its 16
-// queries to shared memory, a tile of keys ahead, and reads them as ldmatrix hands them out, which is
-// as a lane holds scores. Reads the prelude: STAGES_ROWS.
+// queries to shared memory, a tile of keys ahead. Those of two bytes it reads as ldmatrix hands them out,
+// which is as a lane holds scores. Reads the prelude: STAGES_ROWS.
 //
 // A lane reads two bytes of eight rows at a time where it loads what it needs itself: the cache looks up
 // eight lines for 128 bytes, which took half of the kernel's time.
@@ -11,28 +11,42 @@
 #include "seams/score_rows.cuh"
 #include "uniform.cuh"
 
-template <int BLOCK_K, typename OneElement = SummedElement>
+using StagedElement = Select<READS_ROWS, RowElement, float>::type;
+
+// A lane's elements of 8 columns, as `One` says: halves in pairs, or numbers.
+template <typename One>
+struct StagedPairs {
+    u32 pairs[ROW_GROUP / 2];
+    __device__ __forceinline__ One at(int j) const { return {pairs[j / 2], j % 2}; }
+};
+
+template <int BLOCK_K, bool HIDES_NAN = false>
 struct StagedRows {
-    static constexpr int PITCH = BLOCK_K + CHUNK<RowElement>;  // 8 rows meet no bank conflict
-    static constexpr int COLUMNS = BLOCK_K / 4, WARP_BYTES = 16 * PITCH * int(sizeof(RowElement));
+    using E = StagedElement;
+    static constexpr bool HALVES = sizeof(E) == 2;
+    using Exact = typename Select<HALVES, LoadedElement, KnownElement>::type;
+    using One = typename Select<HIDES_NAN, Exact, InSum<Exact>>::type;
+    using Group = typename Select<HALVES, StagedPairs<One>, NumberGroup<One>>::type;
+
+    // 8 rows of 16 bytes meet no bank conflict, nor 4 of 32.
+    static constexpr int PITCH = BLOCK_K + ROW_GROUP;
+    static constexpr int COLUMNS = BLOCK_K / 4, WARP_BYTES = 16 * PITCH * int(sizeof(E));
     static_assert(BLOCK_K % 16 == 0, "two chunks at a time");
     static_assert(ROW_GROUP == 8, "a group is what ldmatrix reads at a time");
 
-    // A copy is of two or four rows, with a lane for each chunk: the cache looks up every line of a row.
-    static constexpr int WIDTH = CHUNK<RowElement>, CHUNKS = BLOCK_K / WIDTH;  // of a row
-    static constexpr int ROWS = CHUNKS > 8 ? 2 : 4, COPIES = 16 / ROWS;
+    // A copy is of up to four rows, with a lane for each chunk: the cache looks up every line of a row.
+    static constexpr int WIDTH = CHUNK<E>, CHUNKS = BLOCK_K / WIDTH;  // of a row
+    static constexpr int ROWS = CHUNKS > 16 ? 1 : CHUNKS > 8 ? 2 : 4, COPIES = 16 / ROWS;
     static_assert(ROWS * CHUNKS <= 32, "a warp copies them");
 
     unsigned char* const rows;  // of the warp
-    const RowElement* first;    // this lane's of the first copy, in a tile of keys that begins at 0
+    const E* first;             // this lane's of the first copy, in a tile of keys that begins at 0
     int whole_until;  // tiles of keys up to here exist, and their chunks are some in memory
 
     __device__ __forceinline__ StagedRows(unsigned char* all, int warp)
         : rows(all + warp * WARP_BYTES) {}
     // The same rows, of elements that hide NaN.
-    __device__ __forceinline__ StagedRows<BLOCK_K, LoadedElement> exact() const {
-        return {rows, 0};
-    }
+    __device__ __forceinline__ StagedRows<BLOCK_K, true> exact() const { return {rows, 0}; }
 
     // The rows from row_begin on, of which tiles are brought.
     template <typename P>
@@ -42,7 +56,7 @@ struct StagedRows {
             const auto found = find_rows(head, p);
             first = found[row_begin + lane() / CHUNKS].elements + column();
             const u64 addresses = reinterpret_cast<u64>(found[row_begin].elements) |
-                                  u64(found.stride * i64(sizeof(RowElement)));
+                                  u64(found.stride * i64(sizeof(E)));
             if (row_begin >= 0 && row_begin + 16 <= found.rows && addresses % CHUNK_BYTES == 0)
                 whole_until = found.size;
             whole_until = uniform(whole_until);
@@ -72,26 +86,34 @@ struct StagedRows {
     }
     template <typename Tile>
     __device__ __forceinline__ void load(const Tile&, const Params&, const Head&, int, int) const {}
-    struct Group {
-        u32 pairs[ROW_GROUP / 2];
-        __device__ __forceinline__ OneElement at(int j) const { return {pairs[j / 2], j % 2}; }
-    };
     // A lane's elements of its i-th row, from column `first` on.
     __device__ __forceinline__ Group of_row(int i, int first) const {
         const int lane = threadIdx.x % 32;
-        const u32 address = shared_address(rows) + (8 * i + lane % 8) * PITCH * 2 + lane / 8 * 16;
-        // Of half a group the two chunks that are there are read twice.
-        const int back = first + ROW_GROUP <= COLUMNS ? 0 : lane / 16 * 32;
         Group group;
-        load_matrices(group.pairs, address + first / 2 * 16 - back);
+        if constexpr (HALVES) {
+            const u32 address =
+                shared_address(rows) + (8 * i + lane % 8) * PITCH * 2 + lane / 8 * 16;
+            // Of half a group the two chunks that are there are read twice.
+            const int back = first + ROW_GROUP <= COLUMNS ? 0 : lane / 16 * 32;
+            load_matrices(group.pairs, address + first / 2 * 16 - back);
+        } else {
+            const u32 address =
+                shared_address(rows) + ((8 * i + lane / 4) * PITCH + lane % 4 * 2) * 4;
+#pragma unroll
+            for (int m = 0; m < ROW_GROUP / 2 && first / 2 + m < COLUMNS / 2; ++m) {
+                const auto pair = load_pair(address + (first / 2 + m) * 32);
+                group.numbers[2 * m] = __uint_as_float(pair.at[0]);
+                group.numbers[2 * m + 1] = __uint_as_float(pair.at[1]);
+            }
+        }
         return group;
     }
 
   private:
     static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
     static __device__ __forceinline__ int column() { return lane() % CHUNKS * WIDTH; }
-    __device__ __forceinline__ RowElement* target() const {
-        return reinterpret_cast<RowElement*>(rows) + lane() / CHUNKS * PITCH + column();
+    __device__ __forceinline__ E* target() const {
+        return reinterpret_cast<E*>(rows) + lane() / CHUNKS * PITCH + column();
     }
     // A lane's chunks at key k, of rows or keys some of which do not exist, or that are none in memory.
     template <typename P>
@@ -101,14 +123,14 @@ struct StagedRows {
         for (int i = 0; i < 16; i += ROWS) {
             const int row = row_begin + lane() / CHUNKS + i;
             const auto source = find_rows(row_head(head, row), p)[query_of(row)];
-            RowElement* const chunk = target() + i * PITCH;
+            E* const chunk = target() + i * PITCH;
             if (reinterpret_cast<u64>(source.elements + k) % CHUNK_BYTES == 0) {
                 const int count = min(max(source.size - k, 0), WIDTH);
-                copy_chunk_async(chunk, source.elements + k, count * int(sizeof(RowElement)));
+                copy_chunk_async(chunk, source.elements + k, count * int(sizeof(E)));
             } else {
 #pragma unroll 1
                 for (int e = 0; e < WIDTH; ++e)
-                    chunk[e] = __builtin_bit_cast(RowElement, source.bits(k + e));
+                    chunk[e] = __builtin_bit_cast(E, source.bits(k + e));
             }
         }
     }
@@ -121,9 +143,15 @@ struct RowsOfKeys : StagedRows<BLOCK_K> {
     static constexpr bool DOUBTS_NAN = true;
     using StagedRows<BLOCK_K>::StagedRows;
 };
+// Elements of four bytes that are not staged are read one by one: groups of them had to be waited for,
+// which made D = 192 slower by a quarter.
+template <typename Tile>
+constexpr Loads LOADS_OF_KEYS =
+    LOADS_OF<Tile> == Loads::WIDE_ROWS ? Loads::NOTHING : LOADS_OF<Tile>;
 template <typename Tile, int BLOCK_K>
-struct RowsOfKeys<Tile, BLOCK_K, false> : LoadedRows<Tile, Tile::ROWS, Tile::COLUMNS> {
-    using Loaded = LoadedRows<Tile, Tile::ROWS, Tile::COLUMNS>;
+struct RowsOfKeys<Tile, BLOCK_K, false>
+    : LoadedRows<Tile, Tile::ROWS, Tile::COLUMNS, LOADS_OF_KEYS<Tile>> {
+    using Loaded = LoadedRows<Tile, Tile::ROWS, Tile::COLUMNS, LOADS_OF_KEYS<Tile>>;
     static constexpr bool DOUBTS_NAN = SHARES_ROW;
     __device__ __forceinline__ RowsOfKeys(unsigned char*, int) {}
     __device__ __forceinline__ void find(const Params&, const Head&, int) const {}

@@ -36,12 +36,13 @@ struct TurnedStepOf {
 
     // P^T from S^T, and in W^T that times the derivative of the modified score by the score, if it has
     // one that is not 1.
-    __device__ __forceinline__ void to_weights(Tile& S, Tile& W, const Rows& rows) const {
+    __device__ __forceinline__ void to_weights(Tile& S, Tile& W, Rows& rows) const {
         const OfHead of_head = read_of_head(head, p);
         const Accumulator multiplier = score_multiplier(p);
 #pragma unroll
         for (int j = 0; j < COLUMNS; ++j) {
             const Accumulator log2_sum = stats(0, j / 2).at[j % 2];
+            if (j % 2 == 0) rows.turn_to(tile, j / 2);
 #pragma unroll
             for (int i = 0; i < ROWS; ++i) {
                 Dual<Accumulator> score(S[i][j], Accumulator(1));

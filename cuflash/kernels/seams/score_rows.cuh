@@ -1,11 +1,12 @@
 // Seam 3, what value: the elements of a captured array that the scores of a tile need, loaded together
-// and several at a time: where the array has one of two bytes for each query and key, as a bias has, or one
-// for each key, which all queries share. Reads the prelude: READS_ROWS, QUERIES_SHARE_ROW, RowElement and
-// find_rows.
+// and several at a time where the array has one for each query and key, as a bias has, or one for each
+// key, which all queries share. Reads the prelude: FINDS_ROWS, READS_ROWS (of two bytes),
+// QUERIES_SHARE_ROW, RowElement and find_rows.
 #pragma once
 #include "numeric.cuh"
 #include "ptx/memory.cuh"
 #include "seams/sequence.cuh"
+#include "uniform.cuh"
 
 // How an expression comes by an element: it reads it,
 struct ReadEach {
@@ -46,7 +47,6 @@ struct InSum : Given {
     using Given::Given;
     __device__ __forceinline__ InSum(const Given& given) : Given(given) {}
 };
-using SummedElement = InSum<LoadedElement>;
 
 // Columns of a row of a tile, so many from one on: the j-th of them has `at(j)`.
 constexpr int ROW_GROUP = 8;
@@ -63,12 +63,13 @@ constexpr bool SHARES_ROW = QUERIES_SHARE_ROW && PACKED == 1;
 
 // What of a tile's elements is loaded together. Where a lane's columns do not come in pairs, as on tensor
 // cores they do for halves, each is read when needed.
-enum class Loads { NOTHING, ROWS, SHARED_ROW };
+enum class Loads { NOTHING, ROWS, WIDE_ROWS, SHARED_ROW };
 template <typename Tile>
-constexpr Loads LOADS_OF = sizeof(Element) != 2 || !Tile::IS_OF_TENSOR_CORES ? Loads::NOTHING
-                           : SHARES_ROW                                      ? Loads::SHARED_ROW
-                           : READS_ROWS                                      ? Loads::ROWS
-                                                                             : Loads::NOTHING;
+constexpr Loads LOADS_OF =
+    !FINDS_ROWS || sizeof(Element) != 2 || !Tile::IS_OF_TENSOR_CORES ? Loads::NOTHING
+    : SHARES_ROW                                                     ? Loads::SHARED_ROW
+    : READS_ROWS                                                     ? Loads::ROWS
+                                                                     : Loads::WIDE_ROWS;
 
 template <typename Tile, int ROWS, int COLUMNS, Loads LOADS = LOADS_OF<Tile>>
 struct LoadedRows {
@@ -124,6 +125,60 @@ struct LoadedRows<Tile, ROWS, COLUMNS, Loads::ROWS> {
     }
 };
 
+// A row of floats: score_functions.cuh has it, which is there only where scores are changed.
+template <typename E>
+struct CapturedRow;
+template <typename Tile>
+using RowOfFloats = CapturedRow<typename Select<true, float, Tile>::type>;
+
+// Elements of four bytes: a group at a time, since there are no registers for those of a tile.
+template <typename One>
+struct NumberGroup {
+    Accumulator numbers[ROW_GROUP];
+    __device__ __forceinline__ One at(int j) const { return numbers[j]; }
+};
+template <typename Tile, int ROWS, int COLUMNS>
+struct LoadedRows<Tile, ROWS, COLUMNS, Loads::WIDE_ROWS> {
+    static constexpr int WIDTH = COLUMNS * Tile::ROW_THREADS;
+    RowOfFloats<Tile> rows[ROWS];
+    int first;    // this lane's first key
+    bool paired;  // whether all of the warp's elements exist, and pairs are words
+
+    template <typename P>
+    __device__ __forceinline__ void load(const Tile& tile, const P& p, const Head& head,
+                                         int row_begin, int k_begin) {
+        first = k_begin + tile.column(0);
+        paired = true;
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) {
+            const int row = row_begin + tile.row(i);
+            rows[i] = find_rows(row_head(head, row), p)[query_of(row)];
+            paired &= rows[i].has_words(k_begin, WIDTH);
+        }
+        paired = __all_sync(FULL_WARP, paired);
+    }
+    __device__ __forceinline__ KnownElement at(int i, int j) const {
+        return rows[i].number(rows[i].bits(first + j / 2 * 8 + j % 2));
+    }
+    __device__ __forceinline__ NumberGroup<KnownElement> of_row(int i, int begin) const {
+        const int count = min(ROW_GROUP, COLUMNS - begin), key = first + begin / 2 * 8;
+        NumberGroup<KnownElement> group;
+        if (paired) {
+#pragma unroll
+            for (int m = 0; m < count / 2; ++m) {
+                const auto word = rows[i].word(key + 8 * m);
+                group.numbers[2 * m] = rows[i].number(u32(word));
+                group.numbers[2 * m + 1] = rows[i].number(u32(word >> 32));
+            }
+        } else {
+#pragma unroll
+            for (int j = 0; j < count; ++j)
+                group.numbers[j] = rows[i].number(rows[i].bits(key + j / 2 * 8 + j % 2));
+        }
+        return group;
+    }
+};
+
 // Of a tile whose queries share their elements: one for each of a lane's columns.
 template <typename One>
 struct SharedGroup {
@@ -151,8 +206,7 @@ struct LoadedRows<Tile, ROWS, COLUMNS, Loads::SHARED_ROW> {
             }
         } else {
 #pragma unroll
-            for (int j = 0; j < COLUMNS; ++j)
-                numbers[j] = row.number(row.bits(key(j / 2) + j % 2));
+            for (int j = 0; j < COLUMNS; ++j) numbers[j] = row.number(row.bits(key(j / 2) + j % 2));
         }
     }
     __device__ __forceinline__ KnownElement at(int, int j) const { return numbers[j]; }
@@ -162,20 +216,25 @@ struct LoadedRows<Tile, ROWS, COLUMNS, Loads::SHARED_ROW> {
     }
 };
 
-// The same of a tile on its side, whose columns are queries and whose rows keys.
-template <typename Tile, int ROWS, int COLUMNS, bool LOADS = READS_ROWS,
-          bool SHARED = QUERIES_SHARE_ROW>
+// The same of a tile on its side, whose columns are queries and whose rows keys. exchange() is called once
+// elements are needed, turn_to() ahead of the m-th pair of columns.
+constexpr Loads LOADS_TURNED = !FINDS_ROWS         ? Loads::NOTHING
+                               : QUERIES_SHARE_ROW ? Loads::SHARED_ROW
+                               : READS_ROWS        ? Loads::ROWS
+                                                   : Loads::WIDE_ROWS;
+template <typename Tile, int ROWS, int COLUMNS, Loads LOADS = LOADS_TURNED>
 struct LoadedColumns {
     template <typename P>
     __device__ __forceinline__ void load(const Tile&, const P&, const Head&, int, int) {}
     __device__ __forceinline__ void exchange(const Tile&) {}
+    __device__ __forceinline__ void turn_to(const Tile&, int) {}
     __device__ __forceinline__ ReadEach at(int, int) const { return {}; }
 };
 
 // Of two keys in a row, which are ROW_THREADS lanes apart, one lane loads both elements of the one
 // query, the other lane those of the other, and they exchange halves.
 template <typename Tile, int ROWS, int COLUMNS>
-struct LoadedColumns<Tile, ROWS, COLUMNS, true, false> {
+struct LoadedColumns<Tile, ROWS, COLUMNS, Loads::ROWS> {
     static constexpr int WIDTH = COLUMNS * Tile::ROW_THREADS;
     u32 pairs[ROWS][COLUMNS / 2];
 
@@ -201,7 +260,6 @@ struct LoadedColumns<Tile, ROWS, COLUMNS, true, false> {
             }
         }
     }
-    // Once they are needed.
     __device__ __forceinline__ void exchange(const Tile& tile) {
         const u32 halves =
             tile.row(0) % 2 ? 0x3276 : 0x5410;  // the other's upper, mine; or mine, the other's
@@ -214,14 +272,47 @@ struct LoadedColumns<Tile, ROWS, COLUMNS, true, false> {
                 pairs[i][m] = __byte_perm(mine, other, halves);
             }
     }
+    __device__ __forceinline__ void turn_to(const Tile&, int) {}
     __device__ __forceinline__ LoadedElement at(int i, int j) const {
         return {pairs[i][j / 2], j % 2};
     }
 };
 
+// Elements of four bytes: those of a pair of columns at a time, for which the pairs follow each other.
+template <typename Tile, int ROWS, int COLUMNS>
+struct LoadedColumns<Tile, ROWS, COLUMNS, Loads::WIDE_ROWS> {
+    using Row = RowOfFloats<Tile>;
+    const float* source;  // of the next pair's first query and this lane's first key
+    i64 stride;
+    int q, k, queries, keys;  // that query and key, and how many there are
+    Accumulator numbers[ROWS][2];
+
+    template <typename P>
+    __device__ __forceinline__ void load(const Tile& tile, const P& p, const Head& head,
+                                         int q_begin, int k_begin) {
+        const auto rows = find_rows(head, p);
+        q = q_begin + tile.column(0), k = k_begin + tile.row(0);
+        source = rows[q].elements + k;
+        stride = rows.stride, queries = rows.rows, keys = rows.size;
+    }
+    __device__ __forceinline__ void exchange(const Tile&) {}
+    __device__ __forceinline__ void turn_to(const Tile&, int m) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) {
+                const bool exists = u32(q + e) < u32(queries) && u32(k + 8 * i) < u32(keys);
+                numbers[i][e] = Row::number(Row::bits_where(exists, source + e * stride + 8 * i));
+            }
+        const int next = 2 * m + 2 < COLUMNS ? 8 : 8 - 4 * COLUMNS;  // or back to the first one
+        source += next * stride, q += next;
+    }
+    __device__ __forceinline__ KnownElement at(int i, int j) const { return numbers[i][j % 2]; }
+};
+
 // Where queries share elements, a lane needs one for each of its keys.
-template <typename Tile, int ROWS, int COLUMNS, bool LOADS>
-struct LoadedColumns<Tile, ROWS, COLUMNS, LOADS, true> {
+template <typename Tile, int ROWS, int COLUMNS>
+struct LoadedColumns<Tile, ROWS, COLUMNS, Loads::SHARED_ROW> {
     Accumulator numbers[ROWS];
 
     template <typename P>
@@ -232,5 +323,6 @@ struct LoadedColumns<Tile, ROWS, COLUMNS, LOADS, true> {
         for (int i = 0; i < ROWS; ++i) numbers[i] = row.number(row.bits(k_begin + tile.row(i)));
     }
     __device__ __forceinline__ void exchange(const Tile&) {}
+    __device__ __forceinline__ void turn_to(const Tile&, int) {}
     __device__ __forceinline__ KnownElement at(int i, int) const { return numbers[i]; }
 };

@@ -1,0 +1,168 @@
+"""Elements of a bias that kernels load together: of a row that queries share, and of float32."""
+
+import functools
+import itertools
+
+import ml_dtypes
+import numpy as np
+import pytest
+from emulated import (
+    attention,
+    attention_backward,
+    attention_varlen,
+    attention_varlen_backward,
+)
+from emulator import available
+from test_emulator_catches import must_be_caught
+from tolerance import assert_backward_close, assert_forward_close
+
+pytestmark = pytest.mark.skipif(available() is not None, reason=str(available()))
+KEYS = 150
+
+
+def rows_of(shape, kind="aligned", dtype=ml_dtypes.bfloat16):
+    """A bias of these (batch, heads, queries) and 150 keys, some hidden: in words, or not."""
+    first, width = {"aligned": (0, 152), "odd": (0, 151), "shifted": (1, 152)}[kind]
+    whole = np.random.default_rng(5).standard_normal((*shape, width)).astype(dtype)
+    whole[..., ::7] = -np.inf
+    return whole[..., first : first + KEYS]
+
+
+def check(
+    engine="wgmma", dim=64, queries=70, kind="aligned", each_head=False, group=1, rows=1,
+    overflows=False, **more
+):  # fmt: skip
+    """Two entries with two heads of keys each, which `group` heads share; a bias of `rows` rows."""
+    dtype = more.pop("dtype", ml_dtypes.bfloat16)
+    rng = np.random.default_rng(6)
+    heads = 2 * group
+    shapes = [(2, x, n, dim) for x, n in ((heads, queries), (2, KEYS), (2, KEYS), (heads, queries))]
+    q, k, v, dout = (rng.standard_normal(x).astype(dtype) for x in shapes)
+    given = 2, heads if each_head else 1, rows
+    bias = rows_of(given, kind, more.pop("of", ml_dtypes.bfloat16))
+    if overflows:
+        k[:, :, 7] = 3e38  # hidden from all
+    elif dtype != np.float32:  # whose planes hold neither
+        k[:, :, 7], v[:, :, 14] = np.nan, np.inf  # likewise
+    options = {"bias": bias, "enable_gqa": True, "engine": engine} | more
+    out, lse, plan, _ = attention(q, k, v, **options)
+    grads = attention_backward(dout, q, k, v, out, lse, **options)
+    shared = f"QUERIES_SHARE_ROW = {str(rows == 1).lower()}"
+    assert all(shared in x.source() for x in (plan, grads.plan))
+    del options["engine"]
+    assert_forward_close(out, lse, q, k, v, **options)
+    assert_backward_close(grads[:3], dout, q, k, v, **options)
+    return plan
+
+
+@pytest.mark.parametrize("kind", ["aligned", "odd", "shifted"])
+@pytest.mark.parametrize("engine", ["wgmma", "mma"])
+@pytest.mark.parametrize("of", [np.float32, np.float16])
+def test_results_are_right(engine, kind, of):
+    check(engine, kind=kind, causal="bottom_right", of=of)
+
+
+@pytest.mark.parametrize("of", [np.float32, ml_dtypes.bfloat16])
+def test_so_they_are_with_dropout_and_a_window(of):
+    check(kind="odd", of=of, window=(60, 20), dropout_p=0.2, seed=5)
+
+
+@pytest.mark.parametrize("dim", [128, 192, 256])
+def test_so_they_are_of_other_head_dims(dim):
+    check(dim=dim, each_head=True, kind="odd")
+
+
+@pytest.mark.parametrize("engine", ["wgmma", "mma", "simt"])
+def test_so_they_are_of_float32(engine):
+    check(engine, dtype=np.float32, kind="odd", of=np.float32)
+
+
+def check_wide(engine="wgmma", queries=70, kind="aligned", **more):
+    """A row of float32 for each query."""
+    return check(engine, queries=queries, kind=kind, rows=queries, of=np.float32, **more)
+
+
+def check_overflow():
+    """Of hidden keys so large that products overflow nothing is left."""
+    check_wide(overflows=True)
+
+
+def test_products_that_overflow_are_hidden():
+    check_overflow()
+    check(overflows=True)
+
+
+@pytest.mark.parametrize("kind", ["aligned", "odd", "shifted"])
+@pytest.mark.parametrize("engine", ["wgmma", "mma"])
+def test_rows_of_float32(engine, kind):
+    check_wide(engine, kind=kind, each_head=True, causal="bottom_right")
+
+
+@pytest.mark.parametrize("dim", [128, 192, 256])
+def test_rows_of_float32_of_other_head_dims(dim):
+    check_wide(dim=dim, window=(60, 20), dropout_p=0.2, seed=5)
+
+
+@pytest.mark.parametrize("engine", ["wgmma", "mma", "simt"])
+def test_rows_of_float32_beside_float32(engine):
+    check_wide(engine, dtype=np.float32)
+
+
+@pytest.mark.parametrize("engine", ["wgmma", "mma"])
+def test_rows_of_float32_of_packed_sequences(engine):
+    """Tiles of queries begin ahead of a sequence's first one."""
+    rng = np.random.default_rng(8)
+    starts = np.int32([0, 33, 33, 150])
+    q, k, v, dout = (rng.standard_normal((150, 2, 64)).astype(ml_dtypes.bfloat16) for _ in range(4))
+    options = {"bias": rows_of((3, 2, 117), dtype=np.float32)[..., :117], "engine": engine}
+    packed = (starts, starts)
+    got = attention_varlen(q, k, v, *packed, max_seqlen_q=117, max_seqlen_k=117, **options)
+    grads = attention_varlen_backward(
+        dout, q, k, v, got.out, got.lse, *packed, max_seqlen_q=117, max_seqlen_k=117, **options
+    )
+    for i, (first, last) in enumerate(itertools.pairwise(starts)):
+        own = [np.swapaxes(x[first:last], 0, 1) for x in (q, k, v, dout, got.out, *grads[:3])]
+        if first == last:
+            continue
+        length = last - first
+        bias = options["bias"][i, :, :length, :length]
+        lse = got.lse[:, first:last]
+        assert_forward_close(own[4], lse, *own[:3], bias=bias)
+        assert_backward_close(own[5:], own[3], *own[:3], bias=bias)
+
+
+def check_packed_heads(engine="wgmma", rows=1):
+    """A tile has rows of several heads, whose elements differ."""
+    more = {"rows": rows, "of": np.float32} if rows > 1 else {}
+    plan = check(engine, queries=3, each_head=True, group=2, **more)
+    assert "PACKED = 2" in plan.source()
+
+
+@pytest.mark.parametrize("engine", ["wgmma", "mma"])
+@pytest.mark.parametrize("rows", [1, 3])
+def test_so_they_are_of_heads_side_by_side(engine, rows):
+    check_packed_heads(engine, rows)
+
+
+PLANTED = [
+    ("heads side by side share a row", "QUERIES_SHARE_ROW && PACKED == 1", "QUERIES_SHARE_ROW",
+     check_packed_heads),
+    ("keys of a lane share an element", r"row\.bits\(k_begin \+ tile\.row\(i\)\)",
+     "row.bits(k_begin + tile.row(0))", check),
+    ("halves of a word are exchanged", r"numbers\[2 \* m \+ 1\] = row\.number\(Bits\(word >> ",
+     "numbers[2 * m + 1] = row.number(Bits(word >> 0 * ", check),
+    ("pairs of columns do not begin anew", r"\? 8 : 8 - 4 \* COLUMNS", "? 8 : 8",
+     check_overflow),
+    ("a pair's second query is its first", r"source \+ e \* stride", "source", check_wide),
+    ("queries that are not there count as there", r"u32\(q \+ e\) < u32\(queries\) &&", "",
+     check_wide),
+    ("the upper half of a word is the lower one", r"u32\(word >> 32\)", "u32(word)",
+     functools.partial(check_wide, "mma")),
+    ("all keys count as there", r"return index \+ width <= size &&", "return", check),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "wrong", "test"), [x[1:] for x in PLANTED],
+                         ids=[x[0] for x in PLANTED])  # fmt: skip
+def test_planted_bugs_are_caught(monkeypatch, text, wrong, test):
+    must_be_caught(monkeypatch, text, wrong, test)
