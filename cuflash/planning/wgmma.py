@@ -175,22 +175,22 @@ class WgmmaTile(HopperTile):
         """Whether a mask's bits come with the keys, for which some tiles leave no room."""
         if self.keys_outside or not problem.mask_is_stored:
             return False
-        head, value = (width * ITEM_BYTES[problem.dtype] for width in self.row_widths(problem))
-        keys = self.stages * (self.block_k * (head + value) + self.bits_bytes)
-        others = self.block_q * head + BARRIER_BYTES + self._rows_bytes(problem)
-        return keys + others <= MOST_SHARED
+        return self._has_room(problem, self._rows_bytes(problem), with_keys=self.bits_bytes)
 
     def stages_rows(self, problem: Problem) -> bool:
         """Whether warps bring the elements of an array for each query and key to shared memory, for
         which those of four bytes leave no room in some tiles.
         """
         size = problem.score.pair_bytes
-        if size <= 2 or self.keys_outside:
-            return size > 0 and not self.keys_outside
+        if self.keys_outside or not size:
+            return False
+        return size == 2 or self._has_room(problem, self._elements_bytes(problem))
+
+    def _has_room(self, problem: Problem, more: int, with_keys: int = 0) -> bool:
+        """Whether tiles leave room for `more` bytes, and `with_keys` with each tile of keys."""
         head, value = (width * ITEM_BYTES[problem.dtype] for width in self.row_widths(problem))
-        keys = self.stages * self.block_k * (head + value)
-        others = self.block_q * head + BARRIER_BYTES + self._warp_rows_bytes(problem)
-        return keys + others <= MOST_SHARED
+        keys = self.stages * (self.block_k * (head + value) + with_keys)
+        return keys + self.block_q * head + BARRIER_BYTES + more <= MOST_SHARED
 
     def clean_parts(self, problem: Problem) -> int:
         """Two warps clear values. They remember what is clean where all tiles may be cut, and many
@@ -211,10 +211,11 @@ class WgmmaTile(HopperTile):
         return (Launch("clear_marks", ceil_div(marks, self.threads), self.threads), *kernels)
 
     def _rows_bytes(self, problem: Problem) -> int:
-        return self.stages_rows(problem) * self._warp_rows_bytes(problem)
+        """Of elements that are staged."""
+        return self.stages_rows(problem) * self._elements_bytes(problem)
 
-    def _warp_rows_bytes(self, problem: Problem) -> int:
-        """Of such elements, as kernels lay them out."""
+    def _elements_bytes(self, problem: Problem) -> int:
+        """Of all warps' elements, as kernels lay them out."""
         return self.warps * ROW_WARP * problem.score.pair_bytes * (self.block_k + ROW_GROUP)
 
     def workspace(self, problem: Problem) -> tuple[Buffer, ...]:
