@@ -28,7 +28,8 @@ from cuflash.distributed.schedule import Sight, ring_steps
 from cuflash.masks.band import Band
 
 HEADS, DIM = 16, 128
-SECONDS = 0.4  # of one measurement, about
+SECONDS = 1.5  # of one measurement, about
+LEAST, MOST = 5, 30  # calls in it: one by itself is off by up to a tenth
 WARM = 3  # calls before
 WORK_RATE = 4e14  # operations per second, to choose how many calls are measured
 
@@ -73,7 +74,7 @@ class Copied:
 
 def milliseconds(comm, call, operations, host=None) -> float:
     """Of one call, on the rank that takes longer; the host's own go to the list `host`."""
-    count = max(1, min(30, int(SECONDS * WORK_RATE / operations)))
+    count = max(LEAST, min(MOST, int(SECONDS * WORK_RATE / operations)))
     for _ in range(WARM):  # memory comes from the pool from then on
         call()
     cupy.cuda.get_current_stream().synchronize()

@@ -19,8 +19,8 @@ from cuflash.distributed import (
     ring,
 )
 from cuflash.distributed.communicator import Nothing
-from cuflash.distributed.estimate import Sizes, crowded_steps, pairs
-from cuflash.distributed.schedule import STEP, Sight, ring_steps
+from cuflash.distributed.estimate import pairs
+from cuflash.distributed.schedule import STEP, Sight, is_crowded, ring_steps
 from cuflash.distributed.task import Task
 from cuflash.masks.band import Band
 from cuflash.masks.sections import digest, section, shows_nothing
@@ -265,19 +265,19 @@ def test_pairs_are_counted_without_a_mask(n, m, left, right, shift):
     assert pairs(block) == Band(left, right).to_dense(n, m, shift).sum()
 
 
-def test_steps_whose_transfers_take_room_have_kernels_that_yield():
-    """Transfers of short sequences take longer than 6 % of a step's work, those of long do not."""
+def test_kernels_yield_while_keys_of_later_steps_may_be_under_way():
+    """Also where these take no time beside the work: one rank's may wait for the other's kernel."""
 
-    def crowded(tokens, size=2, **options):
-        sight = Sight(Band(right=0), (tokens, tokens), None, False)
-        sizes = Sizes(size, "zigzag", sight, 1, (16, 16), (128, 128), 2, 4)
-        return crowded_steps(sizes, Machine(**options), 0)
+    def crowded(size, layout="zigzag", right=0, left=None, tokens=1 << 20):
+        sight = Sight(Band(left, right), (tokens, tokens), None, False)
+        steps = ring_steps(0, size, layout, sight)
+        return [is_crowded(steps, number) for number in range(size)]
 
-    assert crowded(1 << 14) == (True, False)  # behind the last keys nothing is sent
-    assert crowded(1 << 18) == (False, False)
-    assert crowded(1 << 18, bandwidth=1e10) == (True, False)
-    assert crowded(1 << 14, size=4) == (True, True, False, False)
-    assert crowded(1 << 14, size=1) == (False,)
+    assert crowded(1) == [False]
+    assert crowded(2) == [True, False]
+    assert crowded(4) == [True, True, True, False]
+    # A window needs keys of one rank before: at the first step alone something is sent.
+    assert crowded(4, "contiguous", left=1000) == [True, False, False, False]
 
 
 def test_who_asks_for_an_algorithm_gets_it():

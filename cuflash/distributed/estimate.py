@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from .machine import Machine
-from .schedule import Block, Sight, Step, blocks_of, ring_steps
+from .schedule import AHEAD, Block, Sight, Step, blocks_of, ring_steps
 from .shards import spans
 from .totals import are_joined, kept_slots, slots_of
 
 METHODS = ("ring", "ulysses", "gather")
-AHEAD = 2  # steps of a ring whose keys are under way
-YIELDING = 0.06  # of a call's time, what it takes longer in fa2 than in fa3
 BACKWARD_PRODUCTS = 2.5  # by the forward's: five for two
 
 
@@ -117,23 +115,6 @@ def ring(sizes: Sizes, machine: Machine) -> Estimate:
         steps = ring_steps(rank, sizes.size, sizes.layout, sizes.sight)
         found.append(_ring_of(sizes, machine, steps, rank))
     return max(found, key=lambda x: x.total)
-
-
-@functools.lru_cache(maxsize=256)
-def crowded_steps(sizes: Sizes, machine: Machine, rank: int) -> tuple[bool, ...]:
-    """At which steps of a ring transfers hold a part of the device for so long that kernels had
-    better yield to them.
-    """
-    steps = ring_steps(rank, sizes.size, sizes.layout, sizes.sight)
-    crowded = []
-    for number, step in enumerate(steps):
-        line = _Line(machine, rank, _key_bytes(sizes))
-        # At the begin the transfers of all steps ahead are under way, then one more at each step.
-        first = 1 if number == 0 else number + AHEAD
-        for x in steps[first : number + AHEAD + 1]:
-            line.move((x.target, x.send), (x.source, x.receive), 0.0)
-        crowded.append(line.busy > YIELDING * _work(sizes, machine, step.blocks))
-    return tuple(crowded)
 
 
 def _ring_of(sizes: Sizes, machine: Machine, steps: Sequence[Step], rank: int) -> Estimate:

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from .blocks import backward_block, forward_block
 from .communicator import Parcel, Transfer
-from .estimate import AHEAD, crowded_steps
-from .schedule import Step, ring_steps
+from .schedule import AHEAD, Step, is_crowded, ring_steps
 from .shards import contiguous, empty_like
 from .task import Task
 from .totals import GradientSum, Results
@@ -90,12 +89,11 @@ def forward(comm: Communicator, task: Task, q: Any, k: Any, v: Any) -> tuple[Any
     steps = ring_steps(task.rank, task.size, task.layout, task.sight)
     keys = _Keys(comm, steps, k, v)
     results = Results(task, q, v.shape[-1], [x for step in steps for x in step.blocks])
-    crowded = crowded_steps(task.sizes, comm.machine, task.rank)
     task.confirm()
     keys.begin_first()
     for number, step in enumerate(steps):
         own, first = keys.of(number)
-        mine = task.yielding() if crowded[number] else task
+        mine = task.yielding() if is_crowded(steps, number) else task
         for block in step.blocks:
             forward_block(mine, block, (q, *own), first, results.slot(block.rows))
         del own

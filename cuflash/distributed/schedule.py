@@ -24,6 +24,7 @@ from ..masks.sections import shows_nothing
 from .shards import Spans, local_spans, spans
 
 STEP = 128  # tokens: spans are cut at multiples of it, counted from their begin
+AHEAD = 2  # steps of a ring whose keys are under way
 
 
 class Block(NamedTuple):
@@ -97,6 +98,11 @@ def ring_steps(rank: int, size: int, layout: str, sight: Sight) -> tuple[Step, .
             receive = send = range(0)
         steps.append(Step(source, target, receive, send, blocks))
     return tuple(steps)
+
+
+def is_crowded(steps: tuple[Step, ...], number: int) -> bool:
+    """Whether keys of later steps may be under way while a rank works on this one."""
+    return any(x.send or x.receive for x in steps[number + 1 : number + 1 + AHEAD])
 
 
 def _columns(blocks: tuple[Block, ...]) -> range:

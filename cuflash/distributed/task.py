@@ -89,8 +89,9 @@ class Task(NamedTuple):
     def yielding(self) -> Task:
         """The same with kernels that leave room on the device, where nobody has asked for one.
 
-        fa3 has an item list for each multiprocessor: those that a transfer holds would begin
-        theirs behind it. The blocks of fa2 go where there is room.
+        fa3 has an item list for each multiprocessor. Those that a transfer holds begin theirs
+        behind it, which takes as long as the other rank's kernel if that was there before its
+        transfer. The blocks of fa2 go where there is room.
         """
         if self.options["algo"] is not None:
             return self
