@@ -4,10 +4,12 @@
     python asv_bench/versions.py . /tmp/another-loop --shapes 1,32,16384,64 --algo fa3
     python asv_bench/versions.py main . --with dropout --causal yes --backward
     python asv_bench/versions.py main . --shapes 4,16,4096,192 --value-width 128 --backward
+    python asv_bench/versions.py . --backward --causal both --with order
 
 A version is a revision of this repository, or a folder that holds the package: "." is the working
 tree. What is printed is the first version's time / each one's: above 1 it is faster than the first.
-With a feature of features.py its time / that of the first version's call without it stands behind.
+With a feature of features.py its time / that of the first version's call without it stands behind;
+"order" is that of gradients' sums, and without it they are added in any order.
 The exit status is 1 if a version fails or its results differ from the first one's.
 
 For work on kernels. Equivalent ways to write a loop can differ by a tenth, by what the compiler
@@ -39,6 +41,7 @@ from sweep import find_commits, lay_out
 from cuflash.planning.problem import Problem as Work
 
 xp = bench.find_cupy() or np
+ORDER = "order"
 
 
 def load(version: str, number: int, folder: Path):
@@ -158,11 +161,15 @@ def main(arguments=None) -> int:
     parser.add_argument("--algo")
     parser.add_argument("--engine")
     parser.add_argument("--scale", type=float, help="scores then vary by SCALE * sqrt(D), not by 1")
-    parser.add_argument("--with", dest="feature", choices=FEATURES, default="")
+    parser.add_argument("--with", dest="feature", choices=(*FEATURES, ORDER), default="")
     parser.add_argument("--ms", type=float, default=40, help="for each version and problem")
     options = parser.parse_args(arguments)
     choice = {"algo": options.algo, "engine": options.engine, "scale": options.scale}
+    if options.feature == ORDER and (options.any_order or not options.backward):
+        parser.error(f"--with {ORDER} goes with --backward, without --any-order")
     gradients = {"deterministic": not options.any_order} if options.backward else None
+    without = {"deterministic": False} if options.feature == ORDER else gradients
+    feature = "" if options.feature == ORDER else options.feature
     masks = {"no": [False], "yes": [True], "both": [False, True]}[options.causal]
     shapes = [tuple(map(int, shape.split(","))) for shape in options.shapes]
     meter = bench.meters.HostMeter() if xp is np else bench.meter()
@@ -172,9 +179,9 @@ def main(arguments=None) -> int:
         versions = {name: load(name, i, Path(folder)) for i, name in enumerate(names)}
         for shape in shapes:
             for causal in masks:
-                made = functools.partial(Call, shape, options.dtype, causal, gradients, choice)
-                call = made(options.value_width, options.feature)
-                plain = made(options.value_width) if options.feature else None
+                made = functools.partial(Call, shape, options.dtype, causal)
+                call = made(gradients, choice, options.value_width, feature)
+                plain = made(without, choice, options.value_width) if options.feature else None
                 if xp is not np:
                     with ThreadPoolExecutor(os.cpu_count()) as pool:
                         list(pool.map(call.compile, versions.values()))

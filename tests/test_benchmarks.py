@@ -1276,6 +1276,16 @@ def test_versions_with_a_feature(versions, capsys, feature):
     assert all(float(cost) > 0 for _, cost in found)
 
 
+def test_versions_of_sums_in_order(versions, capsys):
+    name = [str(BENCH.parent), *SMALL, "--with", "order"]
+    with pytest.raises(SystemExit):
+        versions.main(name)
+    assert "--with order goes with --backward" in capsys.readouterr().err
+    assert versions.main([*name, "--backward"]) == 0
+    (found,) = re.findall(FORM.replace(" FEATURE", ""), capsys.readouterr().out)
+    assert float(found[1]) > 0
+
+
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

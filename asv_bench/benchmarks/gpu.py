@@ -673,8 +673,8 @@ def first_call_seconds(
     root = str(Path(cuflash.__file__).resolve().parents[1])
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    if not compiled:
-        environment["CUPY_CACHE_IN_MEMORY"] = "1"
+    if not compiled:  # neither by CuPy before, nor by NVRTC, which the driver's switch is for
+        environment |= {"CUPY_CACHE_IN_MEMORY": "1", "CUDA_CACHE_DISABLE": "1"}
     command = [sys.executable, "-c", FIRST_CALL, *arguments]
     options = {"env": environment, "capture_output": True, "text": True, "timeout": 120}
     child = subprocess.run(command, **options)
