@@ -1,5 +1,6 @@
 """The CUDA C kernels, executed by the emulator: the cases that a GPU runs too, and exact laws."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -419,6 +420,13 @@ def test_heads_in_sections_of_the_cache(algo, engine):
     result = attention(q, k, v, algo=algo, engine=engine, causal=True, device=device)
     assert result.plan.section == 3
     assert_forward_close(result.out, result.lse, q, k, v, plan=result.plan, causal=True)
+
+
+def test_a_ticket_behind_the_last_section_is_of_no_head():
+    """Sections of one head each: behind the last one there are no heads to divide by."""
+    case = BackwardCase("sections", "fa3", "wgmma", "float16", *3 * [(2, 70, 16)])
+    device = dataclasses.replace(FEW, cache_bytes=1)
+    assert check_backward(case, device=device).plan.section == 1
 
 
 @pytest.mark.one_in(2)
