@@ -186,6 +186,12 @@ def test_emulator_rows(dim, block_k, sizes):
     assert emulated(*normal(*sizes), row, causal=True)["wgmma"] > 0
 
 
+@emulated_only
+def test_emulator_warps_mark_the_same_rows():
+    """In check mode: of a head with small weights all warps of a consumer leave the same rows."""
+    assert emulated(*hard_operands(weights_as_results, 70, 140, 64), row_of(64, 64))["wgmma"] > 0
+
+
 def one_sign(keys, dim):
     """Values of one sign, weights nearly alike: a sum that tensor cores cut off all along would be
     off by -2.3e-5 (keys / 4096), for 8192 keys four times the bound.

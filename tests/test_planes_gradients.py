@@ -170,6 +170,13 @@ def test_emulator_hard(change, causal, row):
 
 
 @emulated_only
+@on_both
+def test_emulator_threads_mark_the_same_head(row):
+    """In check mode: small weights of a head, which several warps and blocks find."""
+    assert emulated(*operands(70, 140, 64, weights_as_gradients), row)[row.engine] > 0
+
+
+@emulated_only
 @pytest.mark.parametrize(
     ("sizes", "row"),
     [

@@ -46,12 +46,14 @@ template <typename P, typename H, typename Look>
 __device__ __forceinline__ void each_mark(const P& p, const H& head, int row_begin, int row_end,
                                           const Look& look) {
     const int last = min(row_end, query_extent(p, head)) - 1;
+#pragma unroll 2  // the rows of a block have two or three
     for (int tile = row_begin / AGAIN_ROWS; tile <= last / AGAIN_ROWS; ++tile)
         look(p.again[first_mark(p, head) + tile]);
 }
+// Several warps may do so at the same time.
 template <typename P, typename H>
 __device__ __forceinline__ void leave_out(const P& p, const H& head, int row_begin, int row_end) {
-    each_mark(p, head, row_begin, row_end, [](u32& mark) { mark = 1; });
+    each_mark(p, head, row_begin, row_end, [](u32& mark) { atomicOr(&mark, 1u); });
 }
 template <typename P, typename H>
 __device__ __forceinline__ bool is_left_out(const P& p, const H& head, int row_begin, int row_end) {

@@ -9,9 +9,10 @@ template <typename P>
 __device__ __forceinline__ bool is_marked(const P& p, int index, int region) {
     return p.again[region_head(p, region, index)] != 0;
 }
+// Several threads may do so at the same time.
 template <typename P>
 __device__ __forceinline__ void mark(const P& p, int index, int region) {
-    p.again[region_head(p, region, index)] = 1;
+    atomicOr(&p.again[region_head(p, region, index)], 1u);
 }
 
 // By which a head's products are multiplied, and whether planes hold it.
@@ -40,7 +41,7 @@ struct GradientFactors {
         score_factor = held ? power_of_two(-exponent) : 0.0f;
         dQ_factor = power_of_two(-k.exponent), dK_factor = power_of_two(-q.exponent);
         of_q = flags(q), of_k = flags(k);
-        if (!held) leave_out(p, index, region);
+        if (!held) mark(p, index, region);
     }
     template <typename P>
     __device__ __forceinline__ void find_values(const P& p, int index, int region) {
@@ -55,15 +56,10 @@ struct GradientFactors {
         dP_factor = held ? power_of_two(-exponent) : 0.0f;
         dV_factor = power_of_two(-dO.exponent);
         of_dO = flags(dO);
-        if (!held) leave_out(p, index, region);
+        if (!held) mark(p, index, region);
     }
 
   private:
-    // Two threads may do so at the same time.
-    template <typename P>
-    static __device__ __forceinline__ void leave_out(const P& p, int index, int region) {
-        atomicOr(&p.again[region_head(p, region, index)], 1u);
-    }
     template <typename P>
     static __device__ __forceinline__ HeldHead find(const P& p, int index, int region, int before,
                                                     int heads, const long long* strides) {
