@@ -5,16 +5,19 @@ Lengths follow from the tiles that the plan chooses, so they stay at the edges w
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
 import zlib
 from dataclasses import dataclass, field
+from unittest import mock
 
 import ml_dtypes
 import numpy as np
 
 from cuflash import BlockMask, ScoreMod, reference
+from cuflash.calls import run, suited
 from cuflash.operands.dtypes import DOUBLE, EVERY, HALF
 from cuflash.planning.plan import make_plan
 from cuflash.planning.problem import Device, Problem
@@ -48,6 +51,7 @@ SIZES = {  # of the values of a case
 }  # fmt: skip
 UNMAPPABLE = {"odd", "offset", "reversed"}  # layouts that no tensor map describes
 FAR = 1 << 29  # the largest shift
+AXES = "abhnd"  # another one, batch entries, heads, rows and columns
 
 
 def numpy_dtype(name):
@@ -74,6 +78,9 @@ class Case:
         and "weightless rows": keys, and queries, of which all scores are -infinity, with NaN in
         values that they see. "infinite keys": the first of these without the NaN. "weightless
         values": infinities among values, some of which have a weight of 0.
+    copies : bool
+        Whether copies stand for operands, where they can: nobody chooses algorithm and engine then,
+        and calls count as long (:func:`as_long_calls`).
     """
 
     name: str
@@ -86,6 +93,7 @@ class Case:
     options: dict = field(default_factory=dict)
     layouts: dict = field(default_factory=dict)
     poison: str = ""
+    copies: bool = False
 
     def __str__(self):
         return f"{self.algo}-{self.engine}-{self.dtype}-{self.name}"
@@ -97,7 +105,8 @@ class Case:
 
     def call(self):
         """The keyword arguments of attention()."""
-        return dict(self.options, algo=self.algo, engine=self.engine)
+        kernel = {} if self.copies else {"algo": self.algo, "engine": self.engine}
+        return self.options | kernel
 
     @property
     def meaning(self):
@@ -325,7 +334,8 @@ def place(values, layout):
     positions); padded (rows 16 bytes longer, every leading axis longer by one); odd (rows longer
     by one element); offset (from the second element on); reversed (rows from last to first);
     sparse (every other element of a row); columns (rows are columns); repeated (leading axes of
-    stride 0; the values are those of the first). What has no rows is dense.
+    stride 0; the values are those of the first); any order of the last letters of AXES, one for
+    each axis: that of axes in memory. What has no rows is dense.
     """
     shape, item = values.shape, values.dtype.itemsize
     if values.ndim < 2:
@@ -337,8 +347,11 @@ def place(values, layout):
     rows, columns = shape[-2:]
     order, inner = tuple(range(values.ndim)), slice(None)
     size, start = shape, 0
-    if layout == "bnhd":
-        order = (*order[:-3], order[-2], order[-3], order[-1])
+    letters = AXES[-values.ndim :]
+    if sorted(layout) == sorted(letters):
+        order = tuple(letters.index(x) for x in layout)
+    elif layout == "bnhd":
+        order = (*order[:-3], *order[-3:-1][::-1], order[-1])
     elif layout == "columns":
         order = (*order[:-2], order[-1], order[-2])
     elif layout == "padded":
@@ -382,6 +395,19 @@ def to_device(cupy, view):
     copied = cupy.asarray(memory.view(np.uint8).ravel())
     offset = view.ctypes.data - memory.ctypes.data
     return cupy.ndarray(view.shape, view.dtype, copied.data + offset, strides=view.strides)
+
+
+@contextlib.contextmanager
+def as_long_calls():
+    """Copies stand for operands wherever they can serve, as in calls that take long."""
+    nothing = dict.fromkeys(("LAUNCHES", "PER_BYTE", "TAKEN_PER_FLOP"), 0)
+    with mock.patch.multiple(suited, **nothing), mock.patch.object(run, "_calls", {}):
+        yield
+
+
+def calls_of(case):
+    """What a case is called in: copies are for calls that count as long."""
+    return as_long_calls() if case.copies else contextlib.nullcontext()
 
 
 def tile_of(algo, engine, dtype, head_dim=None, value_dim=None, backward=False):

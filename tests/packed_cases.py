@@ -7,13 +7,15 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 from cases import BACKWARD_KERNELS, DIMS, DTYPES, KERNELS, numpy_dtype, random_mask
-from tolerance import assert_backward_close, assert_forward_close
+from tolerance import assert_arrays_close, assert_backward_close, assert_forward_close
 
 from cuflash import BlockMask, ScoreMod, reference
 
 LENGTHS = (0, 37, 1, 0, 150, 64, 0), (0, 20, 70, 5, 131, 0, 0)  # of queries and keys
 GAPS = 3, 5  # tokens before the first sequence and behind the last one
 MOST = 160  # tokens that a sequence may have, where that is said
+# Options that say how, or of which gradients, not what the result is.
+OTHERS = "split_keys", "max_seqlen_q", "max_seqlen_k", "page_table", "deterministic", "wrt"
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,9 @@ class PackedCase:
         Whether q, k and v are views of one array.
     page : int
         Keys of a page, where they lie in pages.
+    backward : bool
+    copies : bool
+        As of :class:`cases.Case`.
     """
 
     name: str
@@ -54,6 +59,7 @@ class PackedCase:
     qkv: bool = False
     page: int = 16
     backward: bool = False
+    copies: bool = False
 
     def __str__(self):
         kind = "-backward" if self.backward else ""
@@ -67,7 +73,8 @@ class PackedCase:
     @property
     def call(self):
         """The keyword arguments of the function."""
-        return dict(self.options, algo=self.algo, engine=self.engine, enable_gqa=True)
+        kernel = {} if self.copies else {"algo": self.algo, "engine": self.engine}
+        return dict(self.options, **kernel, enable_gqa=True)
 
     def operands(self):
         """q, k and v; NaN in tokens of no sequence and of those that are `hidden`."""
@@ -108,9 +115,10 @@ class PackedCase:
 
     def meaning(self, b):
         """The options of attention() for sequence `b` alone."""
-        skipped = ("split_keys", "max_seqlen_q", "max_seqlen_k", "page_table", "deterministic")
-        named = {name: x for name, x in self.options.items() if name not in skipped}
-        named = {name: x[b] if name in self.by_sequence else x for name, x in named.items()}
+        named = {name: x for name, x in self.options.items() if name not in OTHERS}
+        named |= {
+            name: named[name][b % len(named[name])] for name in self.by_sequence if name in named
+        }
         n, m = self.queries[b], self.keys[b]
         if isinstance(mask := named.get("mask"), BlockMask):
             mask = mask.to_dense()[b]
@@ -121,6 +129,29 @@ class PackedCase:
         if "score_mod" in named:
             named["score_mod"] = ScoreMod(BY_SEQUENCE, weights=np.asarray(WEIGHTS[b : b + 1]))
         return dict(named, enable_gqa=True)
+
+    @property
+    def is_batch(self):
+        """Whether it is compared with a batch, of whose entries dropout knows the number."""
+        return bool({"dropout_p", "wrt"} & self.options.keys())
+
+    def meaning_in_batch(self):
+        """The options of attention() for a batch of all sequences."""
+        named = {name: x for name, x in self.options.items() if name not in OTHERS}
+        lengths = {"q_lengths": np.array(self.queries), "kv_lengths": np.array(self.keys)}
+        return lengths | named | {"enable_gqa": True}
+
+    def in_batch(self, *arrays, of_keys=False, filled=0):
+        """Rows of sequences as those of a batch: (tokens, heads, ...) as (B, heads, N, ...)."""
+        lengths, starts = (self.queries, self.keys)[of_keys], self.starts[of_keys]
+        longest = self.options.get(f"max_seqlen_{'qk'[of_keys]}") or max(1, *lengths)
+        padded = []
+        for x in arrays:
+            whole = np.full((len(lengths), x.shape[1], longest, *x.shape[2:]), filled, x.dtype)
+            for entry, begin, n in zip(whole, starts, lengths):
+                entry[:, :n] = x[begin : begin + n].swapaxes(0, 1)
+            padded.append(whole)
+        return padded
 
     def arguments(self):
         """Arguments of the function: without offsets of keys where these lie in pages."""
@@ -141,9 +172,16 @@ class PackedCase:
         dlse = rng.standard_normal((shape[1], len(q))).astype(lse_dtype)
         lse = np.full_like(dlse, np.nan)
         outside = np.ones(len(q), bool)
+        if self.is_batch:
+            batch = *self.in_batch(q), *self.in_batch(k, v, of_keys=True)
+            whole = reference.attention(*batch, return_lse=True, **self.meaning_in_batch())
         for b in range(len(self.queries)):
             rows, keys = self.rows(b)
             outside[rows] = b in self.hidden
+            if self.is_batch:
+                n = self.queries[b]
+                out[rows], lse[:, rows] = whole[0][b, :, :n].swapaxes(0, 1), whole[1][b, :, :n]
+                continue
             arrays = own_heads(q, rows), own_heads(k, keys), own_heads(v, keys)
             own, own_lse = reference.attention(*arrays, return_lse=True, **self.meaning(b))
             out[rows], lse[:, rows] = own.swapaxes(0, 1), own_lse
@@ -164,30 +202,51 @@ def assert_sequences_close(case, out, lse, plan=None):
     for b in range(len(case.queries)):
         rows, keys = case.rows(b)
         outside[rows] = False
-        if case.queries[b]:
+        if case.queries[b] and not case.is_batch:
             arrays = own_heads(q, rows), own_heads(k, keys), own_heads(v, keys)
             own = own_heads(out, rows), lse[:, rows]
             assert_forward_close(*own, *arrays, plan=plan, **case.meaning(b))
+    if case.is_batch:
+        batch = *case.in_batch(q), *case.in_batch(k, v, of_keys=True)
+        found = *case.in_batch(out), *case.in_batch(lse.T, filled=-np.inf)
+        assert_forward_close(*found, *batch, plan=plan, **case.meaning_in_batch())
     assert not out[outside].astype(np.float64).any()
     assert np.isneginf(lse[:, outside]).all()
 
 
 def assert_gradients_close(case, grads, dout, dlse, plan=None):
-    """Fail unless each sequence's gradients are as if it were alone, and all others are 0."""
+    """Fail unless each sequence's gradients are as if it were alone, and all others are 0.
+
+    Behind those of q, k and v come those of the options that `wrt` names.
+    """
     q, k, v = case.operands()
     outside = [np.ones(len(x), bool) for x in (q, k)]
     for b in range(len(case.queries)):
         rows, keys = case.rows(b)
         if case.queries[b] and case.keys[b]:
             outside[0][rows] = outside[1][keys] = False
+            if case.is_batch:
+                continue
             arrays = own_heads(q, rows), own_heads(k, keys), own_heads(v, keys)
             own = [own_heads(x, span) for x, span in zip(grads, (rows, keys, keys), strict=True)]
             of_lse = dlse[:, rows]
             assert_backward_close(
                 own, own_heads(dout, rows), *arrays, plan=plan, dlse=of_lse, **case.meaning(b)
             )
-    for x, is_outside in zip(grads, (outside[0], outside[1], outside[1]), strict=True):
+    if case.is_batch:
+        assert_batch_gradients_close(case, grads, dout, dlse, plan)
+    for x, is_outside in zip(grads, (outside[0], outside[1], outside[1])):
         assert not x[is_outside].astype(np.float64).any()
+
+
+def assert_batch_gradients_close(case, grads, dout, dlse, plan):
+    """Fail unless gradients are those of a batch of all sequences."""
+    q, k, v = case.operands()
+    batch = *case.in_batch(dout, q), *case.in_batch(k, v, of_keys=True)
+    found = *case.in_batch(grads[0]), *case.in_batch(*grads[1:3], of_keys=True)
+    named = dict(case.meaning_in_batch(), dlse=case.in_batch(dlse.T)[0], plan=plan)
+    assert_backward_close(found, *batch, **named)
+    assert_arrays_close(grads[3:], case.options.get("wrt", ()), *batch, **named)
 
 
 BY_SEQUENCE = "score + weights[batch] * (q - k) / 64"

@@ -24,6 +24,7 @@ from cases import (
     KERNELS,
     BackwardCase,
     assert_huge_scores,
+    calls_of,
     check_all,
     groups,
     growing_scores,
@@ -203,7 +204,8 @@ def test_backward_case(cupy, group):
 @pytest.mark.parametrize("part", range(12))
 def test_random_cases(cupy, part):
     def check_either(case):
-        (check_backward if isinstance(case, BackwardCase) else check)(cupy, case)
+        with calls_of(case):
+            (check_backward if isinstance(case, BackwardCase) else check)(cupy, case)
 
     check_all([random_case(1000 + 8 * part + i) for i in range(8)], check_either)
 
@@ -211,7 +213,8 @@ def test_random_cases(cupy, part):
 @pytest.mark.parametrize("part", range(4))
 def test_random_sequences(cupy, part):
     def check_either(case):
-        (test_packed_backward_case if case.backward else test_packed_case)(cupy, case)
+        with calls_of(case):
+            (test_packed_backward_case if case.backward else test_packed_case)(cupy, case)
 
     check_all([random_packed_case(1000 + 8 * part + i) for i in range(8)], check_either)
 

@@ -7,7 +7,7 @@ import emulator
 import numpy as np
 import packed_cases
 import pytest
-from cases import FEW, H200
+from cases import FEW, H200, calls_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_cases import assert_gradients_close, assert_sequences_close, in_emulator
@@ -50,7 +50,8 @@ def check_backward(case, device=FEW):
     result = emulated.attention_varlen_backward(
         dout, q, k, v, out, lse, *starts, dlse=dlse, device=device, **options
     )
-    assert_gradients_close(case, result[:3], dout, dlse, result.plan)
+    grads = *result[:3], *result.others
+    assert_gradients_close(case, grads, dout, dlse, result.plan)
 
 
 @pytest.mark.one_in(2)
@@ -71,7 +72,8 @@ def test_emulator_backward(case):
 @pytest.mark.parametrize("seed", range(8))
 def test_random_sequences(seed):
     case = random_packed_case(seed)
-    (check_backward if case.backward else check_forward)(case)
+    with calls_of(case):
+        (check_backward if case.backward else check_forward)(case)
 
 
 DROPPED = {"dropout_p": 0.3, "seed": 5}

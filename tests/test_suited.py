@@ -6,7 +6,7 @@ import itertools
 import ml_dtypes
 import numpy as np
 import pytest
-from cases import numpy_dtype, to_device
+from cases import as_long_calls, numpy_dtype, to_device
 from compile_kernels import compile_source, require_nvrtc
 from emulated import attention, attention_backward, attention_varlen
 from emulator import Memory, Module, available
@@ -14,7 +14,6 @@ from test_nvrtc import ARCHES
 from tolerance import assert_arrays_close, assert_backward_close, assert_forward_close
 
 import cuflash
-from cuflash.calls import run as calls
 from cuflash.calls import suited
 from cuflash.operands.spec import Spec
 from cuflash.planning.copies import ARRAYS, CopyPlan, Move, plan_copies
@@ -41,12 +40,10 @@ def planned(*shape, d, dv=None, dtype=BF16, device=H200, **options):
 
 
 @pytest.fixture
-def always(monkeypatch):
-    """Copies wherever they can serve, as in calls that take long."""
-    monkeypatch.setattr(suited, "LAUNCHES", 0)
-    monkeypatch.setattr(suited, "PER_BYTE", 0)
-    monkeypatch.setattr(suited, "TAKEN_PER_FLOP", 0)
-    monkeypatch.setattr(calls, "_calls", {})
+def always():
+    """Copies wherever they can serve."""
+    with as_long_calls():
+        yield
 
 
 # ------------------------------------------------------------------------------ which operands
