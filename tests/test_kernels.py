@@ -387,8 +387,9 @@ def test_random_case(seed):
 
 
 # 3 and 6 want the gradient of slopes alone; 79 has scores on simt that are not in pairs; in 50077 a
-# row with NaN has weights that dropout does not keep.
-@pytest.mark.parametrize("seed", [3, 6, 79, 882, 50077])
+# row with NaN has weights that dropout does not keep; in 3000013 tickets lie behind the last
+# section; in 6000019 several warps mark the same rows.
+@pytest.mark.parametrize("seed", [3, 6, 79, 882, 50077, 3000013, 6000019])
 def test_plain_random_case(seed):
     check_random(plain_case(seed))
 
