@@ -308,11 +308,10 @@ def _cases(kernel, backward):
 def _in_planes(cases):
     """Those of fa3 in float32, and gradients on mma, as far as planes serve them."""
     own = [x for x in cases if x.algo == "fa3" and not {"split_keys", "page_table"} & {*x.options}]
-    served = [x for x in own if not (x.backward and max(x.dims) > 128)]
     on_mma = [x for x in cases if x.backward and (x.algo, x.engine) == ("fa2", "mma")]
-    served += [replace(x, dims=(32, 20) if 33 in x.dims else x.dims) for x in on_mma]
-    names = [x.name.replace("packed", "in planes") for x in served]
-    return [replace(x, name=name, dtype="float32") for x, name in zip(served, names, strict=True)]
+    own += [replace(x, dims=(32, 20) if 33 in x.dims else x.dims) for x in on_mma]
+    names = [x.name.replace("packed", "in planes") for x in own]
+    return [replace(x, name=name, dtype="float32") for x, name in zip(own, names, strict=True)]
 
 
 CASES = [case for kernel in KERNELS for case in _cases(kernel, backward=False)]

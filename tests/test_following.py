@@ -61,6 +61,7 @@ CALLS = [  # with their kernels that follow
      ["hopper_backward_keys", "mask_queries", "hopper_backward_queries"]),
     (backward, {**WGMMA, "dtype": np.float32},
      ["hopper_planes_backward_keys", "hopper_planes_backward_queries"]),
+    (backward, {**WGMMA, "dtype": np.float32, "dim": 160}, ["hopper_planes_backward_wide_queries"]),
     (backward, {**MMA, "dtype": np.float32}, ["planes_backward_keys", "planes_backward_queries"]),
     (backward, {**MMA, "key_heads": 1}, ["fa2_backward", "sum_dq", "sum_dk", "sum_dv"]),
     (backward, {**MMA, "algo": "fa1", "device": FEW}, ["fa1_backward"]),

@@ -31,6 +31,7 @@ from cuflash.planning.problem import Device, Problem
 from cuflash.scores.score import softcap
 
 PLANES = "hopper_planes_forward"
+GRADIENTS_ON_PLANES = "hopper_planes_backward_keys"
 REGISTERS = 65536  # of a multiprocessor
 ARCHES = ("sm_75", "sm_80", "sm_86", "sm_89", "sm_100", "sm_120")
 
@@ -179,7 +180,18 @@ def every_row() -> list[Kernel]:
     main = [x for x in fa3 if not x.name]
     made += fa3 + masked(main)[:-2] + capped(main[1:2]) + dropping(main[1:2]) + packed(main[1::3])
     made += [x._replace(row=dataclasses.replace(x.row, span=1024)) for x in main[::2]]
+    made += gradients_on_planes()
     return made + turns + split(simt)[::3] + of_mma("float64") + of_mma("float32")
+
+
+def gradients_on_planes() -> list[Kernel]:
+    """Gradients of float32 on wgmma for wide heads, and what reads planes with a mask and the like.
+    Of narrower ones: test_planes_gradients.py.
+    """
+    rows = [x for x in kernels("sm_90a", ["float32"]) if x.row.kernel == GRADIENTS_ON_PLANES]
+    wide = [x for x in rows if x.row.algo == "fa3" and x.row.max_dim > 128]
+    changed = varied(wide)
+    return wide + changed + [x._replace(name=x.row.queries.kernel) for x in changed]
 
 
 def of_mma(dtype: str) -> list[Kernel]:

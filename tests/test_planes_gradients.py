@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import test_planes
-from cases import H200
+from cases import FEW, H200
 from compile_kernels import compile_source, require_nvrtc
+from emulator import EAGER
 from test_planes import cupy, emulated_only, normal, power  # noqa: F401  (a fixture)
 from tolerance import assert_arrays_close, assert_backward_close
 
@@ -21,14 +22,20 @@ from cuflash.planning.problem import Device, Problem
 from cuflash.planning.source import without_comments
 from cuflash.scores.score import softcap
 
-# 128 queries at a time up to head dim 64, else 64; as fa3 and as fa2.
-WIDE, WIDE_FA2, FA3, FA2 = ROWS
+# 128 queries at a time up to head dim 64, 64 up to 128, else 32, two tiles of these or one under
+# way; as fa3 and as fa2.
+MANY, MANY_FA2, FA3, FA2, WIDE, WIDE_FA2, WIDEST, WIDEST_FA2 = ROWS
 KEYS, QUERIES = "hopper_planes_backward_keys", "hopper_planes_backward_queries"
+WIDE_QUERIES = "hopper_planes_backward_wide_queries"
 # On mma.sync: with two tiles of keys under way, and with one.
 MMA, MMA_SMALL = mma_float_gradients.ROWS
 MMA_KERNELS = "planes_backward_keys", "planes_backward_queries"
 on_both = pytest.mark.parametrize("row", [FA3, MMA], ids=lambda row: row.engine)
+on_all = pytest.mark.parametrize("row", [FA3, WIDE, WIDEST_FA2, MMA], ids=str)
 on_engines = pytest.mark.parametrize("engine", ["wgmma", "mma"])
+on_widths = pytest.mark.parametrize(
+    ("dim", "engine"), [*((dim, "wgmma") for dim in (64, 128, 192, 256)), (64, "mma")]
+)
 A100 = Device(80, "NVIDIA A100", multiprocessors=108, shared_bytes=163 << 10)
 L4 = Device(89, "NVIDIA L4", multiprocessors=58, shared_bytes=99 << 10)
 HEADS = 2
@@ -127,6 +134,14 @@ def operands(queries, keys, dim, change=None):
     return q, k, v, dout
 
 
+def tiles_of_all_kinds(queries, keys):
+    """A mask that cuts most tiles, hides some from 32 queries and shows one as a whole."""
+    mask = np.random.default_rng(3).random((queries, keys)) < 0.4
+    mask[:32, :64] = mask[32:64, 64:128] = False
+    mask[:32, 64:128] = True
+    return mask
+
+
 def results(q, k, v, **options):
     """out and lse, as a float32 forward pass gives them."""
     with np.errstate(all="ignore"):
@@ -148,7 +163,7 @@ def emulated(q, k, v, dout, row=FA3, dlse=None, **options):
     """Gradients are within bounds, with sums as an H200 cuts them off; the emulator's counts."""
     import emulated
 
-    meaning = {x: options[x] for x in options.keys() - {"mode", "schedule"}}
+    meaning = {x: options[x] for x in options.keys() - {"mode", "schedule", "device"}}
     out, lse = results(q, k, v, **meaning)
     got = emulated.attention_backward(
         dout, q, k, v, out, lse, dlse=dlse, row=row, truncates=True, **options
@@ -177,11 +192,22 @@ def test_emulator_threads_mark_the_same_head(row):
 
 
 @emulated_only
+@pytest.mark.parametrize("row", [WIDE, WIDEST], ids=str)
+@pytest.mark.parametrize(
+    "change", [x for x in HARD if x.__name__ in (*MAIN, "one_number_in_rows_of_q")]
+)
+def test_emulator_hard_in_wide_rows(change, row):
+    """Tiles of 32 queries, and a second kernel of its own."""
+    stats = emulated(*operands(70, 140, 32, change), row, causal=True, mode="fast")
+    assert stats["wgmma"] > 0
+
+
+@emulated_only
 @pytest.mark.parametrize(
     ("sizes", "row"),
     [
-        ((200, 70, 24), WIDE),
-        pytest.param((130, 140, 64), WIDE_FA2, marks=pytest.mark.full),
+        ((200, 70, 24), MANY),
+        pytest.param((130, 140, 64), MANY_FA2, marks=pytest.mark.full),
         ((70, 70, 128), FA3),
         ((200, 70, 24), MMA),
         ((70, 140, 64), MMA_SMALL),
@@ -194,15 +220,41 @@ def test_emulator_widths(sizes, row):
     assert stats["bank_conflicts"] == 0
 
 
+def wide_operands(queries, keys, dim, value_dim):
+    """Rows that are parts of longer ones, where they differ."""
+    q, k, v, dout = operands(queries, keys, max(dim, value_dim))
+    return q[..., :dim], k[..., :dim], v[..., :value_dim], dout[..., :value_dim]
+
+
 @emulated_only
-@on_both
+@pytest.mark.parametrize(
+    ("sizes", "row"),
+    [
+        ((70, 70, 136, 136), WIDE),
+        ((70, 140, 192, 72), WIDE_FA2),
+        ((70, 70, 256, 256), WIDEST),
+        pytest.param((40, 140, 160, 256), WIDEST_FA2, marks=pytest.mark.full),
+        pytest.param((100, 70, 64, 224), WIDE, marks=pytest.mark.full),
+    ],
+)
+def test_emulator_wide_heads(sizes, row):
+    """In whichever order threads come; blocks of fa3 have several tiles each."""
+    for schedule in (EAGER, 0, 1):
+        options = {"causal": True, "schedule": schedule, "device": FEW}
+        stats = emulated(*wide_operands(*sizes), row, **options)
+        assert stats["wgmma"] > 0
+        assert stats["bank_conflicts"] == 0
+
+
+@emulated_only
+@on_all
 @pytest.mark.parametrize(
     "options",
     [
         {"window": (3, 0), "q_offset": -20},  # some queries see no key
         {"softcap": 2.0},
         {"kv_lengths": np.array([0, 60]), "q_lengths": np.array([70, 30])},
-        {"mask": "random"},
+        {"mask": tiles_of_all_kinds(70, 140)},
         {"dropout_p": 0.3, "seed": 7},
         {"dropout_p": 0.7, "seed": 7, "softcap": 2.0, "window": (40, 30)},
     ],
@@ -210,14 +262,12 @@ def test_emulator_widths(sizes, row):
 )
 def test_emulator_options(options, row):
     q, k, v, dout = operands(70, 140, 64)
-    if "mask" in options:
-        options = {"mask": np.random.default_rng(3).random((70, 140)) < 0.4}
     batch = (x[:, None] for x in (q, k, v, dout))
     assert emulated(*batch, row, mode="fast", **options)[row.engine] > 0
 
 
 @emulated_only
-@on_both
+@on_all
 def test_emulator_infinities_of_lse_gradient(row):
     """Products have none: FMA units work on the head with an infinity again."""
     dlse = np.random.default_rng(0).standard_normal((HEADS, 70), np.float32)
@@ -227,7 +277,7 @@ def test_emulator_infinities_of_lse_gradient(row):
 
 
 @emulated_only
-@on_both
+@on_all
 def test_emulator_heads_that_share_keys(row):
     """Sums over heads take what planes and FMA units leave, of the first head here FMA units."""
     import emulated
@@ -296,17 +346,37 @@ def test_emulator_dropout_needs(monkeypatch, old, new, row):
     assert any(found)
 
 
+@emulated_only
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        # The weights of 32 queries that do not see a tile are hidden where the others see it.
+        ("if (sight.seen == Sight::NOTHING) QueryStep::hide_all(S);", ""),
+        # The second half of a tile of 64 keys has rows of its own among the mask's bits.
+        ("first_row = k_begin % LIST_KEYS", "first_row = 0"),
+        # Of 64 queries the last 32 are in another tile of the mask.
+        ("16 * tile.warp % MASK_COLUMNS", "16 * tile.warp"),
+    ],
+)
+def test_emulator_masks_of_wide_rows_need(monkeypatch, old, new):
+    found = plant(monkeypatch, old, new)
+    with pytest.raises(AssertionError, match="out of bounds"):
+        emulated(*operands(70, 140, 32), WIDEST, mask=tiles_of_all_kinds(70, 140), mode="fast")
+    assert any(found)
+
+
 # ------------------------------------------------------------------------------ plans and NVRTC
 def problem(dim, **more):
     sizes = (4, 16), 4096, 4096, dim, dim
     return Problem("float32", *sizes, heads=16, backward=True, **more)
 
 
-def test_the_plan_says_what_it_costs():
-    x = np.zeros((4, 16, 4096, 64), np.float32)
+@pytest.mark.parametrize(("dim", "queries"), [(64, QUERIES), (256, WIDE_QUERIES)])
+def test_the_plan_says_what_it_costs(dim, queries):
+    x = np.zeros((4, 16, 4096, dim), np.float32)
     plan = cuflash.plan(x, x, x, device=H200, backward=True)
     assert [kernel.name for kernel in plan.kernels] == [
-        "plane_ranges", "planes", "backward_rows", KEYS, QUERIES, "fa2_backward", "sum_dq",
+        "plane_ranges", "planes", "backward_rows", KEYS, queries, "fa2_backward", "sum_dq",
     ]  # fmt: skip
     sizes = dict(plan.workspace)
     assert sum(sizes[f"{name}_planes"] for name in ("q", "k", "v", "dout")) == 4 * x.nbytes
@@ -314,7 +384,25 @@ def test_the_plan_says_what_it_costs():
     assert plan.workspace_bytes < 5.04 * x.nbytes
 
 
+@pytest.mark.parametrize(
+    ("dims", "row"),
+    [
+        ((64, 64), MANY), ((128, 128), FA3), ((128, 136), WIDE), ((192, 192), WIDE),
+        ((256, 128), WIDEST), ((128, 256), WIDEST), ((224, 224), WIDEST), ((256, 256), WIDEST),
+    ],
+)  # fmt: skip
+def test_tiles_are_as_large_as_fit(dims, row):
+    more = {"head_dim": dims[0], "value_dim": dims[1]}
+    for mask in ("", "elements", "blocks"):
+        plan = make_plan(replace(problem(64, mask=mask), **more), H200)
+        assert plan.tile == (FA3 if mask and row == MANY else row)
+        shared = {kernel.name: kernel.shared_bytes for kernel in plan.kernels}
+        assert max(shared.values()) <= H200.shared_bytes
+    assert make_plan(replace(problem(64), **more), H200, "fa2").tile.stages == row.stages
+
+
 def test_what_stays_on_fma_units():
+    assert make_plan(problem(264), H200).engine == "simt"
     plan = make_plan(problem(64, summed=(4, 1, 1)), H200)
     assert plan.engine == "simt"
     assert "sums over no heads that share queries" in str(plan)
@@ -324,7 +412,7 @@ def test_what_stays_on_fma_units():
     ("shape", "engine"),
     [
         ((1, 8, 128, 64), "simt"), ((1, 8, 256, 64), "wgmma"), ((64, 8, 128, 64), "wgmma"),
-        ((1, 1, 512, 64), "wgmma"),
+        ((1, 1, 512, 64), "wgmma"), ((1, 8, 128, 256), "simt"), ((1, 8, 256, 256), "wgmma"),
     ],
 )  # fmt: skip
 def test_few_queries_stay_on_fma_units(shape, engine):
@@ -344,13 +432,13 @@ FORMS = {
 @pytest.mark.parametrize(
     ("dim", "kind"),
     [
-        *((dim, "") for dim in (64, 128)),
-        *((128, kind) for kind in FORMS),
+        *((dim, "") for dim in (64, 128, 192)),
+        *((dim, kind) for dim in (128, 256) for kind in FORMS),
         *(
             pytest.param(dim, kind, marks=pytest.mark.full)
-            for dim in (32, 64, 96)
+            for dim in (32, 64, 96, 160, 192, 224)
             for kind in ("", *FORMS)
-            if (dim, kind) != (64, "")
+            if (dim, kind) not in ((64, ""), (192, ""))
         ),
     ],
 )
@@ -358,7 +446,7 @@ def test_registers_suffice(dim, kind):
     require_nvrtc()
     plan = make_plan(problem(dim, **FORMS.get(kind, {})), H200)
     for kernel in plan.kernels:
-        if kernel.name in (KEYS, QUERIES) or not kind:
+        if kernel.name in (KEYS, QUERIES, WIDE_QUERIES) or not kind:
             compiled = compile_source(without_comments(plan.source(kernel.name)), "sm_90a")
             assert (compiled.stack, compiled.spills, compiled.messages) == (0, 0, ())
 
@@ -429,10 +517,23 @@ def test_gpu_hard(cupy, change, causal, engine):  # noqa: F811
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("algo", ["fa2", "fa3"])
-@pytest.mark.parametrize("dim", [8, 32, 64, 72, 96, 128])
+@pytest.mark.parametrize("dim", [8, 32, 64, 72, 96, 128, 136, 160, 192, 224, 256])
 def test_gpu_widths(cupy, dim, algo):  # noqa: F811
     for options in ({}, {"causal": True}):
         on_gpu(cupy, *operands(500, 900, dim), algo=algo, **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dims", [(192, 128), (256, 64), (64, 256), (128, 200)])
+def test_gpu_values_of_another_width(cupy, dims):  # noqa: F811
+    for options in ({}, {"causal": True}):
+        on_gpu(cupy, *wide_operands(500, 900, *dims), **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("change", HARD, ids=lambda change: change.__name__)
+def test_gpu_hard_in_wide_heads(cupy, change):  # noqa: F811
+    on_gpu(cupy, *operands(300, 700, 256, change), causal=True)
 
 
 @pytest.mark.gpu
@@ -443,7 +544,7 @@ def test_gpu_widths_on_mma(cupy, dim):  # noqa: F811
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("dim", "engine"), [(64, "wgmma"), (128, "wgmma"), (64, "mma")])
+@on_widths
 def test_gpu_options(cupy, dim, engine):  # noqa: F811
     q, k, v, dout = operands(500, 900, dim)
     mask = np.random.default_rng(3).random((500, 900)) < 0.3
@@ -455,7 +556,7 @@ def test_gpu_options(cupy, dim, engine):  # noqa: F811
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("dim", "engine"), [(64, "wgmma"), (128, "wgmma"), (64, "mma")])
+@on_widths
 def test_gpu_gradients_of_arrays(cupy, dim, engine):  # noqa: F811
     q, k, v, dout = (x[None] for x in operands(500, 900, dim))
     rng = np.random.default_rng(3)

@@ -30,6 +30,7 @@ NAMES = [
     "sum_dq.cu", "sum_dk.cu", "sum_dv.cu", "mask_tiles.cu", "mask_lists.cu", "hopper_forward.cu",
     "hopper_fa1_forward.cu", "hopper_planes_forward.cu", "plane_ranges.cu", "planes.cu",
     "hopper_planes_backward_keys.cu", "hopper_planes_backward_queries.cu",
+    "hopper_planes_backward_wide_queries.cu",
     "planes_backward_keys.cu", "planes_backward_queries.cu",
     "hopper_backward.cu", "hopper_backward_keys.cu",
     "hopper_backward_queries.cu", "hopper_backward_short.cu",

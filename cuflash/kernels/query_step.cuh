@@ -137,6 +137,12 @@ struct QueryStepOf {
                     weights[i][j] = -Accumulator(0);
             }
     }
+    static __device__ __forceinline__ void hide_all(Accumulator (&weights)[ROWS][COLUMNS]) {
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j) weights[i][j] = -Accumulator(0);
+    }
 
     // dS from its weights and dP, in place of dP. Where a weight is hidden it is 0, whatever dP and
     // delta hold. Dropout is in delta already, by way of O.

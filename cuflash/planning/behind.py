@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 LEAST_QUERIES = 192
 
 
-def row_behind(block_q: int) -> simt.SimtTile:
-    """The row of the kernels behind, for tiles of so many queries."""
-    return replace(simt.BEHIND_GRADIENTS, block_q=block_q, step_q=block_q)
+def row_behind(row: KernelTile) -> simt.SimtTile:
+    """The row of the kernels behind this one, with the same tiles."""
+    behind = next(x for dim, x in simt.BEHIND_GRADIENTS.items() if dim >= row.max_dim)
+    return replace(behind, block_q=row.block_q, step_q=row.block_q)
 
 
 def launches_behind(behind: simt.SimtTile, problem: Problem, device: Device) -> tuple[Launch, ...]:

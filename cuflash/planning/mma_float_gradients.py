@@ -98,7 +98,7 @@ class FloatKeysTile(_Planes):
     @property
     def behind(self) -> simt.SimtTile:
         """The row of the kernels that work on what these leave out, with the same tiles."""
-        return row_behind(self.block_q)
+        return row_behind(self)
 
     def of_kernel(self, kernel: str) -> KernelTile:
         """The row that has the sizes of one of the kernels."""

@@ -17,10 +17,11 @@ from .launches import Buffer, Launch, MapBox
 from .planes import LARGE, SMALL, plane_buffers, plane_constants, plane_launches, summed_at_once
 from .problem import Device, Problem
 from .products import product
+from .query_lists import COLUMNS_OF_LIST
 from .tile import KernelTile
 from .warps import PLANES_TICKETS, WarpTile
 from .wgmma_gradients import REGION_BYTES
-from .wgmma_two_kernels import WgmmaKeysTile, WgmmaQueriesTile
+from .wgmma_two_kernels import QUERIES, WgmmaKeysTile, WgmmaQueriesTile
 
 BARRIER_BYTES = 960  # of shared memory, with what else is not tiles
 HEAD_BYTES = 160  # of where a head lies, and of what its planes mean
@@ -63,16 +64,17 @@ class PlanesKeysTile(WgmmaKeysTile):
     @property
     def queries(self) -> PlanesQueriesTile:
         """The sizes of the second kernel."""
-        first = super().queries
-        return PlanesQueriesTile(
-            algo=first.algo, max_dim=first.max_dim, warps=first.warps, block_q=first.block_q,
-            first=self,
-        )  # fmt: skip
+        wide = self.block_q < WARPGROUP_ROWS
+        kind = PlanesWideQueriesTile if wide else PlanesQueriesTile
+        block_q = COLUMNS_OF_LIST * self.block_q if wide else QUERIES
+        return kind(
+            algo=self.algo, max_dim=self.max_dim, warps=self.warps, block_q=block_q, first=self
+        )
 
     @property
     def behind(self) -> simt.SimtTile:
         """The row of the kernels that work on what these leave out, with the same tiles."""
-        return row_behind(self.block_q)
+        return row_behind(self)
 
     def of_kernel(self, kernel: str) -> KernelTile:
         """The row that has the sizes of one of the kernels."""
@@ -88,7 +90,7 @@ class PlanesKeysTile(WgmmaKeysTile):
         """Why this row cannot or should not serve, or an empty string."""
         if problem.summed[0] > 1:
             return "sums over no heads that share queries"
-        if problem.mask and self.block_q != WARPGROUP_ROWS:
+        if problem.mask and self.block_q > WARPGROUP_ROWS:
             return f"walks no lists of a mask of {self.block_q} queries"
         if reason := super(PlanesKeysTile, replace(self, fill=0.0)).reject(problem, device):
             return reason
@@ -171,6 +173,50 @@ class PlanesQueriesTile(WgmmaQueriesTile):
         return products_of(problem, self, self.block_k, sums=(head,))
 
 
+@dataclass(frozen=True, kw_only=True)
+class PlanesWideQueriesTile(PlanesQueriesTile):
+    """The sizes of the second kernel for wide rows: two warpgroups have the same 64 queries, of
+    which the first one has Q in registers, and `block_k` keys at a time pass by.
+    """
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel, and of its file."""
+        return "hopper_planes_backward_wide_queries"
+
+    @property
+    def rows(self) -> int:
+        """Keys of a tile of scores: those of a mask's lists, or half of them."""
+        return WARPGROUP_ROWS if self.max_dim <= 192 else WARPGROUP_ROWS // 2
+
+    def value_stages(self, problem: Problem) -> int:
+        """Tiles of V in shared memory at a time."""
+        return 1 if self.max_dim <= 192 else 2
+
+    def shared(self, problem: Problem) -> tuple[Buffer, ...]:
+        """Tiles as the copy engine lays them out, weights, barriers."""
+        weights = self.block_q * self.block_k * ITEM_BYTES[problem.accumulator]
+        parts = {part.name: part for part in super().shared(problem)}
+        parts["P"] = Buffer("P", weights, self.stages)
+        return tuple(parts[name] for name in ("dO", "K", "V", "P", "barriers"))
+
+    def constants(self, problem: Problem) -> dict[str, int | bool]:
+        """Sizes that the kernel reads: with dropout there are no registers for two sums."""
+        return super().constants(problem) | {"SUMS": 1 if problem.dropout else 2}
+
+    def products(self, problem: Problem) -> str:
+        """The same, and S of queries in registers."""
+        head, _ = self.widths(problem)
+        scores = (
+            product(
+                f"multiply_{small}queries", problem, self.block_k, head, a="registers",
+                planes=planes, adds=False,
+            )
+            for small, planes in (("small_", SMALL), ("", LARGE))
+        )  # fmt: skip
+        return "\n".join([super().products(problem), *scores])
+
+
 def _sums_constants(sizes: KernelTile, problem: Problem) -> dict[str, int | bool]:
     """Columns of dK or dQ, and of dV, that are summed at a time; one sum is added meanwhile."""
     head, value = map(summed_at_once, sizes.widths(problem))
@@ -185,4 +231,8 @@ def _both(**sizes: Any) -> tuple[PlanesKeysTile, PlanesKeysTile]:
 ROWS = (
     *_both(max_dim=64, block_q=128, fill=2.0, modified=False, drops=False),
     *_both(max_dim=128, block_q=64, fill=2.0),
+    # The second kernel takes 64 keys at a time, with one tile of V. Of 32 keys and two tiles all
+    # takes 1.10 times as long at D 192, 1.16 to 1.18 at D 160 (H200, 2026-11-26).
+    *_both(max_dim=192, block_q=32, fill=2.0),
+    *_both(max_dim=256, block_q=32, fill=2.0, stages=1),
 )

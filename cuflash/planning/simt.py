@@ -131,8 +131,12 @@ BEHIND_PLANES = {
     256: _fa2(max_dim=256, block_k=32, warps=8, row_lanes=16, lane_rows=8, after_planes=True),
 }
 # The same for gradients.
-BEHIND_GRADIENTS = _fa2(max_dim=128, backward=True, block_q=64, warps=8, row_lanes=16, lane_rows=4,
-                        after_planes=True)
+BEHIND_GRADIENTS = {
+    128: _fa2(max_dim=128, backward=True, block_q=64, warps=8, row_lanes=16, lane_rows=4,
+              after_planes=True),
+    256: _fa2(max_dim=256, backward=True, block_q=32, warps=8, row_lanes=16, lane_rows=4,
+              after_planes=True),
+}
 # fmt: on
 
 

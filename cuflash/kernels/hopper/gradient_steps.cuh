@@ -10,13 +10,11 @@
 #include "ptx/overlap.cuh"
 #include "row_stats.cuh"
 
-static_assert(STAGES == 2, "slots follow from the parity of steps");
-
 // A step's slot, and the parity of its phase, follow from its number.
 struct StepCount {
     u32 count = 0;
-    __device__ __forceinline__ int slot() const { return count & 1; }
-    __device__ __forceinline__ u32 parity() const { return count >> 1 & 1; }
+    __device__ __forceinline__ int slot() const { return slot_of<STAGES>(count); }
+    __device__ __forceinline__ u32 parity() const { return parity_of<STAGES>(count); }
     __device__ __forceinline__ void advance() { ++count; }
 };
 

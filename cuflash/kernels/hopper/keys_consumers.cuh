@@ -5,6 +5,8 @@
 #include "hopper/packed_weights.cuh"
 #include "tiles/units.cuh"
 
+static_assert(STAGES == 2, "a buffer is released in the step behind, which has the other slot");
+
 namespace of_keys {
 // Clears Q and dO of a step, when both consumers have read them.
 __device__ __forceinline__ void clear_step(SharedMemory& smem, int slot) {

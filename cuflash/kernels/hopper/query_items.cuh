@@ -7,7 +7,13 @@
 #include "query_lists.cuh"
 #include "seams/key_tiles.cuh"
 
-// What one consumer is told of a tile of keys.
+// The queries of a block stand in columns of a mask's tiles. Its lists are of tiles of keys that may be
+// more than one step.
+constexpr int COLUMN_QUERIES = BLOCK_Q / COLUMNS_OF_LIST;
+constexpr int LIST_KEYS = MASK_ROWS, STEPS_OF_ENTRY = LIST_KEYS / BLOCK_K;
+static_assert(!MASKED || MASK_COLUMNS == COLUMN_QUERIES, "a tile of queries is two columns wide");
+
+// What the queries of one column see of a tile of keys.
 struct Sight {
     enum { NOTHING, ALL, SOME } seen;
     int bits;  // which tile of bits says what is visible; -1: what the band shows
@@ -17,13 +23,13 @@ struct Sight {
 struct alignas(16) QueryItem {
     GradientHead located;
     TileList list;
-    int begin, end;            // its entries that some query may see
-    KeySpan spans[CONSUMERS];  // those that the queries of each consumer may see
-    int exists;                // 0 behind the last one
+    int begin, end;                  // its entries that some query may see
+    KeySpan spans[COLUMNS_OF_LIST];  // those that the queries of each column may see
+    int exists;                      // 0 behind the last one
     int tile;  // counted from the last one: under a causal mask that sees the most keys
     int q_begin;
 
-    __device__ __forceinline__ int count() const { return end - begin; }
+    __device__ __forceinline__ int count() const { return (end - begin) * STEPS_OF_ENTRY; }
 
     static __device__ __forceinline__ RegionTile place_of(const Params& p, int tile, int tiles) {
         return query_tile_at<BLOCK_Q>(p, tile, tiles);
@@ -43,24 +49,28 @@ struct alignas(16) QueryItem {
         begin = end = 0;
         if (!located.is_held()) return;
 #pragma unroll 1
-        for (int i = 0; i < CONSUMERS; ++i) {
+        for (int i = 0; i < COLUMNS_OF_LIST; ++i) {
             forget();
-            KeyTiles<BLOCK_K> seen;
+            KeyTiles<LIST_KEYS> seen;
             seen.list = list;
-            seen.find(p, head, q_begin + i * SLAB, q_begin + (i + 1) * SLAB);
+            seen.find(p, head, q_begin + i * COLUMN_QUERIES, q_begin + (i + 1) * COLUMN_QUERIES);
             spans[i] = seen;
             if (seen.count() == 0) continue;
             if (end == 0) begin = seen.begin;
             end = seen.end;
         }
     }
-    // The i-th visit, of the last tile of keys first; and what the consumers see of it.
-    __device__ __forceinline__ QueryEntry entry(int i) const { return {list, end - 1 - i}; }
+    // The entry of the i-th step, of the last tile of keys first; which tile of BLOCK_K keys that step is
+    // of, the last ones of an entry first; and what the columns see of it.
+    __device__ __forceinline__ QueryEntry entry(int i) const { return {list, place(i)}; }
+    __device__ __forceinline__ int key_tile(int i, const QueryEntry& entry) const {
+        return entry.tile * STEPS_OF_ENTRY + (STEPS_OF_ENTRY - 1 - i % STEPS_OF_ENTRY);
+    }
     __device__ __forceinline__ void look(int i, const QueryEntry& entry,
-                                         Sight (&sights)[CONSUMERS]) const {
-        const int at = end - 1 - i;
+                                         Sight (&sights)[COLUMNS_OF_LIST]) const {
+        const int at = place(i);
 #pragma unroll
-        for (int c = 0; c < CONSUMERS; ++c) {
+        for (int c = 0; c < COLUMNS_OF_LIST; ++c) {
             const KeySpan& span = spans[c];
             const bool sees = at >= span.begin && at < span.end && entry.bits[c] != HIDDEN;
             const bool cut =
@@ -68,4 +78,7 @@ struct alignas(16) QueryItem {
             sights[c] = {!sees ? Sight::NOTHING : cut ? Sight::SOME : Sight::ALL, entry.bits[c]};
         }
     }
+
+  private:
+    __device__ __forceinline__ int place(int i) const { return end - 1 - i / STEPS_OF_ENTRY; }
 };

@@ -2,6 +2,7 @@
 // memory, what a block knows of its head, and how it writes rows. Reads the prelude.
 #pragma once
 #include "few_registers.cuh"
+#include "planes/find_planes.cuh"
 #include "planes/gradient_factors.cuh"
 #include "planes/plane_products.cuh"
 #include "planes/row_scales.cuh"
@@ -22,16 +23,7 @@ static_assert(is_laid_out<__half>(tile_bytes::K, K_TILE) &&
                   is_laid_out<__half>(tile_bytes::dO, O_TILE),
               "the plan's tiles in shared memory are those of the kernel");
 
-// The planes of a head's rows: of an operand with `length` rows of each of its heads, from `origin` on.
-template <int WIDTH>
-__device__ __forceinline__ const __half* find_planes(const void* planes, const Params& p,
-                                                     const Head& head, const long long* strides,
-                                                     int length, int origin) {
-    const i64 row = i64(find_row(p, head.index, strides)) * length + origin;
-    return static_cast<const __half*>(planes) + row * (2 * WIDTH);
-}
-
-// Rows [first, length) of them, into a tile of ROWS rows; behind these come zeros.
+// Rows [first, length) of a head's planes, into a tile of ROWS rows; behind these come zeros.
 template <int ROWS, int WIDTH>
 __device__ __forceinline__ void load_planes(__half* tile, const __half* planes, int first,
                                             int length) {

@@ -191,7 +191,8 @@ __device__ __forceinline__ LoadedTile<Tile> load_tile_bits(const Tile& tile, con
     return loaded;
 }
 
-// The same of a tile whose rows are 64 keys, to a warpgroup whose rows are its columns: 64 queries.
+// The same of a tile whose rows are keys, to a warpgroup whose rows are its columns: 64 queries, which may
+// be of several tiles, and 64 keys or 32.
 template <typename Tile, bool LOADS = MASKED && !MASK_IS_COMPUTED>
 struct TurnedBits {
     __device__ __forceinline__ void load(const Tile&, const TileBits&) {}
@@ -203,19 +204,23 @@ struct TurnedBits {
 };
 template <typename Tile>
 struct TurnedBits<Tile, true> {
-    static_assert(Tile::ROWS == 2 && Tile::COLUMNS == 16, "16 queries of a warp, 64 keys");
-    u32 words[2];          // of the keys `lane` and 32 + `lane`: those that have the warp's queries
-    u32 shown[2][2] = {};  // of the lane's queries, for each half of the keys
+    static constexpr int HALVES = Tile::COLUMNS / 8;  // of 64 keys
+    static_assert(Tile::ROWS == 2 && HALVES <= 2, "16 queries of a warp, up to 64 keys");
+    u32 words[HALVES];  // of the keys `lane` and 32 + `lane`: those that have the warp's queries
+    u32 shown[2][HALVES] = {};  // of the lane's queries
 
     __device__ __forceinline__ void load(const Tile& tile, const StoredTile& bits) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-            words[half] = bits.is_full() ? ~0u : bits.word(32 * half + tile.lane, 16 * tile.warp);
+        for (int half = 0; half < HALVES; ++half)
+            words[half] = bits.is_full()
+                              ? ~0u
+                              : bits.word(32 * half + tile.lane, 16 * tile.warp % MASK_COLUMNS);
     }
     // Gives each lane the bits of its queries. All lanes take part.
     __device__ __forceinline__ void turn(const Tile& tile) {
         const int shift = 16 * tile.warp % 32;
-        u32 bits = words[0] >> shift & 0xffff | words[1] >> shift << 16;
+        u32 bits = words[0] >> shift & 0xffff;
+        if constexpr (HALVES == 2) bits |= words[1] >> shift << 16;
         // 32 x 32 bits change rows and columns: lane r has row r.
         constexpr u32 LOW[] = {0x55555555, 0x33333333, 0x0f0f0f0f, 0x00ff00ff, 0x0000ffff};
 #pragma unroll
@@ -228,7 +233,7 @@ struct TurnedBits<Tile, true> {
 #pragma unroll
         for (int i = 0; i < 2; ++i)
 #pragma unroll
-            for (int half = 0; half < 2; ++half)
+            for (int half = 0; half < HALVES; ++half)
                 shown[i][half] = __shfl_sync(FULL_WARP, bits, 16 * half + 8 * i + tile.lane / 4) >>
                                  tile.lane % 4 * 2;
     }
