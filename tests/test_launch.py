@@ -972,13 +972,16 @@ def test_kernels_of_a_call_are_compiled_side_by_side(launch, monkeypatch):
     q = np.zeros((2, 4, 100, 64), np.float16)
     plan = cuflash.plan(q, q, q, backward=True, device=H200)
     together = threading.Barrier(len(plan.kernels), timeout=20)  # which one thread cannot pass
+    begun = []
 
     def compiled(plan, device_id, kernel):
+        begun.append(kernel.name)
         together.wait()
         return kernel.name, device_id
 
     monkeypatch.setattr(launch, "compiled", compiled)
     assert launch.compile_all(plan, 3) == [(kernel.name, 3) for kernel in plan.kernels]
+    assert begun[0] == plan.kernel != plan.kernels[0].name  # the longest goes ahead
 
 
 def test_a_thread_waits_for_the_kernel_that_another_compiles(launch):

@@ -145,8 +145,11 @@ def compile_all(plan: Plan, device_id: int) -> list[Any]:
     if len(plan.kernels) == 1:
         return [compiled(plan, device_id, kernel) for kernel in plan.kernels]
     compile_one = _compiled_in_threads(device_id)
-    with ThreadPoolExecutor(len(plan.kernels)) as pool:
-        return list(pool.map(compile_one, itertools.repeat(plan), plan.kernels))
+    # NVRTC lets programs wait for each other in a part of its work: the longest goes ahead.
+    ordered = sorted(plan.kernels, key=lambda kernel: kernel.name != plan.kernel)
+    with ThreadPoolExecutor(len(ordered)) as pool:
+        made = dict(zip(ordered, pool.map(compile_one, itertools.repeat(plan), ordered)))
+    return [made[kernel] for kernel in plan.kernels]
 
 
 def compile_each(
