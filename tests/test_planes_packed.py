@@ -8,7 +8,7 @@ import pytest
 from cases import FEW, H200
 from test_emulator_catches import plant
 from test_planes import emulated_only
-from test_planes_gradients import KEYS, QUERIES
+from test_planes_gradients import KEYS, QUERIES, WIDE
 
 import cuflash
 
@@ -61,11 +61,11 @@ def forward_is_that_of_the_batch(**more):
     assert_bits_of_the_batch(mine.out, batch.out)
 
 
-def gradients_are_those_of_the_batch(engine="wgmma", **more):
+def gradients_are_those_of_the_batch(engine="wgmma", row=None, **more):
     q, k, v, dout = sequences()
     with np.errstate(all="ignore"):
         out, lse = cuflash.attention(q, k, v, causal=True, return_lse=True, **more)
-    options = OPTIONS | more | (MMA if engine == "mma" else {})
+    options = OPTIONS | more | (MMA if engine == "mma" else {}) | {"row": row}
     batch = emulated.attention_backward(dout, q, k, v, out, lse, **options)
     arrays = map(packed, (dout, q, k, v, out))
     of_rows = packed(lse[..., None])[..., 0].swapaxes(0, 1)
@@ -83,6 +83,7 @@ def test_emulator_equals_the_batch(more):
     forward_is_that_of_the_batch(**more)
     gradients_are_those_of_the_batch(**more)
     gradients_are_those_of_the_batch("mma", **more)
+    gradients_are_those_of_the_batch(row=WIDE, **more)
 
 
 PLANTED = {
