@@ -129,6 +129,7 @@ class WgmmaKeysTile(WgmmaGradientTile):
             "HEADS_ROTATE": False,
             "TICKETS": 2,
             "PRODUCER_REGISTERS": 40,
+            "CLEARS_DQ": False,  # each of its rows is stored, and by blocks that do not wait
         }
 
     def products(self, problem: Problem) -> str:
