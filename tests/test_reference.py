@@ -780,6 +780,16 @@ def test_shared_heads_add_their_bounds(dtype):
         assert ratio.max() < 0.5
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
+def test_weights_that_sums_cannot_hold_may_be_left_out_of_gradients(dtype):
+    """P of the second key is 2^-127: where subnormal numbers are flushed its dK is 0."""
+    q, k = np.array([[1024.0]]), np.array([[127 * np.log(2) / 1024], [0.0]])
+    v, dout = np.array([[0.0], [1024.0]]), np.array([[1024.0]])
+    bound = reference.backward_bound(dout, q, k, v, dtype, scale=1.0)
+    assert bound.dk[1, 0] == pytest.approx(2.0**-127 * 2.0**30, rel=1e-9)
+    assert (bound.dk_bound[1, 0] >= bound.dk[1, 0]) == (dtype != "float64")
+
+
 def test_results_of_another_shape_are_not_judged():
     dout, q, k, v, _ = backward_inputs()
     bound = reference.forward_bound(q, k, v, np.float32)

@@ -58,9 +58,10 @@ def array_bounds(
     -----
     Notation is that of :func:`backward_bound`. c is the derivative of s by the element, and c_error
     its error, by running error analysis (`cuflash.scores.errors`). ``dS = P (dP - delta)`` is
-    kept in the type of sums. Each of the n terms is off by::
+    kept in the type of sums; where P or dS is subnormal it may be flushed:
+    ``under = 2^-126 (1 + |dP - delta|)``. Each of the n terms is off by::
 
-        |c| [P (dP_error + delta_error) + |dS| (rho + 4 u_acc) + tiny] + 2 u_acc |c dS|
+        |c| [P (dP_error + delta_error) + |dS| (rho + 4 u_acc) + under] + 2 u_acc |c dS|
         + |dS| c_error,
 
     and their sum by u_acc (8 + sqrt n) sum |c dS| more. Of a sink the terms are those of rows,
@@ -76,7 +77,8 @@ def array_bounds(
         delta, dP, dP_error, delta_error, rho = factor_errors(dense, grad, dlse, name)
         dS = np.where(dense.visible, dense.weights * (dP - delta), 0)
         dS_error = dense.weights * (dP_error + delta_error) + np.abs(dS) * (rho + 4 * u_acc)
-        dS_error = np.where(dense.visible, dS_error + TINY["float32"], 0)
+        under = TINY["float32"] * (1 + np.abs(dP - delta))
+        dS_error = np.where(dense.visible, dS_error + under, 0)
         gradients = array_gradients(dense, grad, dlse, as_names(wrt))
         bounds: list[tuple[Floats, Floats]] = []
         for own, gradient in zip(as_names(wrt), gradients):

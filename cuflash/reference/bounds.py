@@ -241,10 +241,11 @@ def backward_bound(
         slope_error = 2 f sigma_x / c + 20 u_acc.
 
     **dS.** dP and delta cancel, so their errors are absolute, and rho is relative to what
-    remains. Two products and the difference round: 4 u_acc. Half types round dS to the result's
-    type before the products with K and Q: u, and `under` for the elements that are subnormal::
+    remains. Two products and the difference round: 4 u_acc. P may be flushed where it is subnormal
+    in the type of sums: `flush`, 2^-126 and in float64 0. Half types round dS to the result's type
+    before the products with K and Q: u, and `under` for the elements that are subnormal::
 
-        dS_error = P f (dP_error + delta_error) + P |dP - delta| slope_error
+        dS_error = P f (dP_error + delta_error) + |dP - delta| (P slope_error + flush f)
                    + |dS| (rho + 4 u_acc + u) + under.
 
     **Dropout.** D is 0 or 1 / (1 - p), and dP is D times the product, as is its error. P D is what
@@ -306,8 +307,9 @@ def _pair_errors(
     delta, dP, dP_error, delta_error, rho = factor_errors(dense, dout, dlse, dtype)
     dS = score_gradient(dense, dout, delta)
     slope_error = score_errors(dense, u_acc).slope
-    dS_error = dense.weights * np.abs(dense.slope) * (dP_error + delta_error)
-    dS_error = dS_error + dense.weights * np.abs(dP - delta) * slope_error
+    slope, flush = np.abs(dense.slope), 0.0 if dtype == "float64" else TINY["float32"]
+    dS_error = dense.weights * slope * (dP_error + delta_error)
+    dS_error = dS_error + np.abs(dP - delta) * (dense.weights * slope_error + flush * slope)
     dS_error = dS_error + np.abs(dS) * (rho + 4 * u_acc + u) + under
     P_error = dense.kept * (dense.weights * (rho + u + _scaling(dense, u_acc)) + under)
     counts = dense.visible & (dense.kept != 0)
