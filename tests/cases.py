@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import math
 import zlib
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from unittest import mock
 
 import ml_dtypes
@@ -93,6 +93,7 @@ class Case:
     options: dict = field(default_factory=dict)
     layouts: dict = field(default_factory=dict)
     poison: str = ""
+    _: KW_ONLY
     copies: bool = False
 
     def __str__(self):
@@ -975,8 +976,8 @@ class _BackwardCases(_Cases):
     ):  # fmt: skip
         case = BackwardCase(
             name, self.algo, self.engine, dtype, tuple(q), tuple(k), tuple(v or k), options,
-            layouts or {}, poison, deterministic, with_dlse=bool(wrt) or len(self.list) % 3 == 0,
-            wrt=wrt,
+            layouts or {}, poison, deterministic=deterministic,
+            with_dlse=bool(wrt) or len(self.list) % 3 == 0, wrt=wrt,
         )  # fmt: skip
         if not any(self.misfits(*x) for x in case.layouts.items()):
             self.list.append(case)

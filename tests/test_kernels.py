@@ -434,6 +434,12 @@ def test_heads_in_sections_of_the_cache(algo, engine):
     assert_forward_close(result.out, result.lse, q, k, v, plan=result.plan, causal=True)
 
 
+def test_cases_ask_for_the_kernel_that_they_are_of():
+    for case in (*CASES, *BACKWARD_CASES):
+        asked = case.call()
+        assert (asked["algo"], asked["engine"]) == (case.algo, case.engine)
+
+
 def test_a_ticket_behind_the_last_section_is_of_no_head():
     """Sections of one head each: behind the last one there are no heads to divide by."""
     case = BackwardCase("sections", "fa3", "wgmma", "float16", *3 * [(2, 70, 16)])
