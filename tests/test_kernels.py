@@ -440,6 +440,18 @@ def test_cases_ask_for_the_kernel_that_they_are_of():
         assert (asked["algo"], asked["engine"]) == (case.algo, case.engine)
 
 
+@pytest.mark.parametrize(
+    ("dim", "device", "kernel"),
+    [(32, H200, "hopper_backward_short"), (160, FEW, "hopper_backward_keys")],
+)
+def test_sums_of_heads_that_share_queries(dim, device, kernel):
+    """Blocks store dQ of each head, also ahead of the end of the kernel that works out rows."""
+    shapes = (2, 1, 150, dim), (2, 2, 70, dim), (2, 2, 70, dim)
+    options = {"q_lengths": np.array([140, 30]), "kv_lengths": np.array([70, 0])}
+    case = BackwardCase("shared queries", "fa2", "wgmma", "bfloat16", *shapes, options)
+    assert check_backward(case, device=device).plan.kernel == kernel
+
+
 def test_a_ticket_behind_the_last_section_is_of_no_head():
     """Sections of one head each: behind the last one there are no heads to divide by."""
     case = BackwardCase("sections", "fa3", "wgmma", "float16", *3 * [(2, 70, 16)])

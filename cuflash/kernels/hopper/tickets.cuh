@@ -84,8 +84,10 @@ struct TicketWriter {
         head_tiles = afresh(head_tiles);  // else products of it would stay in registers
         const u32 number_in_group = count % HEADS;
         slots.empty[count % 2].wait(count / 2 % 2 ^ 1);
-        const Work work(p, slots.ticket, head_tiles, HEADS);
-        item.exists = slots.ticket < p.head_count / HEADS * head_tiles, item.tile = work.tile;
+        const int items = p.head_count / HEADS * head_tiles;
+        // Behind the last one there may be no heads, whose number is divided by.
+        const Work work(p, min(slots.ticket, items - 1), head_tiles, HEADS);
+        item.exists = slots.ticket < items, item.tile = work.tile;
         if (item.exists) {
             const GradientHead* const heads = reinterpret_cast<const GradientHead*>(p.located);
             head_full.arrive_and_expect(sizeof(GradientHead));

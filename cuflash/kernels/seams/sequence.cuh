@@ -205,8 +205,7 @@ struct Work {
     __device__ __forceinline__ Work(const Params& p, int index, int tiles, int group = 1) {
         const int head_count = p.head_count / group, width = p.section / group;
         const int section = width < head_count ? index / (width * tiles) : 0;
-        // Behind the last section there are none: who asks for such an item does not use it.
-        const int heads = max(1, min(width, head_count - section * width));
+        const int heads = min(width, head_count - section * width);
         const int rest = index - section * width * tiles;
         head = section * width + rest % heads;
         tile = rest / heads;
