@@ -55,6 +55,7 @@ def check(
     return plan
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["aligned", "odd", "shifted"])
 @pytest.mark.parametrize("engine", ["wgmma", "mma"])
 @pytest.mark.parametrize("of", [np.float32, np.float16])
@@ -67,6 +68,7 @@ def test_so_they_are_with_dropout_and_a_window(of):
     check(kind="odd", of=of, window=(60, 20), dropout_p=0.2, seed=5)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dim", [128, 192, 256])
 def test_so_they_are_of_other_head_dims(dim):
     check(dim=dim, each_head=True, kind="odd")
@@ -92,12 +94,14 @@ def test_products_that_overflow_are_hidden():
     check(overflows=True)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["aligned", "odd", "shifted"])
 @pytest.mark.parametrize("engine", ["wgmma", "mma"])
 def test_rows_of_float32(engine, kind):
     check_wide(engine, kind=kind, each_head=True, causal="bottom_right")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("dim", [128, 192, 256])
 def test_rows_of_float32_of_other_head_dims(dim):
     check_wide(dim=dim, window=(60, 20), dropout_p=0.2, seed=5)
@@ -138,6 +142,7 @@ def check_packed_heads(engine="wgmma", rows=1):
     assert "PACKED = 2" in plan.source()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("engine", ["wgmma", "mma"])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_so_they_are_of_heads_side_by_side(engine, rows):
@@ -162,6 +167,7 @@ PLANTED = [
 ]  # fmt: skip
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(("text", "wrong", "test"), [x[1:] for x in PLANTED],
                          ids=[x[0] for x in PLANTED])  # fmt: skip
 def test_planted_bugs_are_caught(monkeypatch, text, wrong, test):

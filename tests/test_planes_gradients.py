@@ -192,6 +192,7 @@ def test_emulator_threads_mark_the_same_head(row):
 
 
 @emulated_only
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("row", [WIDE, WIDEST], ids=str)
 @pytest.mark.parametrize(
     "change", [x for x in HARD if x.__name__ in (*MAIN, "one_number_in_rows_of_q")]
@@ -247,6 +248,7 @@ def test_emulator_wide_heads(sizes, row):
 
 
 @emulated_only
+@pytest.mark.one_in(2)
 @on_all
 @pytest.mark.parametrize(
     "options",

@@ -113,6 +113,7 @@ PLANTED = {
 
 
 @emulated_only
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_bugs(monkeypatch, name):
     text, wrong, check = PLANTED[name]
