@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
 import os
 import threading
@@ -148,8 +147,8 @@ def compile_all(plan: Plan, device_id: int) -> list[Any]:
     # NVRTC lets programs wait for each other in a part of its work: the longest goes ahead.
     ordered = sorted(plan.kernels, key=lambda kernel: kernel.name != plan.kernel)
     with ThreadPoolExecutor(len(ordered)) as pool:
-        made = dict(zip(ordered, pool.map(compile_one, itertools.repeat(plan), ordered)))
-    return [made[kernel] for kernel in plan.kernels]
+        made = {kernel: pool.submit(compile_one, plan, kernel) for kernel in ordered}
+    return [made[kernel].result() for kernel in plan.kernels]
 
 
 def compile_each(

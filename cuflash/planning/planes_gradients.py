@@ -190,8 +190,8 @@ class PlanesWideQueriesTile(PlanesQueriesTile):
         return WARPGROUP_ROWS if self.max_dim <= 192 else WARPGROUP_ROWS // 2
 
     def value_stages(self, problem: Problem) -> int:
-        """Tiles of V in shared memory at a time."""
-        return 1 if self.max_dim <= 192 else 2
+        """Tiles of V in shared memory at a time: of 64 keys together."""
+        return WARPGROUP_ROWS // self.rows
 
     def shared(self, problem: Problem) -> tuple[Buffer, ...]:
         """Tiles as the copy engine lays them out, weights, barriers."""
