@@ -106,6 +106,7 @@ def _load(
     return kernel.kernel
 
 
+@functools.lru_cache(maxsize=16)
 def compiler_input(
     plan: Plan | AppendPlan | CopyPlan | MergePlan, kernel: Launch
 ) -> tuple[str, str, tuple[str, ...]]:
@@ -146,8 +147,11 @@ def compile_all(plan: Plan, device_id: int) -> list[Any]:
     compile_one = _compiled_in_threads(device_id)
     # NVRTC lets programs wait for each other in a part of its work: the longest goes ahead.
     ordered = sorted(plan.kernels, key=lambda kernel: kernel.name != plan.kernel)
+    made = {}
     with ThreadPoolExecutor(len(ordered)) as pool:
-        made = {kernel: pool.submit(compile_one, plan, kernel) for kernel in ordered}
+        for kernel in ordered:
+            compiler_input(plan, kernel)  # one by one: threads would share Python's time for it
+            made[kernel] = pool.submit(compile_one, plan, kernel)
     return [made[kernel].result() for kernel in plan.kernels]
 
 

@@ -102,8 +102,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
     if (PAGED) check_shared_base(bytes);
     constexpr bool FOLLOWS = VARLEN || CLEAN_PARTS > 0;  // else it is the first kernel
-    // Of pages who copies has no register for more.
-    begin_block<!FOLLOWS && !PAGED>(
+    // Of pages who copies has no register for more; with a line consumers would spill twice as much.
+    begin_block<!FOLLOWS && !PAGED && !SCORE_IS_LINE>(
         tables, [&] { barriers.init(); }, [&] { smem.items.init(ITEM_READERS); });
     if (FOLLOWS) await_kernel_before();
 

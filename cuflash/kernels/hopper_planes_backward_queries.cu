@@ -81,6 +81,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 if (speaks) barriers.K_empty[slot].arrive(), barriers.V_empty[V_slot].arrive();
                 continue;
             }
+            QueryStep now{p, tile, head, stats, q_begin, key_tile * BLOCK_K};
+            now.draw_kept();  // ahead of the products, which leave too few registers
             Accumulator S[2][QueryScores::COLUMNS], dP[2][QueryScores::COLUMNS];
             Accumulator small_S[2][QueryScores::COLUMNS], small_dP[2][QueryScores::COLUMNS];
             open_products();
@@ -94,8 +96,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             multiply_shared_values<GradientRows, ValueRows>(dP, dO,
                                                             V + V_slot * (ValueRows::BYTES >> 4));
             commit_products();
-            QueryStep now{p, tile, head, stats, q_begin, key_tile * BLOCK_K};
-            now.draw_kept();
             QueryStep::Rows rows;
             rows.load(tile, p, head, q_begin, now.k_begin);
             const TileBits bits(p, head, sight.bits, 0, now.k_begin, q_begin);

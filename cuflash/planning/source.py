@@ -185,24 +185,29 @@ def expand(name: str, text: str | None = None) -> str:
     one string because CuPy's disk cache keys on it: headers found through `-I` would go stale.
     `text` stands for the file of that name.
     """
-    folder = files(_PACKAGE) / "kernels"
     seen: set[str] = set()
 
     def paste(name: str, text: str) -> list[str]:
         seen.add(name)
         lines = [f'#line 1 "cuflash/kernels/{name}"']
         for number, line in enumerate(text.splitlines(), 1):
-            included = _INCLUDE.fullmatch(line)
+            included = _INCLUDE.fullmatch(line) if line.startswith("#include") else None
             if included is None:
                 lines.append("" if line == "#pragma once" else line)
             elif included[1] not in seen:
-                lines += paste(included[1], (folder / included[1]).read_text("utf-8"))
+                lines += paste(included[1], _read(included[1]))
                 lines.append(f'#line {number + 1} "cuflash/kernels/{name}"')
             else:
                 lines.append("")
         return lines
 
-    return "\n".join(paste(name, text or (folder / name).read_text("utf-8"))) + "\n"
+    return "\n".join(paste(name, text or _read(name))) + "\n"
+
+
+@functools.cache
+def _read(name: str) -> str:
+    """A file of kernels; a call's kernels share most headers."""
+    return (files(_PACKAGE) / "kernels" / name).read_text("utf-8")
 
 
 def without_comments(text: str) -> str:
@@ -210,7 +215,10 @@ def without_comments(text: str) -> str:
 
     CuPy's disk cache keys on it, so that a comment that changes makes nobody compile again.
     """
-    return "\n".join(_COMMENT.sub(lambda found: found[1] or "", line) for line in text.split("\n"))
+    return "\n".join(
+        _COMMENT.sub(lambda found: found[1] or "", line) if "//" in line else line
+        for line in text.split("\n")
+    )
 
 
 @functools.lru_cache(maxsize=256)

@@ -213,6 +213,17 @@ class WgmmaGradientTile(HopperGradientTile):
         """
         return BANDED_COLUMNS
 
+    @property
+    def knows_sums(self) -> bool:
+        """Whether what is summed later is known when a kernel is compiled."""
+        return True
+
+    def sums_later(self, problem: Problem, operand: int) -> bool:
+        """Whether more heads share an operand, keys (1) or values (2), than a block has: a later
+        kernel then sums what blocks leave of its gradient.
+        """
+        return problem.summed[operand] > self.group(problem)
+
     def row_stats_bytes(self, problem: Problem) -> int:
         """What is kept of a tile of queries: two numbers each, and flags."""
         return 2 * self.block_q * ITEM_BYTES[problem.accumulator] + CHUNK_BYTES
@@ -254,8 +265,8 @@ class WgmmaGradientTile(HopperGradientTile):
             *super().workspace(problem),
             Buffer("row_stats", self.row_stats_bytes(problem), q_tiles),
             Buffer("dq_sum", self.dq_sum_bytes(problem), q_tiles),
-            Buffer("dk_sum", keys, k_tiles if problem.summed[1] > self.group(problem) else 0),
-            Buffer("dv_sum", values, k_tiles if problem.summed[2] > self.group(problem) else 0),
+            Buffer("dk_sum", keys, k_tiles if self.sums_later(problem, 1) else 0),
+            Buffer("dv_sum", values, k_tiles if self.sums_later(problem, 2) else 0),
             Buffer("turns", 4 * TURNS, q_tiles if self.adds_in_order(problem) else 0),
             Buffer("tickets", 4, 1 + len(walked(problem))),
             Buffer(
@@ -292,6 +303,9 @@ class WgmmaGradientTile(HopperGradientTile):
             "LAST_KEYS_FIRST": self.last_keys_first(problem),
             "CHAINED": self.chains(problem) > 0,
             "GROUP": self.group(problem),
+            "KNOWS_SUMS": self.knows_sums,
+            "DK_IS_SUMMED": self.sums_later(problem, 1),
+            "DV_IS_SUMMED": self.sums_later(problem, 2),
             "ROTATION": 2,
             "HEADS_ROTATE": True,
             "TICKETS": 1 + len(walked(problem)),

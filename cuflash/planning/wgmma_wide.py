@@ -47,6 +47,11 @@ class WgmmaWideTile(WgmmaGradientTile):
         """Never: the order of keys is as fast."""
         return False
 
+    @property
+    def knows_sums(self) -> bool:
+        """No: the compiler then spills 32 bytes."""
+        return False
+
     def banded_columns(self, problem: Problem) -> int:
         """Columns of heads that are worked on at a time, where these are not too long."""
         return BANDED_HEADS * problem.head_dim

@@ -12,9 +12,9 @@ __device__ __forceinline__ void add_nonfinite_gradients(const Params& p, const K
                                                         int first) {
     const int lane = threadIdx.x % 32, k_begin = item.key_tile * BLOCK_K + first;
     const Accumulator multiplier = score_multiplier(p);
-    float* const sums = p.dv_sum == nullptr ? nullptr
-                                            : sum_rows_of(p.dv_sum, p, item, padded(HEAD_DIM_V)) +
-                                                  first * padded(HEAD_DIM_V);
+    float* const sums = sums_values(p) ? sum_rows_of(p.dv_sum, p, item, padded(HEAD_DIM_V)) +
+                                             first * padded(HEAD_DIM_V)
+                                       : nullptr;
 #pragma unroll 1
     for (int index = item.located.head.index - GROUP + 1; index <= item.located.head.index;
          ++index) {

@@ -16,13 +16,22 @@ __device__ __forceinline__ float* sum_rows_of(float* sums, const Params& p, cons
     return sums + (first_tile + item.key_tile) * (BLOCK_K * width);
 }
 
+// Whether a later kernel sums dK over heads, and dV. Mostly known when this is compiled, which is less
+// code to compile.
+__device__ __forceinline__ bool sums_keys(const Params& p) {
+    return KNOWS_SUMS ? DK_IS_SUMMED : p.dk_sum != nullptr;
+}
+__device__ __forceinline__ bool sums_values(const Params& p) {
+    return KNOWS_SUMS ? DV_IS_SUMMED : p.dv_sum != nullptr;
+}
+
 // dV of a consumer's keys, from k_begin on; dK; and both.
 __device__ __forceinline__ void store_value_gradients(const float (&dV)[2][padded(HEAD_DIM_V) / 4],
                                                       const Params& p, const KeyItem& item,
                                                       int k_begin) {
     constexpr int WIDTH = padded(HEAD_DIM_V);
     const int first = k_begin - item.key_tile * BLOCK_K;
-    if (p.dv_sum != nullptr)
+    if (sums_values(p))
         store_sum_rows(sum_rows_of(p.dv_sum, p, item, WIDTH) + first * WIDTH, dV);
     else
         store_gradient_rows<HEAD_DIM_V>(item.located.dv, p.dv_row_stride,
@@ -33,7 +42,7 @@ __device__ __forceinline__ void store_score_gradients(const float (&dK)[2][padde
                                                       int k_begin) {
     constexpr int WIDTH = padded(HEAD_DIM);
     const int first = k_begin - item.key_tile * BLOCK_K;
-    if (p.dk_sum != nullptr)
+    if (sums_keys(p))
         store_sum_rows(sum_rows_of(p.dk_sum, p, item, WIDTH) + first * WIDTH, dK);
     else
         store_gradient_rows<HEAD_DIM>(item.located.dk, p.dk_row_stride,
