@@ -1,5 +1,8 @@
 """Arrays that the public functions take: types, layouts, DLPack."""
 
+import subprocess
+import sys
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -137,3 +140,19 @@ def test_an_array_of_two_names():
         assert mine.addresses["q"] == y.ctypes.data
         assert isinstance(mine.arrays["v"], np.ndarray)
         assert mine.arrays["v"] is mine.arrays["k"]
+
+
+def test_masked_arrays_are_not_imported_to_be_refused():
+    """A first call would take 50 ms longer: NumPy imports them when they are asked for."""
+    code = """
+import sys
+import numpy as np
+before = set(sys.modules)
+import cuflash
+class Other(np.ndarray):
+    pass
+cuflash.attention(*3 * [np.ones((1, 1, 4, 8), np.float32).view(Other)])
+print("numpy.ma" in sys.modules.keys() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

@@ -12,6 +12,7 @@ import numpy as np
 
 from ..masks.band import as_int64, integers_of, window_sides
 from ..masks.block_mask import BlockMask
+from ..operands.checks import is_masked_array
 from ..operands.spec import Spec
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ def as_array(name: str, x: Any) -> Array:
     """`x` itself if NumPy or CuPy made it; else what DLPack or the CUDA interface shows of it."""
     if type(x) in array_types:
         return x  # type: ignore[no-any-return]  # an array: a local name would take time
-    if isinstance(x, np.ma.MaskedArray):
+    if is_masked_array(x):
         instead = f"give {name}.data or {name}.filled(...)"
         if name in ("q", "k", "v"):
             instead = f"give {name}.data, and hide keys with mask= or kv_lengths="

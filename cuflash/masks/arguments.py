@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex
 
 import numpy as np
 
-from ..operands.checks import array_of, checked_integer, is_one_of
+from ..operands.checks import array_of, checked_integer, is_masked_array, is_one_of
 from .band import ALIGNMENTS, Band, as_int64, integers_of
 from .patterns import HALF
 
@@ -67,7 +67,7 @@ def on_host(x: Any) -> Any:
 
 def _unmasked(name: str, x: Any, filling: str = "...") -> Any:
     """`x` itself, unless NumPy masks some of it."""
-    if isinstance(x, np.ma.MaskedArray):
+    if is_masked_array(x):
         raise TypeError(
             f"{name} is a MaskedArray, whose own mask would be ignored: give "
             f"{name}.filled({filling})"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import reprlib
+import sys
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -152,3 +153,11 @@ def check_read(
             f"{name} has dtype {given.dtype}: it must be {np.dtype(dtype)}, or a float that "
             f"converts to it without loss; cast it"
         )
+
+
+def is_masked_array(x: object) -> bool:
+    """Whether NumPy masks some of it. `np.ma`, which takes 50 ms to import, is left alone: an array
+    of it exists only if it is imported.
+    """
+    module = sys.modules.get("numpy.ma")
+    return module is not None and isinstance(x, module.MaskedArray)
