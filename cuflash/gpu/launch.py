@@ -106,7 +106,6 @@ def _load(
     return kernel.kernel
 
 
-@functools.lru_cache(maxsize=16)
 def compiler_input(
     plan: Plan | AppendPlan | CopyPlan | MergePlan, kernel: Launch
 ) -> tuple[str, str, tuple[str, ...]]:

@@ -210,6 +210,7 @@ def _read(name: str) -> str:
     return (files(_PACKAGE) / "kernels" / name).read_text("utf-8")
 
 
+@functools.lru_cache(maxsize=16)
 def without_comments(text: str) -> str:
     """The same lines without their comments: what is compiled.
 
