@@ -51,7 +51,7 @@ CALLS = [  # with their kernels that follow
     (forward, {**MMA, "mask": MASK}, ["fa2_forward"]),
     (forward, {**MMA, "mask": MASK, "algo": "fa1", "device": FEW}, ["fa1_forward"]),
     (forward, {**WGMMA, "split_keys": 32}, ["merge_parts"]),
-    (forward, {**WGMMA, "dtype": np.float32}, ["planes", "hopper_planes_forward"]),
+    (forward, {**WGMMA, "dtype": np.float32}, ["held_heads", "hopper_planes_forward"]),
     (packed, WGMMA, ["hopper_forward"]),
     (packed, {**WGMMA, "algo": "fa1"}, ["hopper_fa1_forward"]),
     (backward, {**WGMMA, "algo": "fa3"}, ["hopper_backward", "hopper_sum_dq"]),

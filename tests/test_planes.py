@@ -60,6 +60,11 @@ def rows_of_v(q, k, v):
     v[0] *= power(np.linspace(0, -80, v.shape[1]))
 
 
+def tiles_of_v(q, k, v):
+    """Far apart, so that no scale of a head would hold them, but alike within a tile of 64 keys."""
+    v[:, :64] *= np.float32(2.0**-60)
+
+
 def subnormal_queries(q, k, v):
     q *= np.float32(1e-39)
 
@@ -128,7 +133,8 @@ def all_positive(q, k, v):
 # Operands, and which heads planes hold.
 HARD = {
     a_channel_of_q: (0, 1), a_channel_of_k: (0, 1), rows_of_q: (1, 1), rows_of_k: (1, 1),
-    large_rows_of_k: (1, 0), rows_of_v: (0, 1), subnormal_queries: (1, 1), tiny_operands: (1, 1),
+    large_rows_of_k: (1, 0), rows_of_v: (0, 1), tiles_of_v: (1, 1),
+    subnormal_queries: (1, 1), tiny_operands: (1, 1),
     near_the_end: (1, 1), small_values: (0, 1), far_apart: (0, 0), infinite_values: (0, 1),
     nan_among_keys: (1, 0), infinite_queries: (1, 0), sharp_scores: (1, 1), grown_scores: (0, 0),
     weights_as_results: (1, 1), rectified_values: (1, 1), numbers_far_and_wide: (0, 1),
@@ -187,6 +193,13 @@ def test_emulator_rows(dim, block_k, sizes):
 
 
 @emulated_only
+def test_emulator_tiny_scales_hide():
+    """Numbers and a scale that are all tiny: 0 times a hidden score, -infinity, would be NaN."""
+    q, k, v = hard_operands(tiny_operands, 70, 70, 64)
+    assert emulated(q, k, v, row_of(64, 64), causal=True, scale=1e-37, mode="fast")["wgmma"] > 0
+
+
+@emulated_only
 def test_emulator_warps_mark_the_same_rows():
     """In check mode: of a head with small weights all warps of a consumer leave the same rows."""
     assert emulated(*hard_operands(weights_as_results, 70, 140, 64), row_of(64, 64))["wgmma"] > 0
@@ -228,7 +241,8 @@ def test_emulator_long_sums_drift_without_sums_of_their_own(monkeypatch):
         ("store_rows(O_regs,", "scale_rows(O_regs, O_unit), store_rows(O_regs,"),
         (
             "pass_by(part.after);",
-            "pass_by(part.after); const Accumulator O_unit[] = {value_factor, value_factor};",
+            "pass_by(part.after); const float O_units = p.plane_units[item->v_chunks] / (1 << 14);"
+            "const Accumulator O_unit[] = {O_units, O_units};",
         ),
     ]
 
@@ -242,6 +256,22 @@ def test_emulator_long_sums_drift_without_sums_of_their_own(monkeypatch):
     plant(monkeypatch, chained)
     with pytest.raises(AssertionError, match="out of bounds"):
         emulated(*one_sign(8192, 32), row_of(64, 128), mode="fast")
+
+
+@emulated_only
+@pytest.mark.parametrize(
+    ("change", "old", "new"),
+    [
+        (rows_of_k, "factors.k_chunks + tile", "factors.k_chunks"),
+        (tiles_of_v, "factors.v_chunks + tile", "factors.v_chunks"),
+        (rows_of_q, "item->q_chunks + row_begin / SLAB", "item->q_chunks"),
+    ],
+)
+def test_emulator_tiles_need_their_units(monkeypatch, change, old, new):
+    assert change in HARD  # where it is right with them
+    plant(monkeypatch, lambda text: text.replace(old, new))
+    with pytest.raises(AssertionError, match="out of bounds"):
+        emulated(*hard_operands(change, 70, 140, 64), row_of(64, 64), mode="fast")
 
 
 @emulated_only
@@ -275,7 +305,8 @@ def on_gpu(cupy, row, q, k, v, **options):
     device = [cupy.asarray(x) for x in (q, k, v)]
     arrays = forward_arrays(*device, None, False, None, None, None, None)
     arguments = Arguments(ForwardCall.operands, arrays, None)
-    asked = Options(None, "simt", options.get("causal", False), None, None, None, None, False)
+    causal, scale = options.get("causal", False), options.get("scale")
+    asked = Options(None, "simt", causal, None, None, None, scale, False)
     call = copy.copy(find_call(ForwardCall, arguments, asked))
     call.plan = on_row(call.plan, row)
     call.workspace_bytes, call.launch = call.plan.workspace_bytes, None
@@ -291,6 +322,14 @@ def test_gpu_hard(cupy, change, causal):
     q, k, v = hard_operands(change, 300, 700, 64)
     out, lse, plan = on_gpu(cupy, row_of(64, 128), q, k, v, causal=causal)
     assert_forward_close(out, lse, q, k, v, plan=plan, causal=causal)
+
+
+@pytest.mark.gpu
+def test_gpu_tiny_scales_hide(cupy):
+    q, k, v = hard_operands(tiny_operands, 300, 700, 64)
+    options = {"causal": True, "scale": 1e-37}
+    out, lse, plan = on_gpu(cupy, row_of(64, 128), q, k, v, **options)
+    assert_forward_close(out, lse, q, k, v, plan=plan, **options)
 
 
 @pytest.mark.gpu
@@ -315,7 +354,7 @@ def test_the_plan_says_what_it_costs():
     plan = cuflash.plan(x, x, x, device=H200)
     assert plan.engine == "wgmma"
     assert [kernel.name for kernel in plan.kernels] == [
-        "plane_ranges", "planes", "hopper_planes_forward", "fa2_forward",
+        "tile_planes", "held_heads", "hopper_planes_forward", "fa2_forward",
     ]  # fmt: skip
     sizes = dict(plan.workspace)
     assert sum(sizes[f"{name}_planes"] for name in "qkv") == 3 * x.nbytes

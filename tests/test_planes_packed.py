@@ -88,7 +88,10 @@ def test_emulator_equals_the_batch(more):
 
 PLANTED = {
     "zeros do not stand for rows that are not held": (
-        r"chunk\.known_end = chunk\.begin;", "", forward_is_that_of_the_batch,
+        r"if \(!held\.held\) unit = \{\};", "", forward_is_that_of_the_batch,
+    ),
+    "nor in backward": (
+        r"chunk\.known_end = chunk\.begin;", "", gradients_are_those_of_the_batch,
     ),
     "rows behind the last sequence have a part in its range": (
         r"min\(end, starts\[place\.region \+ 1\] - place\.origin\)", "end",
@@ -131,7 +134,7 @@ def test_plans():
     asked = {"cu_seqlens_q": starts, "causal": True, "device": H200}
     plan = cuflash.plan(q, q, q, **asked)
     assert [x.name for x in plan.kernels] == [
-        "sequence_starts", "plane_ranges", "planes", "hopper_planes_forward", "fa2_forward",
+        "sequence_starts", "tile_planes", "held_heads", "hopper_planes_forward", "fa2_forward",
     ]  # fmt: skip
     assert dict(plan.workspace)["held_heads"] == 12 * 3 * 16 * 65
     plan = cuflash.plan(q, q, q, backward=True, **asked)

@@ -17,7 +17,7 @@
 #include "forward_loads.cuh"
 #include "nonfinite.cuh"
 #include "numeric.cuh"
-#include "planes/factors.cuh"
+#include "planes/left_rows.cuh"
 #include "ptx/overlap.cuh"
 #include "tiles/tile_copy.cuh"
 #include "tiles/guarded_softmax.cuh"

@@ -5,7 +5,7 @@
 // algo fa2, one per multiprocessor with fa3, CONSUMERS warpgroups of 64 queries each. A tile in
 // shared memory is two, of either plane. A consumer does one step after the other:
 //
-//     S = Ql Kh^T + Qh Kl^T + Qh Kh^T        as one group of products, times the head's factor
+//     S = Ql Kh^T + Qh Kl^T + Qh Kh^T        as one group of products, times the tiles' units
 //     P = softmax's weights of S, in two planes, in registers
 //     O += (Ph Vl + Pl Vh) 2^-11 + Ph Vh     each from 0, some columns at a time, added in float32
 //
@@ -57,6 +57,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const u64 K = Tile::Keys::descriptor(shared_address(smem.K));
     const u64 V = Tile::Values::descriptor(shared_address(smem.V));
     const Accumulator multiplier = score_multiplier(p);
+    // Of less the multiplier would make 0, which hides nothing; exponents are 0 as well with this one.
+    const float least_unit = power_of_two(-125) / multiplier;
 
     OnlineSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS, LAZY> softmax;
     Accumulator O_regs[Tile::ROWS][Tile::VALUE_COLUMNS];
@@ -67,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     int row_begin;
     u32 parity = 0;  // of the phase that Q's barriers are in
     Ring<STAGES> now;
-    Accumulator score_factor, value_factor;
+    float q_unit = 0.0f;
     bool sparse = false, small = false;  // the values; some weight
 
     using Columns = Tile::FromFirstColumn;
@@ -90,29 +92,37 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         Accumulator S_regs[Tile::ROWS][Tile::COLUMNS], rescale[Tile::ROWS];
         barriers.K_full[now.slot].wait(now.parity);
         open_products();
+        const TileUnits units = smem.factors[now.slot];
         tile.score(S_regs, Q, K + now.slot * (Tile::Keys::BYTES >> 4));
         rows.load(tile, p, head, row_begin, visit.tile * BLOCK_K);
         const TileBits tile_bits(p, head, visit.bits, consumer * SLAB, row_begin,
                                  visit.tile * BLOCK_K);
         bits.load(columns, tile_bits, tile.column(0));
         wait_products<0>(S_regs);
+        __syncwarp();  // all lanes have read the units
         if (speaks) barriers.K_empty[now.slot].arrive();
         if (i + 1 == keys.count() && speaks) barriers.Q_empty[consumer].arrive();
-        const Accumulator factors[] = {score_factor, score_factor};
-        scale_rows(S_regs, factors);
+        const float score_unit = q_unit * units.k;
+        const Accumulator of_rows[] = {score_unit, score_unit};
+        if (SCORE_IS_MODIFIED) scale_rows(S_regs, of_rows);
         const int k_begin = (SCORE_IS_MODIFIED ? uniform(visit.tile) : visit.tile) * BLOCK_K;
         modify_scores(S_regs, tile, p, head, row_begin, k_begin, rows);
         if (keys.is_cut_by_band(visit))
             hide_outside_band(S_regs, columns, p, head, row_begin, k_begin + tile.column(0));
         if (MASKED && visit.bits >= 0)
             bits.hide(S_regs, -infinity<Accumulator>(), columns, tile_bits, tile.column(0));
-        if (softmax.update(S_regs, multiplier, rescale)) scale_rows(O_regs, rescale);
+        // What the scores still lack.
+        const float unit = SCORE_IS_MODIFIED ? 1.0f : larger(score_unit, least_unit);
+        constexpr float EXPONENT = Tile::WEIGHT_EXPONENT;
+        if (softmax.update_scaled(S_regs, multiplier, unit, EXPONENT, rescale))
+            scale_rows(O_regs, rescale);
         drop_probabilities(S_regs, tile, p, head, row_begin, k_begin);
         if (sparse && tile.has_small_weights(S_regs)) small = true;
         u32 P_regs[2 * Tile::CHUNKS][4];
         tile.split_probabilities(P_regs, S_regs);
         barriers.V_full[now.slot].wait(now.parity);
-        tile.accumulate(O_regs, P_regs, V + now.slot * (Tile::Values::BYTES >> 4), value_factor);
+        tile.accumulate(O_regs, P_regs, V + now.slot * (Tile::Values::BYTES >> 4),
+                        units.v / (1 << Tile::WEIGHT_EXPONENT));
         if (speaks) barriers.V_empty[now.slot].arrive();
         now.advance();
     };
@@ -125,8 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const Part part = uniform(item->parts[consumer]);
         static_cast<KeySpan&>(keys) = part.keys;
         row_begin = uniform(item->row_begin) + consumer * SLAB;
-        score_factor = item->score_factor;
-        value_factor = item->value_factor / (1 << Tile::WEIGHT_EXPONENT);
+        if (keys.count() > 0) q_unit = p.plane_units[item->q_chunks + row_begin / SLAB];
         sparse = item->sparse, small = false;
         softmax = {};
         clear_rows(O_regs);
@@ -141,6 +150,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (int i = 0; i < keys.count(); ++i) visit_keys(i);
         if (keys.count() == 0 && passed_by > 0 && speaks) barriers.Q_empty[consumer].arrive();
         pass_by(part.after);
+        for (float& sum : softmax.sum) sum /= 1 << Tile::WEIGHT_EXPONENT;
         store_rows(O_regs, softmax, tile, p, item->head, row_begin, item->output);
         if (__any_sync(FULL_WARP, small) && speaks) leave_out(p, head, row_begin, row_begin + SLAB);
         __syncwarp();  // all lanes have read the item

@@ -25,6 +25,13 @@ constexpr bool SAME = false;
 template <typename A>
 constexpr bool SAME<A, A> = true;
 
+// A number that a generic function gets as a constant.
+template <int VALUE>
+struct Constant {
+    static constexpr int value = VALUE;
+    __device__ constexpr operator int() const { return VALUE; }
+};
+
 constexpr __host__ __device__ int round_up(int value, int multiple) {
     return (value + multiple - 1) / multiple * multiple;
 }

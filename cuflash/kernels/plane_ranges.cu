@@ -1,7 +1,6 @@
-// The range of the numbers in some rows of a head, for planes.cu.
+// The ranges of the numbers in chunks of q, k, v and dO, for planes.cu.
 //
-// Grid: a block for every PLANE_ROWS rows of a head of q, then k, then v, then dO. Of operands that several
-// heads share each head is looked at once. Of packed sequences each one of a head has a range of its own.
+// Grid: a block for every chunk (planes/plane_chunk.cuh).
 #include "planes/block_range.cuh"
 #include "planes/plane_chunk.cuh"
 #include "ptx/overlap.cuh"
@@ -27,10 +26,10 @@ extern "C" __global__ void __launch_bounds__(PLANE_THREADS)
     admit_kernel_behind();
     await_kernel_before();
     const PlaneChunk chunk = find_chunk(p);
+    extern __shared__ u32 of_warps[];
     const PlaneRange range = range_of_block<PLANE_THREADS>(
-        chunk.is_values ? range_of<HEAD_DIM_V>(chunk) : range_of<HEAD_DIM>(chunk));
-    const int part = chunk.part + chunk.begin / PLANE_ROWS;
-    if (threadIdx.x == 0) static_cast<PlaneRange*>(p.plane_ranges)[part] = range;
+        chunk.is_values ? range_of<HEAD_DIM_V>(chunk) : range_of<HEAD_DIM>(chunk), of_warps);
+    if (threadIdx.x == 0) static_cast<PlaneRange*>(p.plane_ranges)[chunk.number] = range;
     if (threadIdx.x == 0 && chunk.begin == 0)
         static_cast<HeldHead*>(p.held_heads)[chunk.head].small = 0;
 }

@@ -1,14 +1,12 @@
-// Two planes of halves for every float of q, k and v, and of dO in backward (planes/plane_range.cuh),
-// and what the kernels behind must know of each head.
+// Two planes of halves for every float of q, k, v and dO (planes/plane_range.cuh), for the kernels of
+// backward, and what these must know of each head.
 //
 // Grid: as in plane_ranges.cu, which has run before.
 #include "planes/block_range.cuh"
 #include "planes/plane_chunk.cuh"
+#include "planes/store_planes.cuh"
 #include "ptx/overlap.cuh"
 #include "tiles/copies.cuh"
-
-// Of low planes of queries and keys: in backward these are summed as well as scored.
-constexpr int SCORE_SHIFT = OF_GRADIENTS ? VALUE_SHIFT : 0;
 
 // How much some numbers beside each other, as planes hold them, add to their head's `small` ones. What
 // has no large number beside it may lie in a row of small ones, whose product with a row of the other
@@ -27,7 +25,7 @@ __device__ __forceinline__ int count_small(const Vector<float, UNIT>& unit, floa
 }
 
 // Returns how much this thread's numbers add to the head's `small` ones.
-template <int COLUMNS, int WIDTH, int SHIFT>
+template <int COLUMNS, int WIDTH>
 __device__ __forceinline__ int write_planes(const PlaneChunk& chunk, int exponent) {
     constexpr int UNITS = WIDTH / UNIT;
     const float factor = power_of_two(exponent);
@@ -39,17 +37,9 @@ __device__ __forceinline__ int write_planes(const PlaneChunk& chunk, int exponen
         if (column < COLUMNS && (!VARLEN || row < chunk.known_end))
             unit = *reinterpret_cast<const Vector<float>*>(chunk.rows + row * chunk.row_stride +
                                                            column);
-        if (OF_GRADIENTS) small += count_small(unit, factor);
-        Vector<__half, UNIT> high, low;
-#pragma unroll
-        for (int e = 0; e < UNIT; ++e) {
-            const float x = unit.at[e] * factor;
-            high.at[e] = narrow<__half>(x);
-            low.at[e] = narrow<__half>((x - widen(high.at[e])) * (1 << SHIFT));
-        }
-        unsigned short* const planes = chunk.planes + i64(row) * 2 * WIDTH + column;
-        *reinterpret_cast<Vector<__half, UNIT>*>(planes) = high;
-        *reinterpret_cast<Vector<__half, UNIT>*>(planes + WIDTH) = low;
+        small += count_small(unit, factor);
+        store_planes<WIDTH, VALUE_SHIFT>(chunk.planes + i64(row) * 2 * WIDTH + column, unit,
+                                         factor);
     }
     return small;
 }
@@ -59,11 +49,12 @@ extern "C" __global__ void __launch_bounds__(PLANE_THREADS)
     admit_kernel_behind();
     await_kernel_before();
     PlaneChunk chunk = find_chunk(p);
+    extern __shared__ u32 of_warps[];
     PlaneRange range;
-    for (int i = threadIdx.x; i < chunk.parts; i += PLANE_THREADS)
-        range.add(static_cast<const PlaneRange*>(p.plane_ranges)[chunk.part + i]);
-    const HeldHead held = HeldHead::of(range_of_block<PLANE_THREADS>(range),
-                                       chunk.is_values || OF_GRADIENTS, OF_GRADIENTS);
+    for (int i = threadIdx.x; i < chunk.of_head.count; i += PLANE_THREADS)
+        range.add(static_cast<const PlaneRange*>(p.plane_ranges)[chunk.of_head.first + i]);
+    // All are summed as well as scored, as values are.
+    const HeldHead held = HeldHead::of(range_of_block<PLANE_THREADS>(range, of_warps), true);
     HeldHead& head = static_cast<HeldHead*>(p.held_heads)[chunk.head];
     if (threadIdx.x == 0 && chunk.begin == 0)
         head.exponent = held.exponent, head.flags = held.flags;
@@ -75,8 +66,8 @@ extern "C" __global__ void __launch_bounds__(PLANE_THREADS)
         // Tiles of a neighbour have these rows beside its own.
         chunk.known_end = chunk.begin;
     }
-    const int small =
-        chunk.is_values ? write_planes<HEAD_DIM_V, PLANE_WIDTH_V, VALUE_SHIFT>(chunk, held.exponent)
-                        : write_planes<HEAD_DIM, PLANE_WIDTH, SCORE_SHIFT>(chunk, held.exponent);
+    const int small = chunk.is_values
+                          ? write_planes<HEAD_DIM_V, PLANE_WIDTH_V>(chunk, held.exponent)
+                          : write_planes<HEAD_DIM, PLANE_WIDTH>(chunk, held.exponent);
     if (small > 0) atomicAdd(&head.small, small);
 }

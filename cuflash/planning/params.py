@@ -42,9 +42,10 @@ _WORKSPACE = {
            "located": "void*", "nonfinite_keys": "unsigned int*"},
 }  # fmt: skip
 
-# Planes of float32 operands, the ranges of their numbers, which heads planes hold, and which rows
-# are worked on again.
+# Planes of float32 operands, the ranges of their numbers, which heads planes hold, which rows are
+# worked on again, and what the planes of a chunk are multiplied by.
 _PLANES = {"plane_ranges": "void*", "held_heads": "void*", "again": "unsigned int*"}
+_UNITS = {False: {"plane_units": "float*"}, True: {}}
 
 # Which tiles of values are clean.
 _MARKS = {"clean_values": "unsigned int*"}
@@ -111,6 +112,7 @@ def _pointer_types(problem: Problem) -> tuple[dict[str, str], dict[str, str], di
         workspace |= _MARKS
     if problem.has_planes:
         workspace |= {f"{x}_planes": "void*" for x in READ[problem.backward]} | _PLANES
+        workspace |= _UNITS[problem.backward]
     if problem.is_packed:
         workspace |= _STARTS
     if problem.wrt:

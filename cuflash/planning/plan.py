@@ -29,7 +29,8 @@ WORKSPACE_ALIGNMENT = 256  # bytes
 MOST_OTHERS = 6  # which a plan prints
 MOST_COMPARED = 512  # head dim: forward rows for wider heads are for what no row before them serves
 PARTS_OF_PLANES = (
-    *(f"{name}_planes" for name in ("q", "k", "v", "dout")), "plane_ranges", "held_heads", "again",
+    *(f"{name}_planes" for name in ("q", "k", "v", "dout")), "plane_ranges", "plane_units",
+    "held_heads", "again",
 )  # fmt: skip
 FOLLOWING_ARCH = 90  # from here on kernels can wait for others (kernels/ptx/overlap.cuh)
 

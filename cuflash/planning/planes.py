@@ -12,16 +12,18 @@ from typing import Any
 
 from ..operands.dtypes import ITEM_BYTES
 from . import simt
+from .hopper import WARPGROUP_ROWS
 from .launches import Buffer, Launch, MapBox
 from .problem import READ, Device, Problem
 from .products import Planes, product
-from .tile import KernelTile, tiles_of
+from .tile import KernelTile, ceil_div, tiles_of
 from .warps import AGAIN_ROWS
 from .wgmma import WgmmaTile
 
-PLANE_ROWS = 128  # of a block of the kernels that make planes
+PLANE_ROWS = 128, 128  # of q or dO, and of k or v, that a block makes planes of in backward
 PLANE_THREADS = 256
-RANGE_BYTES = 12  # three numbers for each of its rows together
+RANGE_BYTES = 12  # three numbers
+RANGES_BYTES = RANGE_BYTES * PLANE_THREADS // 32  # of its warps, in shared memory
 HELD_BYTES = 12  # three numbers of a head
 COPY_RATE = 3.6e6  # bytes per microsecond that making planes reads and writes
 
@@ -47,13 +49,22 @@ def plane_rows(problem: Problem, widths: tuple[int, int]) -> dict[str, tuple[int
     return {name: (problem.heads_of(name), *sizes[name]) for name in READ[problem.backward]}
 
 
-def plane_chunks(problem: Problem) -> int:
-    """Blocks of the kernels that make planes."""
-    rows = plane_rows(problem, (0, 0)).values()
-    return sum(heads * tiles_of(problem, length, PLANE_ROWS) for heads, length, _ in rows)
+def plane_chunks(problem: Problem, chunk: tuple[int, int] = PLANE_ROWS) -> int:
+    """Blocks of the kernels that make planes: each has a chunk of so many queries, or keys."""
+    return sum(
+        heads * tiles_of(problem, length, chunk[name in ("k", "v")])
+        for name, (heads, length, _) in plane_rows(problem, (0, 0)).items()
+    )
 
 
-def plane_buffers(problem: Problem, widths: tuple[int, int]) -> tuple[Buffer, ...]:
+def held_heads(problem: Problem) -> int:
+    """Heads of all operands, of packed sequences in each region."""
+    return problem.regions * sum(heads for heads, *_ in plane_rows(problem, (0, 0)).values())
+
+
+def plane_buffers(
+    problem: Problem, widths: tuple[int, int], chunk: tuple[int, int] = PLANE_ROWS
+) -> tuple[Buffer, ...]:
     """Planes, what is known of them, and which rows are worked on again."""
     rows, item = plane_rows(problem, widths), ITEM_BYTES[problem.dtype]
     return (
@@ -61,25 +72,28 @@ def plane_buffers(problem: Problem, widths: tuple[int, int]) -> tuple[Buffer, ..
             Buffer(f"{name}_planes", columns * item, heads * length)
             for name, (heads, length, columns) in rows.items()
         ),
-        Buffer("plane_ranges", RANGE_BYTES, plane_chunks(problem)),
-        Buffer("held_heads", HELD_BYTES, problem.regions * sum(x for x, *_ in rows.values())),
+        Buffer("plane_ranges", RANGE_BYTES, plane_chunks(problem, chunk)),
+        Buffer("held_heads", HELD_BYTES, held_heads(problem)),
         Buffer("again", 4, problem.head_count * again_tiles(problem)),
     )
 
 
 def plane_launches(problem: Problem) -> tuple[Launch, ...]:
-    """The kernels that make planes."""
-    chunks, of_warps = max(1, plane_chunks(problem)), RANGE_BYTES * (PLANE_THREADS // 32)
-    names = "plane_ranges", "planes"
-    return tuple(Launch(name, chunks, PLANE_THREADS, of_warps) for name in names)
+    """The kernels that make planes in backward."""
+    chunks, names = max(1, plane_chunks(problem)), ("plane_ranges", "planes")
+    return tuple(Launch(name, chunks, PLANE_THREADS, RANGES_BYTES) for name in names)
 
 
-def plane_constants(problem: Problem, widths: tuple[int, int]) -> dict[str, int | bool]:
+def plane_constants(
+    problem: Problem, widths: tuple[int, int], chunk: tuple[int, int] = PLANE_ROWS
+) -> dict[str, int | bool]:
     """Sizes that the kernels which make planes read, and those that read planes."""
     head, value = widths
     return {
-        "PLANE_ROWS": PLANE_ROWS,
+        "PLANE_QUERIES": chunk[0],
+        "PLANE_KEYS": chunk[1],
         "PLANE_THREADS": PLANE_THREADS,
+        "RANGES_BYTES": RANGES_BYTES,
         "PLANE_WIDTH": head,
         "PLANE_WIDTH_V": value,
         "AGAIN_ROWS": AGAIN_ROWS,
@@ -147,7 +161,7 @@ class PlanesTile(WgmmaTile):
         if problem.joins:
             return "rows that are worked on again would be joined twice"
         if problem.split_keys:
-            return "a head's rows share a scale: bits would depend on keys beyond a length"
+            return "a tile's rows share a scale: bits would depend on keys beyond a length"
         if problem.mask and self.scored != self.behind.scored:
             return "its tiles are not those of the kernel behind, which share a mask's lists"
         return super().reject(problem, device)
@@ -156,14 +170,23 @@ class PlanesTile(WgmmaTile):
         """Columns of O that are summed afresh at a time."""
         return summed_at_once(self.widths(problem)[1])
 
+    @property
+    def chunk(self) -> tuple[int, int]:
+        """Queries of a warpgroup, and keys of a tile: numbers of planes that share a scale."""
+        return WARPGROUP_ROWS, self.block_k
+
     def extra_time(self, problem: Problem) -> float:
-        """Microseconds of the kernels that make planes: they read twice and write once."""
+        """Microseconds of the kernel that makes planes: it reads as much as it writes."""
         numbers = sum(map(math.prod, plane_rows(problem, self.widths(problem)).values()))
-        return 3 * numbers * ITEM_BYTES[problem.dtype] / COPY_RATE
+        return 2 * numbers * ITEM_BYTES[problem.dtype] / COPY_RATE
 
     def workspace(self, problem: Problem) -> tuple[Buffer, ...]:
         """Planes, what is known of them, and which rows are worked on again."""
-        return (*super().workspace(problem), *plane_buffers(problem, self.widths(problem)))
+        return (
+            *super().workspace(problem),
+            *plane_buffers(problem, self.widths(problem), self.chunk),
+            Buffer("plane_units", 4, plane_chunks(problem, self.chunk)),
+        )
 
     def map_boxes(self, problem: Problem) -> tuple[MapBox, ...]:
         """As of halves; they are in planes."""
@@ -172,8 +195,12 @@ class PlanesTile(WgmmaTile):
     def around(self, problem: Problem, main: Launch) -> tuple[Launch, ...]:
         """Planes are made first; what they do not hold comes last."""
         behind = self.behind
+        chunks = max(1, plane_chunks(problem, self.chunk))
+        tile = max(self.chunk) * max(self.widths(problem)) * ITEM_BYTES[problem.dtype]
+        blocks = ceil_div(held_heads(problem), PLANE_THREADS // 32)
         return (
-            *plane_launches(problem),
+            Launch("tile_planes", chunks, PLANE_THREADS, RANGES_BYTES + tile),
+            Launch("held_heads", max(1, blocks), PLANE_THREADS),
             main,
             Launch(
                 behind.kernel, behind.blocks(problem), behind.threads, behind.shared_bytes(problem)
@@ -199,7 +226,8 @@ class PlanesTile(WgmmaTile):
             "VALUE_PART": self.value_part(problem),
             "SUMS": self.sums,
         }
-        return super().constants(problem) | own | plane_constants(problem, self.widths(problem))
+        own |= plane_constants(problem, self.widths(problem), self.chunk)
+        return super().constants(problem) | own
 
     def products(self, problem: Problem) -> str:
         """S = Q K^T of all planes; P V of the planes whose products are small, and the others."""

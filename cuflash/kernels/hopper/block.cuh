@@ -38,6 +38,7 @@ struct SharedMemory {
     alignas(16) ItemSlots<Item> items;
     StagedBits bits[STAGES_BITS ? STAGES : 1];  // of a mask, for the keys in the slot
     u32 missing[PAGED ? STAGES : 1];            // which boxes of a slot's keys are on no page
+    TileFactors factors[STAGES];                // of the keys and values in the slot, with the keys
     alignas(16) unsigned char rows[STAGES_ROWS ? WARPS * StagedRows<BLOCK_K>::WARP_BYTES : 16];
 };
 static_assert(BLOCK_Q == CONSUMERS * SLAB, "a consumer has SLAB queries");
@@ -112,9 +113,11 @@ __device__ __forceinline__ void copy_tiles(const Params& p, const Tables& tables
             tiles.turn_to(p, item, i, reader);
             const int row = visit.tile * BLOCK_K + key_origin(item.head), slot = ring.slot;
             const bool cut = CLEARS && (SCORE_MAY_HIDE || item.keys.is_cut(visit));
+            const TileFactors factors(p, item, visit.tile);
             barriers.K_empty[slot].wait(ring.parity ^ 1);
             const u32 missing = tiles.missing(i);
             if (PAGED && speaks) smem.missing[slot] = missing;
+            if (HAS_FACTORS) smem.factors[slot] = factors;
             if (STAGES_BITS && speaks) smem.bits[slot].load(p, visit, barriers.K_full[slot]);
             tiles.load<Tile::Keys>(i, smem.K[slot], barriers.K_full[slot], &tables.k, row,
                                    item.k_position);

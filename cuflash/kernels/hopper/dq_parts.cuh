@@ -81,13 +81,6 @@ struct DqSums {
     }
 };
 
-// A number that a generic function gets as a constant.
-template <int VALUE>
-struct Constant {
-    static constexpr int value = VALUE;
-    __device__ constexpr operator int() const { return VALUE; }
-};
-
 // Calls `use` with the number of threads that hold this consumer's block, where this thread is one of
 // them.
 template <typename Block, typename Use>

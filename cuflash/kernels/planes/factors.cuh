@@ -1,78 +1,62 @@
-// What the planes of a head's operands mean to the kernels that read them, and which rows the kernel
-// on planes leaves to the one behind it.
+// What the planes of a head's operands mean to the forward pass, which reads them.
 #pragma once
 #include "few_registers.cuh"
-#include "planes/held_heads.cuh"
-#include "seams/sequence.cuh"
+#include "planes/head_chunks.cuh"
+#include "planes/left_rows.cuh"
 
-// By which a head's scores and sums of values are multiplied, and whether planes hold it.
+// Whether planes hold a head, and where the units of its chunks stand, by which scores and sums of values are
+// multiplied.
 struct PlaneFactors {
-    float score_factor, value_factor;
+    int q_chunks, k_chunks, v_chunks;  // the first of each
     int held, sparse;
 };
 
-// Of the head with this index among all, in a region. P is Params, a template's because not all have
-// planes.
-template <typename P>
-__device__ __forceinline__ void find_factors(const P& p, int index, int region,
-                                             PlaneFactors& factors) {
-    if (VARLEN) forget();  // the head: who plans has few registers
+// By which products with a tile of keys, and of values, are multiplied.
+struct TileUnits {
+    float k, v;
+    TileUnits() = default;
+    // P is Params, a template's because not all have planes.
+    template <typename P>
+    __device__ __forceinline__ TileUnits(const P& p, const PlaneFactors& factors, int tile)
+        : k(p.plane_units[factors.k_chunks + tile]), v(p.plane_units[factors.v_chunks + tile]) {}
+};
+
+// Of a head, in its region. P is Params, a template's because not all have planes.
+template <typename P, typename H>
+__device__ __forceinline__ void find_factors(const P& p, const H& head, PlaneFactors& factors) {
     const auto* const known = static_cast<const HeldHead*>(p.held_heads);
-    const auto at = [&](int before, int heads, const long long* strides) -> i64 {
-        if constexpr (VARLEN) return held_at(p, region, before, heads, find_row(p, index, strides));
-        return before + locate(p, index, strides);
+    int before = 0, chunks_before = 0;
+    const auto look = [&](auto rows, int heads, const long long* strides, int length, int origin,
+                          int& first) {
+        constexpr int ROWS = decltype(rows)::value;
+        if (VARLEN) forget();  // the head: who plans has few registers
+        const int row = find_row(p, head.index, strides), region = region_of(head);
+        first =
+            chunks_before + row * chunks_of<ROWS>(p, length) + first_chunk_at<ROWS>(origin, region);
+        const HeldHead found = known[held_at(p, region, before, heads, row)];
+        before += heads, chunks_before += heads * chunks_of<ROWS>(p, length);
+        return found;
     };
-    const HeldHead q = known[at(0, p.q_planes_heads, p.q_planes_stride)];
-    const HeldHead k = known[at(p.q_planes_heads, p.k_planes_heads, p.k_planes_stride)];
+    constexpr Constant<PLANE_QUERIES> QUERIES;
+    constexpr Constant<PLANE_KEYS> KEYS;
+    const int query_origin = ::query_origin(head), key_origin = ::key_origin(head);
+    const HeldHead q = look(QUERIES, p.q_planes_heads, p.q_planes_stride, p.query_length,
+                            query_origin, factors.q_chunks);
+    const HeldHead k =
+        look(KEYS, p.k_planes_heads, p.k_planes_stride, p.key_length, key_origin, factors.k_chunks);
     const HeldHead v =
-        known[at(p.q_planes_heads + p.k_planes_heads, p.v_planes_heads, p.v_planes_stride)];
+        look(KEYS, p.v_planes_heads, p.v_planes_stride, p.key_length, key_origin, factors.v_chunks);
     const int exponent = q.exponent + k.exponent;
     factors.held = !((q.flags | k.flags | v.flags) & HeldHead::UNHELD) && abs(exponent) <= 120;
     factors.sparse = v.flags & HeldHead::SPARSE;
-    factors.score_factor = factors.held ? power_of_two(-exponent) : 0.0f;
-    factors.value_factor = factors.held ? power_of_two(-v.exponent) : 0.0f;
-    factors.held &= score_sum(factors.score_factor, p.scale) <= LARGEST_SCORE_SUM;
-}
-
-// Where the marks of a head's region begin, of AGAIN_ROWS rows each.
-template <typename P, typename H>
-__device__ __forceinline__ int first_mark(const P& p, const H& head) {
-    int first = head.index * p.again_tiles;
-    if constexpr (VARLEN) first += first_tile_at<AGAIN_ROWS>(head.query_origin, region_of(head));
-    return first;
-}
-// Those of rows [row_begin, row_end) of it: whether they are left to the kernel behind.
-template <typename P, typename H, typename Look>
-__device__ __forceinline__ void each_mark(const P& p, const H& head, int row_begin, int row_end,
-                                          const Look& look) {
-    const int last = min(row_end, query_extent(p, head)) - 1;
-#pragma unroll 2  // the rows of a block have two or three
-    for (int tile = row_begin / AGAIN_ROWS; tile <= last / AGAIN_ROWS; ++tile)
-        look(p.again[first_mark(p, head) + tile]);
-}
-// Several warps may do so at the same time.
-template <typename P, typename H>
-__device__ __forceinline__ void leave_out(const P& p, const H& head, int row_begin, int row_end) {
-    each_mark(p, head, row_begin, row_end, [](u32& mark) { atomicOr(&mark, 1u); });
-}
-template <typename P, typename H>
-__device__ __forceinline__ bool is_left_out(const P& p, const H& head, int row_begin, int row_end) {
-    bool left_out = false;
-    each_mark(p, head, row_begin, row_end, [&](const u32& mark) { left_out |= mark != 0; });
-    return left_out;
-}
-
-// A head's tiles of queries in the kernel behind, whose BLOCK_Q is its own.
-template <typename P>
-__device__ __forceinline__ int tiles_behind(const P& p) {
-    return VARLEN ? p.query_length / BLOCK_Q + region_count(p) : divide_up(p.query_length, BLOCK_Q);
+    factors.held &= score_sum(power_of_two(-exponent), p.scale) <= LARGEST_SCORE_SUM;
 }
 
 // Whether planes hold a head; where they do not, these rows of it are left to the kernel behind.
 template <typename P, typename H>
 __device__ __forceinline__ bool find_head(const P& p, const H& head, int row_begin, int row_end,
                                           PlaneFactors& factors) {
-    find_factors(p, head.index, region_of(head), factors);
+    find_factors(p, head, factors);
     if (!factors.held) leave_out(p, head, row_begin, row_end);
     return factors.held;
 }

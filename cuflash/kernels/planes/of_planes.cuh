@@ -5,6 +5,8 @@
 
 using Tile = PlanesTile<BLOCK_K, HEAD_DIM, HEAD_DIM_V>;
 using HeadFactors = PlaneFactors;
+using TileFactors = TileUnits;
+constexpr bool HAS_FACTORS = true;
 
 // Planes have no infinities or NaN.
 constexpr bool CLEARS = false;

@@ -1,8 +1,6 @@
 // What a block of the kernels that make planes works on: some rows of a head of q, k or v, or of dO.
 #pragma once
-#include "numeric.cuh"
-#include "planes/held_heads.cuh"
-#include "seams/sequence.cuh"
+#include "planes/head_chunks.cuh"
 
 constexpr int UNIT = 4;  // floats that a thread reads at once
 
@@ -11,25 +9,26 @@ struct PlaneChunk {
     const float* rows;       // of the head, the first one
     unsigned short* planes;  // the same: high planes of its columns, then low ones
     long long row_stride;
-    int begin, end;   // rows of the chunk
-    int known_end;    // rows behind are of no sequence: zeros stand for them
-    int head;         // where it stands among those of q, then k, then v, then dO
-    int parts, part;  // chunks of the head, and the first one's number
-    bool is_values;   // its columns are those of values: of dO as well
+    int begin, end;      // rows of the chunk
+    int known_end;       // rows behind are of no sequence: zeros stand for them
+    int number;          // among those of all operands
+    int head;            // where it stands among those of q, then k, then v, then dO
+    HeadChunks of_head;  // those of the head
+    bool is_values;      // its columns are those of values: of dO as well
 
     // The chunk with this number among those of all regions; so many heads have such rows.
-    template <typename P>
+    template <int ROWS, typename P>
     __device__ __forceinline__ void enter_region(const P& p, const int* starts, int length,
                                                  int number, int heads, int width) {
-        const RegionTile place = tile_at<PLANE_ROWS, 1>(p, starts, length, number);
+        const RegionTile place = tile_at<ROWS, 1>(p, starts, length, number);
         rows += place.origin * row_stride;
         planes += i64(place.origin) * 2 * width;
-        begin = place.tile * PLANE_ROWS;
-        end = min(begin + PLANE_ROWS, place.extent);
+        begin = place.tile * ROWS;
+        end = min(begin + ROWS, place.extent);
         known_end = place.region == 0 ? begin : min(end, starts[place.region + 1] - place.origin);
         head = held_at(place.region, heads, head);
-        part += first_tile_at<PLANE_ROWS>(place.origin, place.region);
-        parts = place.tiles;
+        of_head.first += first_tile_at<ROWS>(place.origin, place.region);
+        of_head.count = place.tiles;
     }
 };
 
@@ -43,49 +42,46 @@ __device__ __forceinline__ i64 first_row_of(const Params& p, int head, const lon
     return offset;
 }
 
-// How many chunks the rows of a head have, those of all its regions.
-template <typename P>
-__device__ __forceinline__ int chunks_of(const P& p, int length) {
-    return VARLEN ? length / PLANE_ROWS + region_count(p) : divide_up(length, PLANE_ROWS);
-}
-
 // The chunk of this block, which is one of those of all heads of q, then k, then v, then dO. P is
 // Params, a template's because not all have dO.
 template <typename P>
 __device__ __forceinline__ PlaneChunk find_chunk(const P& p) {
-    const int q_chunks = chunks_of(p, p.query_length);
-    const int k_chunks = chunks_of(p, p.key_length);
-    int index = blockIdx.x, parts = 0, first_head = 0;
+    constexpr Constant<PLANE_QUERIES> QUERIES;
+    constexpr Constant<PLANE_KEYS> KEYS;
+    const int q_chunks = chunks_of<QUERIES>(p, p.query_length);
+    const int k_chunks = chunks_of<KEYS>(p, p.key_length);
+    int index = blockIdx.x, first_head = 0;
     PlaneChunk chunk{};
+    chunk.number = index;
     const auto take = [&](const float* x, void* planes, int count, const long long* heads,
-                          const long long* strides, i64 row_stride, bool of_queries, int width) {
+                          const long long* strides, i64 row_stride, auto rows, bool of_queries,
+                          int width) {
+        constexpr int ROWS = decltype(rows)::value;
         const int length = of_queries ? p.query_length : p.key_length;
-        const int chunks = of_queries ? q_chunks : k_chunks;
+        const int chunks = chunks_of<ROWS>(p, length);
         const int head = index / chunks, number = index % chunks;
         chunk.rows = x + first_row_of(p, head, heads, strides);
         chunk.planes = static_cast<unsigned short*>(planes) + i64(head) * length * 2 * width;
         chunk.row_stride = row_stride;
-        chunk.begin = number * PLANE_ROWS;
-        chunk.end = chunk.known_end = min(chunk.begin + PLANE_ROWS, length);
+        chunk.begin = number * ROWS;
+        chunk.end = chunk.known_end = min(chunk.begin + ROWS, length);
         chunk.head = head;
-        chunk.parts = chunks, chunk.part = parts + head * chunks;
+        chunk.of_head = {chunk.number - number, chunks};
         if constexpr (VARLEN)
-            chunk.enter_region(p, of_queries ? p.query_starts : p.key_starts, length, number, count,
-                               width);
+            chunk.template enter_region<ROWS>(p, of_queries ? p.query_starts : p.key_starts, length,
+                                              number, count, width);
         chunk.head += first_head * region_count(p);
     };
-    const auto pass = [&](int count, int chunks) {
-        index -= count * chunks, parts += count * chunks, first_head += count;
-    };
+    const auto pass = [&](int count, int chunks) { index -= count * chunks, first_head += count; };
     if (index < p.q_planes_heads * q_chunks) {
         take(p.q, p.q_planes, p.q_planes_heads, p.q_planes_stride, p.q_axis_stride, p.q_row_stride,
-             true, PLANE_WIDTH);
+             QUERIES, true, PLANE_WIDTH);
         return chunk;
     }
     pass(p.q_planes_heads, q_chunks);
     if (index < p.k_planes_heads * k_chunks) {
         take(p.k, p.k_planes, p.k_planes_heads, p.k_planes_stride, p.k_axis_stride, p.k_row_stride,
-             false, PLANE_WIDTH);
+             KEYS, false, PLANE_WIDTH);
         return chunk;
     }
     pass(p.k_planes_heads, k_chunks);
@@ -94,11 +90,11 @@ __device__ __forceinline__ PlaneChunk find_chunk(const P& p) {
         if (index >= p.v_planes_heads * k_chunks) {
             pass(p.v_planes_heads, k_chunks);
             take(p.dout, p.dout_planes, p.dout_planes_heads, p.dout_planes_stride,
-                 p.dout_axis_stride, p.dout_row_stride, true, PLANE_WIDTH_V);
+                 p.dout_axis_stride, p.dout_row_stride, QUERIES, true, PLANE_WIDTH_V);
             return chunk;
         }
     }
     take(p.v, p.v_planes, p.v_planes_heads, p.v_planes_stride, p.v_axis_stride, p.v_row_stride,
-         false, PLANE_WIDTH_V);
+         KEYS, false, PLANE_WIDTH_V);
     return chunk;
 }

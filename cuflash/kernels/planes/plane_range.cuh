@@ -1,11 +1,12 @@
-// The range of a head's numbers, and what that says of its planes.
+// The range of some numbers, and what that says of their planes.
 //
 // A float x is held as two halves, x = 2^-e (high + low 2^-shift): high is x 2^e rounded, low is what
-// is left, times 2^shift, rounded. The largest number of a head times 2^e lies in [2^14, 2^15).
+// is left, times 2^shift, rounded. Numbers share an e: in backward those of a head, in forward those of
+// a chunk of its rows (head_chunks.cuh). The largest of them times 2^e lies in [2^14, 2^15).
 #pragma once
 #include "numeric.cuh"
 
-constexpr int LARGEST_EXPONENT = 14;  // of a head's numbers as planes hold them
+constexpr int LARGEST_EXPONENT = 14;  // of numbers as planes hold them
 constexpr int VALUE_SHIFT = 11;       // of low planes of what is summed; scores alone need none
 
 __device__ __forceinline__ float power_of_two(int exponent) {
@@ -28,6 +29,8 @@ __device__ __forceinline__ float score_sum(float score_factor, float scale) {
 
 // Magnitudes as bits of floats, which compare as integers. Subnormal numbers are 0.
 struct PlaneRange {
+    static constexpr u32 UNHELD = 0xffffffff;  // in place of `most`: no planes hold the numbers
+
     u32 most = 0;            // infinity or more if there are infinities or NaN
     u32 least = 0xffffffff;  // but for zeros: that less 1, so that zeros are the largest
     u32 zeros = 0;           // 1 if there are zeros
@@ -44,31 +47,46 @@ struct PlaneRange {
 
 // What the kernels know of a head of q, k or v.
 struct HeldHead {
-    int exponent;  // e above
+    int exponent;  // e above; the least one of its chunks
     int flags;
     int small;  // in backward: how many numbers planes hold less well, more than MOST_SMALL if many
     static constexpr int UNHELD = 1;  // no planes hold it
-    static constexpr int SPARSE = 2;  // of values: some are 0, or far below the largest
+    static constexpr int SPARSE = 2;  // of values: some are 0, or 2^-24 of the largest or less
 
     // An error of 2^-36 beside a number held is at most 2^-20 of it down to 2^-16. Of queries and keys
-    // the sum of a product's errors counts instead (factors_of).
+    // the sum of a product's errors counts instead (score_sum).
     static constexpr int LEAST_VALUE = -16;
-    static constexpr int SPARSE_BELOW = LARGEST_EXPONENT - 24;
     static constexpr int LARGEST = 100;  // exponent of a head's largest number, at most
     // At least, of values: what their sums are multiplied by, 2^-39 times that, is a normal number.
     static constexpr int SMALLEST = -80;
     // Of smaller queries and keys: scores are then far too small to matter.
     static constexpr int SMALL_EXPONENT = 60;
 
-    // `small_allowed`: others look at small values.
-    static __device__ __forceinline__ HeldHead of(const PlaneRange& range, bool is_values,
-                                                  bool small_allowed) {
+    static __device__ __forceinline__ HeldHead of(const PlaneRange& range, bool is_values) {
         const int largest = exponent_of(range.most), exponent = LARGEST_EXPONENT - largest;
-        if (range.most >= 0x7f800000 || largest > LARGEST) return {0, UNHELD};
+        if (!is_finite(range)) return {0, UNHELD};
         if (!is_values) return {min(exponent, SMALL_EXPONENT), 0};
         if (range.most == 0) return {0, SPARSE};
-        const int least = exponent_of(range.least + 1) + exponent;
-        if (largest < SMALLEST || least < LEAST_VALUE && !small_allowed) return {0, UNHELD};
-        return {exponent, range.zeros || least < SPARSE_BELOW ? SPARSE : 0};
+        if (largest < SMALLEST) return {0, UNHELD};
+        const bool far_below = exponent_of(range.least + 1) < largest - 24;
+        return {exponent, range.zeros || far_below ? SPARSE : 0};
+    }
+    static __device__ __forceinline__ bool is_finite(const PlaneRange& range) {
+        return range.most < 0x7f800000 && exponent_of(range.most) <= LARGEST;
+    }
+};
+
+// How planes hold the numbers of a chunk, where chunks have powers of two of their own.
+struct HeldChunk {
+    int exponent;
+    bool held;
+
+    __device__ __forceinline__ HeldChunk(const PlaneRange& range, bool is_values) {
+        const int most =
+            is_values ? LARGEST_EXPONENT - HeldHead::SMALLEST : HeldHead::SMALL_EXPONENT;
+        exponent = min(LARGEST_EXPONENT - exponent_of(range.most), most);
+        const bool has_small = is_values && range.most > 0 &&
+                               exponent_of(range.least + 1) + exponent < HeldHead::LEAST_VALUE;
+        held = HeldHead::is_finite(range) && !has_small;
     }
 };

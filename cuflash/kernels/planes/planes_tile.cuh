@@ -16,7 +16,7 @@ struct PlanesTile : WarpgroupTile<__half, BLOCK_K, D, DV> {
     using Keys = TwoPlanes<typename Base::Keys>;
     using Values = TwoPlanes<typename Base::Values>;
     static constexpr int CHUNKS = BLOCK_K / 16;
-    static constexpr int WEIGHT_EXPONENT = 14;  // of a weight of 1 as planes hold it
+    static constexpr int WEIGHT_EXPONENT = 14;  // weights are 2^14 times as large
 
     __device__ __forceinline__ PlanesTile(int thread) : Base(thread) {}
 
@@ -29,14 +29,13 @@ struct PlanesTile : WarpgroupTile<__half, BLOCK_K, D, DV> {
     // P as the A operands of products: the high plane of all keys, then the low one.
     __device__ __forceinline__ void split_probabilities(u32 (&P)[2 * CHUNKS][4],
                                                         const float (&S)[ROWS][COLUMNS]) const {
-        constexpr float UNIT = 1 << WEIGHT_EXPONENT;
-        split_rows(P, S, {UNIT, UNIT});
+        split_rows(P, S, {1.0f, 1.0f});
     }
 
     // Whether some weight is too small for its planes, which hold it to 2^-20 of itself or better
-    // down to 2^-30.
+    // down to 2^-30 of the largest.
     __device__ __forceinline__ bool has_small_weights(const float (&P)[ROWS][COLUMNS]) const {
-        constexpr float LEAST = 1.0f / (1 << 30);
+        constexpr float LEAST = 1.0f / (1 << 30 - WEIGHT_EXPONENT);
         bool found = false;
 #pragma unroll
         for (int i = 0; i < ROWS; ++i)

@@ -1,6 +1,7 @@
 // What kernels do about planes where tiles become such (float_mma.cuh); where they do not, nothing.
 #pragma once
-#include "planes/factors.cuh"
+#include "planes/left_rows.cuh"
+#include "planes/plane_range.cuh"
 #include "seams/sequence.cuh"
 #include "tiles/engine.cuh"
 

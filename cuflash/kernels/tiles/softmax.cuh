@@ -68,6 +68,14 @@ struct OnlineSoftmax {
     template <int COLUMNS, typename... ScoreAgain>  // as GuardedSoftmax has it
     __device__ __forceinline__ bool update(A (&S)[ROWS][COLUMNS], A multiplier, A (&rescale)[ROWS],
                                            const ScoreAgain&...) {
+        return update_scaled(S, multiplier, A(1), A(0), rescale);
+    }
+
+    // The same of scores that lack a power of two as well, `unit`, which other tiles' may differ from.
+    // P and sums come out 2^exponent times as large.
+    template <int COLUMNS>
+    __device__ __forceinline__ bool update_scaled(A (&S)[ROWS][COLUMNS], A multiplier, A unit,
+                                                  A exponent, A (&rescale)[ROWS]) {
         bool stale = false, far = false;
         A largest[ROWS], subtracted[ROWS];
 #pragma unroll
@@ -75,7 +83,7 @@ struct OnlineSoftmax {
             largest[i] = S[i][0];
 #pragma unroll
             for (int j = 1; j < COLUMNS; ++j) largest[i] = larger(largest[i], S[i][j]);
-            largest[i] = row_maximum<ROW_THREADS>(largest[i]);
+            largest[i] = row_maximum<ROW_THREADS>(largest[i]) * unit;
             stale |= (largest[i] - origin[i]) * multiplier > A(LAZY);
             subtracted[i] = origin[i] == -infinity<A>() ? A(0) : origin[i] * multiplier;
             far |= is_far(subtracted[i]);
@@ -93,13 +101,14 @@ struct OnlineSoftmax {
                 if (is_far(subtracted[i])) {
                     subtracted[i] = A(0);
 #pragma unroll
-                    for (int j = 0; j < COLUMNS; ++j) S[i][j] -= raised;
+                    for (int j = 0; j < COLUMNS; ++j) S[i][j] -= raised / unit;
                 }
             }
         }
+        const A factor = multiplier * unit;
 #pragma unroll
         for (int i = 0; i < ROWS; ++i)
-            exponentiate(S[i], [=](A) { return multiplier; }, subtracted[i], sum[i]);
+            exponentiate(S[i], [=](A) { return factor; }, subtracted[i] - exponent, sum[i]);
         return stale;
     }
 
