@@ -130,13 +130,13 @@ def all_positive(q, k, v):
         np.abs(x, out=x)
 
 
-# Operands, and which heads planes hold.
+# Operands, and of which heads planes hold keys and values.
 HARD = {
-    a_channel_of_q: (0, 1), a_channel_of_k: (0, 1), rows_of_q: (1, 1), rows_of_k: (1, 1),
-    large_rows_of_k: (1, 0), rows_of_v: (0, 1), tiles_of_v: (1, 1),
+    a_channel_of_q: (1, 1), a_channel_of_k: (1, 1), rows_of_q: (1, 1), rows_of_k: (1, 1),
+    large_rows_of_k: (1, 1), rows_of_v: (0, 1), tiles_of_v: (1, 1),
     subnormal_queries: (1, 1), tiny_operands: (1, 1),
-    near_the_end: (1, 1), small_values: (0, 1), far_apart: (0, 0), infinite_values: (0, 1),
-    nan_among_keys: (1, 0), infinite_queries: (1, 0), sharp_scores: (1, 1), grown_scores: (0, 0),
+    near_the_end: (1, 1), small_values: (0, 1), far_apart: (1, 1), infinite_values: (0, 1),
+    nan_among_keys: (1, 0), infinite_queries: (1, 1), sharp_scores: (1, 1), grown_scores: (1, 1),
     weights_as_results: (1, 1), rectified_values: (1, 1), numbers_far_and_wide: (0, 1),
     all_positive: (1, 1),
 }  # fmt: skip
@@ -264,12 +264,27 @@ def test_emulator_long_sums_drift_without_sums_of_their_own(monkeypatch):
     [
         (rows_of_k, "factors.k_chunks + tile", "factors.k_chunks"),
         (tiles_of_v, "factors.v_chunks + tile", "factors.v_chunks"),
-        (rows_of_q, "item->q_chunks + row_begin / SLAB", "item->q_chunks"),
+        (rows_of_q, "of_rows.at[i] = unit;", "of_rows.at[i] = units[0];"),
     ],
 )
 def test_emulator_tiles_need_their_units(monkeypatch, change, old, new):
     assert change in HARD  # where it is right with them
     plant(monkeypatch, lambda text: text.replace(old, new))
+    with pytest.raises(AssertionError, match="out of bounds"):
+        emulated(*hard_operands(change, 70, 140, 64), row_of(64, 64), mode="fast")
+
+
+@emulated_only
+@pytest.mark.parametrize("change", [a_channel_of_q, infinite_queries, far_apart, grown_scores])
+def test_emulator_queries_need_their_marks(monkeypatch, change):
+    """Queries that planes do not hold are zeros to them, and left to the kernel behind."""
+    assert change in HARD
+    plant(
+        monkeypatch, lambda text: text.replace("leave_out(p, head, row_begin + first,", "unused(")
+    )
+    plant(
+        monkeypatch, lambda text: "template <typename... T> __device__ void unused(T...) {}" + text
+    )
     with pytest.raises(AssertionError, match="out of bounds"):
         emulated(*hard_operands(change, 70, 140, 64), row_of(64, 64), mode="fast")
 
@@ -357,8 +372,8 @@ def test_the_plan_says_what_it_costs():
         "tile_planes", "held_heads", "hopper_planes_forward", "fa2_forward",
     ]  # fmt: skip
     sizes = dict(plan.workspace)
-    assert sum(sizes[f"{name}_planes"] for name in "qkv") == 3 * x.nbytes
-    assert plan.workspace_bytes < 3.01 * x.nbytes
+    assert sum(sizes[f"{name}_planes"] for name in "kv") == 2 * x.nbytes
+    assert plan.workspace_bytes < 2.01 * x.nbytes
 
 
 def test_what_stays_on_fma_units():

@@ -14,7 +14,7 @@ from ..operands.layout import LENGTHS, MAX_LENGTH, Layout, MaskLayout
 from ..planning.params import OPERANDS, params_dtype
 from ..planning.plan import Plan
 from ..planning.planes import again_tiles
-from ..planning.problem import READ, Problem, own_strides
+from ..planning.problem import PLANED, Problem, own_strides
 from ..planning.visible import mask_field_of
 from ..scores.emit import field_of
 from ..scores.score import Score
@@ -109,7 +109,7 @@ def pack(
         params["mask_axis_stride"][0, : len(layout.axes)] = layout.axis_strides["mask"]
         params["mask_rows"], params["mask_columns"] = plan.tile.scored_tiles(problem)
     if problem.has_planes:
-        for name in READ[problem.backward]:
+        for name in PLANED[problem.backward]:
             in_heads, params[f"{name}_planes_heads"] = own_strides(layout, name)
             params[f"{name}_planes_stride"][0, : len(layout.axes)] = in_heads
         params["again_tiles"] = again_tiles(problem)

@@ -33,6 +33,10 @@
 #include "tiles/engine.cuh"
 #include "tiles/in_planes.cuh"
 
+// Behind Hopper's kernel on planes there is seldom anything to do: few blocks find that out, and share what
+// there is.
+constexpr bool BEHIND_HOPPER = AFTER_PLANES && !SAME_BLOCKS;
+
 static_assert(STAGES > 1 || BLOCK_K == STEP_K, "with one stage, a tile is one step");
 static_assert(is_laid_out<Tile::Shared>(tile_bytes::Q, Q_TILE) &&
                   is_laid_out<Tile::Shared>(tile_bytes::K, K_TILE) &&
@@ -40,11 +44,9 @@ static_assert(is_laid_out<Tile::Shared>(tile_bytes::Q, Q_TILE) &&
                   is_laid_out<Tile::Shared>(tile_bytes::exchange, Tile::EXCHANGE),
               "the plan's tiles are those of the kernel");
 
-extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    fa2_forward(const __grid_constant__ Params p) {
+// Works on the tile of queries with this number.
+__device__ __forceinline__ void attend(const Params& p, int number) {
     extern __shared__ __align__(16) unsigned char smem[];
-    if (SPLIT) admit_kernel_behind();
-    await_kernel_before();
     Tile::Shared* const Q_smem = reinterpret_cast<Tile::Shared*>(smem + shared_at::Q);
     Tile::Shared* const K_smem = reinterpret_cast<Tile::Shared*>(smem + shared_at::K);
     Tile::Shared* const V_smem = reinterpret_cast<Tile::Shared*>(smem + shared_at::V);
@@ -52,9 +54,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
 
     const int warp = threadIdx.x / 32;
     int query_tiles = p.query_tiles;
-    if constexpr (AFTER_PLANES && !SAME_BLOCKS) query_tiles = tiles_behind(p);
+    if constexpr (BEHIND_HOPPER) query_tiles = tiles_behind(p);
     QueryBlock block;
-    if (!block.locate(p, query_tiles)) return;
+    if (!block.locate(p, number, query_tiles)) return;
     const Head& head = block.head;
     const int query_tile = block.query_tile;
     const int first_row = warp * Tile::WARP_ROWS;
@@ -184,4 +186,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         p, head, block.part, [&](const auto* strides) { return position.offset(p, strides); });
     store_rows_by_way_of<Tile::PITCH>(Q_smem + first_row * Tile::PITCH, O_regs, softmax, tile, p,
                                       head, row_begin, output);
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    fa2_forward(const __grid_constant__ Params p) {
+    if (SPLIT) admit_kernel_behind();
+    await_kernel_before();
+    if constexpr (BEHIND_HOPPER) {
+        if (!__syncthreads_or(has_mark(p, threadIdx.x, THREADS))) return;
+        const int tiles = p.head_count * tiles_behind(p);
+        for (int number = blockIdx.x; number < tiles; number += gridDim.x) {
+            attend(p, number);
+            __syncthreads();  // nobody reads this tile's memory any more
+        }
+    } else {
+        attend(p, blockIdx.x);
+    }
 }

@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     Tile::Shared* const V_smem = reinterpret_cast<Tile::Shared*>(smem + shared_at::V);
 
     QueryBlock block;
-    if (!block.locate(p, p.query_tiles)) return;
+    if (!block.locate(p, blockIdx.x, p.query_tiles)) return;
     const Head& head = block.head;
     const int block_row = block.query_tile * BLOCK_Q;
     if (!has_work(p, head, block_row, block_row + BLOCK_Q)) return;

@@ -3,15 +3,16 @@
 //
 // Grid, producer and buffers are those of hopper_forward.cu: one block per (head, query tile) with
 // algo fa2, one per multiprocessor with fa3, CONSUMERS warpgroups of 64 queries each. A tile in
-// shared memory is two, of either plane. A consumer does one step after the other:
+// shared memory is two, of either plane. Those of keys and values are copied; a consumer makes those
+// of its queries (planes/query_planes.cuh), and then does one step after the other:
 //
-//     S = Ql Kh^T + Qh Kl^T + Qh Kh^T        as one group of products, times the tiles' units
+//     S = Ql Kh^T + Qh Kl^T + Qh Kh^T        as one group of products; the softmax knows their units
 //     P = softmax's weights of S, in two planes, in registers
 //     O += (Ph Vl + Pl Vh) 2^-11 + Ph Vh     each from 0, some columns at a time, added in float32
 //
-// Meanwhile the tensor cores work for another consumer. Heads that planes do not hold are passed
-// by, and rows with small weights are marked where values are sparse. fa2_forward.cu, which is
-// launched behind, works on these.
+// Meanwhile the tensor cores work for another consumer. Heads whose keys or values planes do not hold
+// are passed by. Marked are queries that they do not hold, and rows with small weights where values
+// are sparse. fa2_forward.cu, which is launched behind, works on all these.
 //
 // docs/exact.md derives what planes hold, and the floor.
 #include "numeric.cuh"
@@ -21,6 +22,7 @@
 #include "seams/output.cuh"
 #include "uniform.cuh"
 #include "planes/of_planes.cuh"
+#include "planes/query_planes.cuh"
 #include "hopper/begin_block.cuh"
 #include "hopper/block.cuh"
 #include "ptx/overlap.cuh"
@@ -30,7 +32,8 @@ constexpr int LAZY = 1;
 static_assert(LAZY + Tile::WEIGHT_EXPONENT < 16, "planes of weights are finite");
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-    hopper_planes_forward(const __grid_constant__ Params p, const __grid_constant__ Tables tables) {
+    hopper_planes_forward(const __grid_constant__ Params p,
+                          const __grid_constant__ KeyTables tables) {
     extern __shared__ __align__(1024) unsigned char bytes[];
     SharedMemory& smem = *reinterpret_cast<SharedMemory*>(bytes);
     Barriers& barriers = smem.barriers;
@@ -67,9 +70,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Head head;
     KeyTiles<BLOCK_K> keys{};  // of this consumer's queries
     int row_begin;
-    u32 parity = 0;  // of the phase that Q's barriers are in
     Ring<STAGES> now;
-    float q_unit = 0.0f;
+    Vector<float, 2> q_units{};
     bool sparse = false, small = false;  // the values; some weight
 
     using Columns = Tile::FromFirstColumn;
@@ -101,10 +103,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         wait_products<0>(S_regs);
         __syncwarp();  // all lanes have read the units
         if (speaks) barriers.K_empty[now.slot].arrive();
-        if (i + 1 == keys.count() && speaks) barriers.Q_empty[consumer].arrive();
-        const float score_unit = q_unit * units.k;
-        const Accumulator of_rows[] = {score_unit, score_unit};
-        if (SCORE_IS_MODIFIED) scale_rows(S_regs, of_rows);
+        Accumulator score_units[] = {q_units.at[0] * units.k, q_units.at[1] * units.k};
+        if (SCORE_IS_MODIFIED) scale_rows(S_regs, score_units);
         const int k_begin = (SCORE_IS_MODIFIED ? uniform(visit.tile) : visit.tile) * BLOCK_K;
         modify_scores(S_regs, tile, p, head, row_begin, k_begin, rows);
         if (keys.is_cut_by_band(visit))
@@ -112,9 +112,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (MASKED && visit.bits >= 0)
             bits.hide(S_regs, -infinity<Accumulator>(), columns, tile_bits, tile.column(0));
         // What the scores still lack.
-        const float unit = SCORE_IS_MODIFIED ? 1.0f : larger(score_unit, least_unit);
+        for (float& unit : score_units) unit = SCORE_IS_MODIFIED ? 1.0f : larger(unit, least_unit);
         constexpr float EXPONENT = Tile::WEIGHT_EXPONENT;
-        if (softmax.update_scaled(S_regs, multiplier, unit, EXPONENT, rescale))
+        if (softmax.update_scaled(S_regs, multiplier, score_units, EXPONENT, rescale))
             scale_rows(O_regs, rescale);
         drop_probabilities(S_regs, tile, p, head, row_begin, k_begin);
         if (sparse && tile.has_small_weights(S_regs)) small = true;
@@ -135,20 +135,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const Part part = uniform(item->parts[consumer]);
         static_cast<KeySpan&>(keys) = part.keys;
         row_begin = uniform(item->row_begin) + consumer * SLAB;
-        if (keys.count() > 0) q_unit = p.plane_units[item->q_chunks + row_begin / SLAB];
         sparse = item->sparse, small = false;
         softmax = {};
         clear_rows(O_regs);
-        const int passed_by = part.before + part.after;
-        if (keys.count() + passed_by > 0) {
-            barriers.Q_full[consumer].wait(parity);
-            parity ^= 1;
-            if (VARLEN) clear_foreign_rows(smem, p, *item, consumer);
-        }
+        if (keys.count() > 0)
+            q_units =
+                make_query_planes(p, head, item->k_unit, row_begin, smem.Q[consumer], consumer);
         pass_by(part.before);
 #pragma unroll 1
         for (int i = 0; i < keys.count(); ++i) visit_keys(i);
-        if (keys.count() == 0 && passed_by > 0 && speaks) barriers.Q_empty[consumer].arrive();
         pass_by(part.after);
         for (float& sum : softmax.sum) sum /= 1 << Tile::WEIGHT_EXPONENT;
         store_rows(O_regs, softmax, tile, p, item->head, row_begin, item->output);

@@ -4,7 +4,7 @@
 // Grid: as in plane_ranges.cu, which has run before.
 #include "planes/block_range.cuh"
 #include "planes/plane_chunk.cuh"
-#include "planes/store_planes.cuh"
+#include "planes/split_unit.cuh"
 #include "ptx/overlap.cuh"
 #include "tiles/copies.cuh"
 

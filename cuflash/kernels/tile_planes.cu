@@ -1,16 +1,15 @@
-// Two planes of halves for every float of q, k and v (planes/plane_range.cuh), for the forward pass: the
-// numbers of a chunk share a power of two. A chunk of keys is a tile that the forward pass visits, one of
-// queries is a consumer's. So memory is read once: a block copies its chunk to shared memory, finds the
+// Two planes of halves for every float of k and v (planes/plane_range.cuh), for the forward pass: the numbers
+// of a chunk, a tile that it visits, share a power of two. So memory is read once: a block copies its chunk to shared memory, finds the
 // range of its numbers, and writes their planes. There several blocks have room on a multiprocessor, of
 // which some read while others write. With the chunk in registers two or three had, and took 1.17 to 1.34 times
 // as long at D 128.
 //
 // Grid: a block for every chunk (planes/plane_chunk.cuh).
 //
-// Floor: as many bytes are written as are read, 805 MB in all for (4, 16, 4096, 128), 192 us at 4.2 TB/s.
+// Floor: as many bytes are written as are read, 537 MB in all for (4, 16, 4096, 128), 128 us at 4.2 TB/s.
 #include "planes/block_range.cuh"
 #include "planes/plane_chunk.cuh"
-#include "planes/store_planes.cuh"
+#include "planes/split_unit.cuh"
 #include "ptx/overlap.cuh"
 #include "tiles/copies.cuh"
 

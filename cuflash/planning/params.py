@@ -10,7 +10,7 @@ import numpy as np
 
 from ..operands.layout import LENGTHS, MAX_AXES
 from ..scores.emit import ELEMENTS, NUMBERS, field_of
-from .problem import READ, Problem
+from .problem import PLANED, Problem
 from .visible import MASK_ELEMENTS, mask_field_of
 
 # Name, NumPy type, count and C type of a struct's field.
@@ -111,7 +111,7 @@ def _pointer_types(problem: Problem) -> tuple[dict[str, str], dict[str, str], di
     if problem.cuts_all and not problem.backward:
         workspace |= _MARKS
     if problem.has_planes:
-        workspace |= {f"{x}_planes": "void*" for x in READ[problem.backward]} | _PLANES
+        workspace |= {f"{x}_planes": "void*" for x in PLANED[problem.backward]} | _PLANES
         workspace |= _UNITS[problem.backward]
     if problem.is_packed:
         workspace |= _STARTS
@@ -150,7 +150,7 @@ def _fields(problem: Problem) -> Iterator[tuple[tuple[str, ...], str, str]]:
         if x.keeps_sequences:
             yield (f"{x.field}_entry_stride",), "i8", "long long"
     if problem.has_planes:
-        names = READ[problem.backward]
+        names = PLANED[problem.backward]
         yield tuple(f"{x}_planes_stride" for x in names), "i8 axes", "long long"  # in heads
         yield (*(f"{x}_planes_heads" for x in names), "again_tiles"), "i4", "int"
     if problem.page_size:

@@ -12,19 +12,19 @@ from typing import Any
 
 from ..operands.dtypes import ITEM_BYTES
 from . import simt
-from .hopper import WARPGROUP_ROWS
 from .launches import Buffer, Launch, MapBox
-from .problem import READ, Device, Problem
+from .problem import PLANED, Device, Problem
 from .products import Planes, product
 from .tile import KernelTile, ceil_div, tiles_of
 from .warps import AGAIN_ROWS
 from .wgmma import WgmmaTile
 
-PLANE_ROWS = 128, 128  # of q or dO, and of k or v, that a block makes planes of in backward
+PLANE_ROWS = 128  # that a block makes planes of in backward
 PLANE_THREADS = 256
 RANGE_BYTES = 12  # three numbers
 RANGES_BYTES = RANGE_BYTES * PLANE_THREADS // 32  # of its warps, in shared memory
 HELD_BYTES = 12  # three numbers of a head
+MOST_BEHIND = 256  # blocks of the kernel behind, which each look at all marks
 COPY_RATE = 3.6e6  # bytes per microsecond that making planes reads and writes
 
 HIGH, LOW = 0, 1
@@ -46,15 +46,13 @@ def plane_rows(problem: Problem, widths: tuple[int, int]) -> dict[str, tuple[int
     queries, keys = problem.query_length, problem.key_length
     head, value = widths
     sizes = {"q": (queries, head), "k": (keys, head), "v": (keys, value), "dout": (queries, value)}
-    return {name: (problem.heads_of(name), *sizes[name]) for name in READ[problem.backward]}
+    return {name: (problem.heads_of(name), *sizes[name]) for name in PLANED[problem.backward]}
 
 
-def plane_chunks(problem: Problem, chunk: tuple[int, int] = PLANE_ROWS) -> int:
-    """Blocks of the kernels that make planes: each has a chunk of so many queries, or keys."""
-    return sum(
-        heads * tiles_of(problem, length, chunk[name in ("k", "v")])
-        for name, (heads, length, _) in plane_rows(problem, (0, 0)).items()
-    )
+def plane_chunks(problem: Problem, rows: int = PLANE_ROWS) -> int:
+    """Blocks of the kernels that make planes: each has a chunk of so many rows."""
+    operands = plane_rows(problem, (0, 0)).values()
+    return sum(heads * tiles_of(problem, length, rows) for heads, length, _ in operands)
 
 
 def held_heads(problem: Problem) -> int:
@@ -63,7 +61,7 @@ def held_heads(problem: Problem) -> int:
 
 
 def plane_buffers(
-    problem: Problem, widths: tuple[int, int], chunk: tuple[int, int] = PLANE_ROWS
+    problem: Problem, widths: tuple[int, int], chunk: int = PLANE_ROWS
 ) -> tuple[Buffer, ...]:
     """Planes, what is known of them, and which rows are worked on again."""
     rows, item = plane_rows(problem, widths), ITEM_BYTES[problem.dtype]
@@ -85,13 +83,13 @@ def plane_launches(problem: Problem) -> tuple[Launch, ...]:
 
 
 def plane_constants(
-    problem: Problem, widths: tuple[int, int], chunk: tuple[int, int] = PLANE_ROWS
+    problem: Problem, widths: tuple[int, int], keys: int = PLANE_ROWS
 ) -> dict[str, int | bool]:
     """Sizes that the kernels which make planes read, and those that read planes."""
     head, value = widths
     return {
-        "PLANE_QUERIES": chunk[0],
-        "PLANE_KEYS": chunk[1],
+        "PLANE_QUERIES": PLANE_ROWS,
+        "PLANE_KEYS": keys,
         "PLANE_THREADS": PLANE_THREADS,
         "RANGES_BYTES": RANGES_BYTES,
         "PLANE_WIDTH": head,
@@ -170,11 +168,6 @@ class PlanesTile(WgmmaTile):
         """Columns of O that are summed afresh at a time."""
         return summed_at_once(self.widths(problem)[1])
 
-    @property
-    def chunk(self) -> tuple[int, int]:
-        """Queries of a warpgroup, and keys of a tile: numbers of planes that share a scale."""
-        return WARPGROUP_ROWS, self.block_k
-
     def extra_time(self, problem: Problem) -> float:
         """Microseconds of the kernel that makes planes: it reads as much as it writes."""
         numbers = sum(map(math.prod, plane_rows(problem, self.widths(problem)).values()))
@@ -184,26 +177,30 @@ class PlanesTile(WgmmaTile):
         """Planes, what is known of them, and which rows are worked on again."""
         return (
             *super().workspace(problem),
-            *plane_buffers(problem, self.widths(problem), self.chunk),
-            Buffer("plane_units", 4, plane_chunks(problem, self.chunk)),
+            *plane_buffers(problem, self.widths(problem), self.block_k),
+            Buffer("plane_units", 4, plane_chunks(problem, self.block_k)),
         )
 
     def map_boxes(self, problem: Problem) -> tuple[MapBox, ...]:
-        """As of halves; they are in planes."""
-        return tuple(box._replace(planes=2) for box in super().map_boxes(problem))
+        """Keys and values, as of halves; they are in planes."""
+        _, *boxes = super().map_boxes(problem)
+        return tuple(box._replace(planes=2) for box in boxes)
 
     def around(self, problem: Problem, main: Launch) -> tuple[Launch, ...]:
         """Planes are made first; what they do not hold comes last."""
         behind = self.behind
-        chunks = max(1, plane_chunks(problem, self.chunk))
-        tile = max(self.chunk) * max(self.widths(problem)) * ITEM_BYTES[problem.dtype]
+        chunks = max(1, plane_chunks(problem, self.block_k))
+        tile = self.block_k * max(self.widths(problem)) * ITEM_BYTES[problem.dtype]
         blocks = ceil_div(held_heads(problem), PLANE_THREADS // 32)
         return (
             Launch("tile_planes", chunks, PLANE_THREADS, RANGES_BYTES + tile),
             Launch("held_heads", max(1, blocks), PLANE_THREADS),
             main,
             Launch(
-                behind.kernel, behind.blocks(problem), behind.threads, behind.shared_bytes(problem)
+                behind.kernel,
+                min(behind.blocks(problem), MOST_BEHIND),
+                behind.threads,
+                behind.shared_bytes(problem),
             ),
         )
 
@@ -226,7 +223,7 @@ class PlanesTile(WgmmaTile):
             "VALUE_PART": self.value_part(problem),
             "SUMS": self.sums,
         }
-        own |= plane_constants(problem, self.widths(problem), self.chunk)
+        own |= plane_constants(problem, self.widths(problem), self.block_k)
         return super().constants(problem) | own
 
     def products(self, problem: Problem) -> str:

@@ -24,6 +24,8 @@ SHARED_BYTES = {
 LEAST_ARCH = 70
 # The operands that products read, by direction.
 READ = {False: ("q", "k", "v"), True: ("q", "k", "v", "dout")}
+# Those of them that lie in memory as planes where float32 is multiplied as these (planes.py).
+PLANED = {False: ("k", "v"), True: READ[True]}
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ __device__ __forceinline__ void plan_items(const Params& p, const int* order, Sh
     } while (more);
 }
 
-// Copies a slab of rows from `row` on into a buffer. Of packed heads the tensor map counts these
+// Copies a slab of rows of queries from `row` on into a buffer. Of packed heads the tensor map counts these
 // before the queries.
 __device__ __forceinline__ void load_queries(unsigned char* buffer, Barrier& full,
                                              const TensorMap* map, int row, const Item& item) {
@@ -96,7 +96,8 @@ __device__ __forceinline__ void clear_foreign_rows(SharedMemory& smem, const Par
 
 // The copying thread fills the buffers as they become empty. With pages its warp copies keys and
 // values, and it does the rest.
-__device__ __forceinline__ void copy_tiles(const Params& p, const Tables& tables,
+template <typename Maps>
+__device__ __forceinline__ void copy_tiles(const Params& p, const Maps& tables,
                                            SharedMemory& smem) {
     Barriers& barriers = smem.barriers;
     const bool speaks = !PAGED || threadIdx.x == COPYING_THREAD;
@@ -121,16 +122,17 @@ __device__ __forceinline__ void copy_tiles(const Params& p, const Tables& tables
             if (STAGES_BITS && speaks) smem.bits[slot].load(p, visit, barriers.K_full[slot]);
             tiles.load<Tile::Keys>(i, smem.K[slot], barriers.K_full[slot], &tables.k, row,
                                    item.k_position);
-            if (i == 0 && speaks) {  // later than keys: this waits for the last item's scores
+            if constexpr (COPIES_QUERIES)
+                if (i == 0 && speaks) {  // later than keys: this waits for the last item's scores
 #pragma unroll 1
-                for (int slab = 0; slab < CONSUMERS; ++slab) {
-                    const int consumer = PAGED ? afresh(slab) : slab;
-                    barriers.Q_empty[consumer].wait(Q_parity ^ 1);
-                    load_queries(smem.Q[consumer], barriers.Q_full[consumer], &tables.q,
-                                 item.row_begin + consumer * SLAB, item);
+                    for (int slab = 0; slab < CONSUMERS; ++slab) {
+                        const int consumer = PAGED ? afresh(slab) : slab;
+                        barriers.Q_empty[consumer].wait(Q_parity ^ 1);
+                        load_queries(smem.Q[consumer], barriers.Q_full[consumer], &tables.q,
+                                     item.row_begin + consumer * SLAB, item);
+                    }
+                    Q_parity ^= 1;
                 }
-                Q_parity ^= 1;
-            }
             barriers.V_empty[slot].wait(ring.parity ^ 1);
             if (!cut && speaks) barriers.V_full[slot].arrive();  // for the second warp that clears
             tiles.load<Tile::Values>(i, smem.V[slot],

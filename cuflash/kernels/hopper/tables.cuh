@@ -11,6 +11,14 @@ struct Tables {
 __device__ __forceinline__ void prefetch_maps(const Tables& tables) {
     prefetch(&tables.q), prefetch(&tables.k), prefetch(&tables.v);
 }
+// The same where consumers read queries themselves.
+struct KeyTables {
+    TensorMap k, v;
+    const int* order;
+};
+__device__ __forceinline__ void prefetch_maps(const KeyTables& tables) {
+    prefetch(&tables.k), prefetch(&tables.v);
+}
 
 // Of gradients: tensor maps. Blocks take items by tickets.
 struct GradientTables {

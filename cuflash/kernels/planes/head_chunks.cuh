@@ -1,5 +1,5 @@
 // How the rows of operands are cut into chunks, each a block's of the kernels that make planes: of a head
-// PLANE_QUERIES rows of q or dO, or PLANE_KEYS of k or v, one behind the other. Of packed sequences chunks
+// PLANE_KEYS rows of k or v, in backward PLANE_QUERIES of q or dO, one behind the other. Of packed sequences chunks
 // begin where regions do, and what is said of a head is of its region.
 #pragma once
 #include "numeric.cuh"

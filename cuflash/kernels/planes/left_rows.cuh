@@ -30,6 +30,14 @@ __device__ __forceinline__ bool is_left_out(const P& p, const H& head, int row_b
     return left_out;
 }
 
+// Whether one of every `step`-th mark from the `first` on, of those of all heads, is set.
+template <typename P>
+__device__ __forceinline__ bool has_mark(const P& p, int first, int step) {
+    bool found = false;
+    for (int i = first; i < p.head_count * p.again_tiles; i += step) found |= p.again[i] != 0;
+    return found;
+}
+
 // A head's tiles of queries in the kernel behind, whose BLOCK_Q is its own.
 template <typename P>
 __device__ __forceinline__ int tiles_behind(const P& p) {

@@ -8,5 +8,7 @@ using HeadFactors = PlaneFactors;
 using TileFactors = TileUnits;
 constexpr bool HAS_FACTORS = true;
 
+constexpr bool COPIES_QUERIES = false;  // consumers make their planes
+
 // Planes have no infinities or NaN.
 constexpr bool CLEARS = false;

@@ -1,8 +1,8 @@
-// What a block of the kernels that make planes works on: some rows of a head of q, k or v, or of dO.
+// What a block of the kernels that make planes works on: some rows of a head of k or v, in backward of q or
+// dO as well.
 #pragma once
 #include "planes/head_chunks.cuh"
-
-constexpr int UNIT = 4;  // floats that a thread reads at once
+#include "planes/split_unit.cuh"
 
 // Of packed sequences chunks begin where regions do, and what is said of a head is of its region.
 struct PlaneChunk {
@@ -12,7 +12,7 @@ struct PlaneChunk {
     int begin, end;      // rows of the chunk
     int known_end;       // rows behind are of no sequence: zeros stand for them
     int number;          // among those of all operands
-    int head;            // where it stands among those of q, then k, then v, then dO
+    int head;            // where it stands among those of all operands
     HeadChunks of_head;  // those of the head
     bool is_values;      // its columns are those of values: of dO as well
 
@@ -42,13 +42,12 @@ __device__ __forceinline__ i64 first_row_of(const Params& p, int head, const lon
     return offset;
 }
 
-// The chunk of this block, which is one of those of all heads of q, then k, then v, then dO. P is
-// Params, a template's because not all have dO.
+// The chunk of this block, which is one of those of all heads of q, then k, then v, then dO, as far as they
+// are read. P is Params, a template's because not all have q's and dO's.
 template <typename P>
 __device__ __forceinline__ PlaneChunk find_chunk(const P& p) {
     constexpr Constant<PLANE_QUERIES> QUERIES;
     constexpr Constant<PLANE_KEYS> KEYS;
-    const int q_chunks = chunks_of<QUERIES>(p, p.query_length);
     const int k_chunks = chunks_of<KEYS>(p, p.key_length);
     int index = blockIdx.x, first_head = 0;
     PlaneChunk chunk{};
@@ -73,12 +72,15 @@ __device__ __forceinline__ PlaneChunk find_chunk(const P& p) {
         chunk.head += first_head * region_count(p);
     };
     const auto pass = [&](int count, int chunks) { index -= count * chunks, first_head += count; };
-    if (index < p.q_planes_heads * q_chunks) {
-        take(p.q, p.q_planes, p.q_planes_heads, p.q_planes_stride, p.q_axis_stride, p.q_row_stride,
-             QUERIES, true, PLANE_WIDTH);
-        return chunk;
+    if constexpr (OF_GRADIENTS) {
+        const int q_chunks = chunks_of<QUERIES>(p, p.query_length);
+        if (index < p.q_planes_heads * q_chunks) {
+            take(p.q, p.q_planes, p.q_planes_heads, p.q_planes_stride, p.q_axis_stride,
+                 p.q_row_stride, QUERIES, true, PLANE_WIDTH);
+            return chunk;
+        }
+        pass(p.q_planes_heads, q_chunks);
     }
-    pass(p.q_planes_heads, q_chunks);
     if (index < p.k_planes_heads * k_chunks) {
         take(p.k, p.k_planes, p.k_planes_heads, p.k_planes_stride, p.k_axis_stride, p.k_row_stride,
              KEYS, false, PLANE_WIDTH);

@@ -9,9 +9,9 @@ struct QueryBlock {
     Head head;
     int part, query_tile;
 
-    // Whether there is such a tile: packed sequences may leave blocks without one.
-    __device__ __forceinline__ bool locate(const Params& p, int query_tiles) {
-        const Work work(p, blockIdx.x, query_tiles * (SPLIT ? p.parts : 1), GROUP);
+    // The tile with this number; whether there is one: packed sequences may leave blocks without one.
+    __device__ __forceinline__ bool locate(const Params& p, int number, int query_tiles) {
+        const Work work(p, number, query_tiles * (SPLIT ? p.parts : 1), GROUP);
         part = SPLIT ? work.tile / query_tiles : 0;
         const int tile = SPLIT ? work.tile % query_tiles : work.tile;
         const RegionTile place =

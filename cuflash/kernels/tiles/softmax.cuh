@@ -68,14 +68,18 @@ struct OnlineSoftmax {
     template <int COLUMNS, typename... ScoreAgain>  // as GuardedSoftmax has it
     __device__ __forceinline__ bool update(A (&S)[ROWS][COLUMNS], A multiplier, A (&rescale)[ROWS],
                                            const ScoreAgain&...) {
-        return update_scaled(S, multiplier, A(1), A(0), rescale);
+        A units[ROWS];
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i) units[i] = A(1);
+        return update_scaled(S, multiplier, units, A(0), rescale);
     }
 
-    // The same of scores that lack a power of two as well, `unit`, which other tiles' may differ from.
-    // P and sums come out 2^exponent times as large.
+    // The same of scores that lack a power of two as well, a row's unit, which may differ from that of other
+    // tiles. P and sums come out 2^exponent times as large.
     template <int COLUMNS>
-    __device__ __forceinline__ bool update_scaled(A (&S)[ROWS][COLUMNS], A multiplier, A unit,
-                                                  A exponent, A (&rescale)[ROWS]) {
+    __device__ __forceinline__ bool update_scaled(A (&S)[ROWS][COLUMNS], A multiplier,
+                                                  const A (&units)[ROWS], A exponent,
+                                                  A (&rescale)[ROWS]) {
         bool stale = false, far = false;
         A largest[ROWS], subtracted[ROWS];
 #pragma unroll
@@ -83,7 +87,7 @@ struct OnlineSoftmax {
             largest[i] = S[i][0];
 #pragma unroll
             for (int j = 1; j < COLUMNS; ++j) largest[i] = larger(largest[i], S[i][j]);
-            largest[i] = row_maximum<ROW_THREADS>(largest[i]) * unit;
+            largest[i] = row_maximum<ROW_THREADS>(largest[i]) * units[i];
             stale |= (largest[i] - origin[i]) * multiplier > A(LAZY);
             subtracted[i] = origin[i] == -infinity<A>() ? A(0) : origin[i] * multiplier;
             far |= is_far(subtracted[i]);
@@ -101,14 +105,15 @@ struct OnlineSoftmax {
                 if (is_far(subtracted[i])) {
                     subtracted[i] = A(0);
 #pragma unroll
-                    for (int j = 0; j < COLUMNS; ++j) S[i][j] -= raised / unit;
+                    for (int j = 0; j < COLUMNS; ++j) S[i][j] -= raised / units[i];
                 }
             }
         }
-        const A factor = multiplier * unit;
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i)
+        for (int i = 0; i < ROWS; ++i) {
+            const A factor = multiplier * units[i];
             exponentiate(S[i], [=](A) { return factor; }, subtracted[i] - exponent, sum[i]);
+        }
         return stale;
     }
 
