@@ -337,8 +337,8 @@ def test_emulator_hard_cases_need(monkeypatch, change, old, new, row):
         # dV is of what is kept.
         ("left[i][j] = kept.has(i, j) ? P[i][j]", "left[i][j] = true ? P[i][j]"),
         # And so is dP, in rows of keys and in rows of queries.
-        ("(dP_kept - delta)", "(dP[i][j] - delta)"),
-        ("multiply_add(dP_kept,", "multiply_add(dP[i][j],"),
+        ("multiply_add(dP_kept, factor, -delta)", "multiply_add(dP[i][j], factor, -delta)"),
+        ("dP_kept, factor, -stats.deltas[i])", "dP[i][j], factor, -stats.deltas[i])"),
     ],
 )
 def test_emulator_dropout_needs(monkeypatch, old, new, row):

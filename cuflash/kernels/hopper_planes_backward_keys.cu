@@ -83,9 +83,9 @@ __device__ __forceinline__ void sum_values(const Params& p, SharedMemory& smem) 
             wait_products<0>(S);
             settle(small);
             rows.exchange(tile);
-            combine(S, small, item.located.score_factor);
+            combine(S, small);
             TurnedStep::Tile& W = SCORE_HAS_SLOPE ? sloped : S;
-            now.to_weights(S, W, rows);
+            now.to_weights(S, W, rows, item.located.score_factor);
             if (facts.is_cut) now.hide(S, W, bits, shown);
             if (smem.row_stats[slot][NONFINITE] != 0) dV.held = false;
             barriers.P_empty[slot].wait(step.parity() ^ 1);
@@ -151,13 +151,13 @@ __device__ __forceinline__ void sum_keys(const Params& p, SharedMemory& smem) {
             wait_products<0>(dP);
             settle(small);
             if (speaks) barriers.dO_empty[slot].arrive();
-            combine(dP, small, item.located.dP_factor);
+            combine(dP, small);
             barriers.P_full[slot].wait(step.parity());
             load_units<WARPGROUP>(W, reinterpret_cast<const Accumulator*>(smem.P[slot][0]), thread);
             if (facts.is_cut || SCORE_MAY_HIDE)
-                now.to_score_gradients<true>(dP, W);
+                now.to_score_gradients<true>(dP, W, item.located.dP_factor);
             else
-                now.to_score_gradients<false>(dP, W);
+                now.to_score_gradients<false>(dP, W, item.located.dP_factor);
             __syncwarp();  // all lanes have loaded P
             if (speaks) barriers.P_empty[slot].arrive();
             dK.add(dP, AddToKeys{Q + slot * (QueryRows::BYTES >> 4)},

@@ -103,8 +103,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             shown.load(tile, bits);
             wait_products<1>(S);
             settle(small_S);
-            combine(S, small_S, item.located.score_factor);
-            now.to_weights(S, rows, false);
+            combine(S, small_S);
+            now.to_weights(S, rows, false, item.located.score_factor);
             const bool cut = sight.seen == Sight::SOME;
             if (cut) now.hide(S, bits, shown);
             settle(S);  // exponentials come before the wait for dP
@@ -112,11 +112,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             settle(small_dP);
             __syncwarp();  // all lanes have read what came with K
             if (speaks) barriers.V_empty[V_slot].arrive();
-            combine(dP, small_dP, item.located.dP_factor);
+            combine(dP, small_dP);
             if (cut || SCORE_MAY_HIDE)
-                now.to_score_gradients<true>(dP, S);
+                now.to_score_gradients<true>(dP, S, item.located.dP_factor);
             else
-                now.to_score_gradients<false>(dP, S);
+                now.to_score_gradients<false>(dP, S, item.located.dP_factor);
             dQ.add(dP, FreshProducts<KeyRows, HEAD_PART, SUMS>{K + slot * (KeyRows::BYTES >> 4)},
                    item.located.of_k & HeadFactors::SPARSE, [&](int i, int j) {
                        return fabsf(dP[i][j]) + fabsf(S[i][j] * stats.deltas[i]);

@@ -144,8 +144,8 @@ __device__ __forceinline__ void weigh_keys(const Params& p, SharedMemory& smem) 
             settle(small);
             __syncwarp();  // all lanes have read what came with K
             if (speaks) barriers.K_empty[slot].arrive();
-            combine(S, small, item.located.score_factor);
-            now.to_weights(S, rows, false);
+            combine(S, small);
+            now.to_weights(S, rows, false, item.located.score_factor);
             if (sight.seen == Sight::SOME) now.hide(S, bits, shown);
             if (sight.seen == Sight::NOTHING) QueryStep::hide_all(S);
             barriers.P_empty[slot].wait(step.parity() ^ 1);
@@ -206,15 +206,15 @@ __device__ __forceinline__ void sum_queries(const Params& p, SharedMemory& smem)
             wait_products<0>(dP);
             settle(small);
             if (speaks) barriers.V_empty[V_slot].arrive();
-            combine(dP, small, item.located.dP_factor);
+            combine(dP, small);
             barriers.P_full[slot].wait(step.parity());
             load_units<WARPGROUP>(W, smem.P[slot], thread);
             __syncwarp();  // all lanes have loaded P
             if (speaks) barriers.P_empty[slot].arrive();
             if (cut || SCORE_MAY_HIDE)
-                now.to_score_gradients<true>(dP, W);
+                now.to_score_gradients<true>(dP, W, item.located.dP_factor);
             else
-                now.to_score_gradients<false>(dP, W);
+                now.to_score_gradients<false>(dP, W, item.located.dP_factor);
             dQ.add(dP, AddToQueries{K + slot * (KeyRows::BYTES >> 4)},
                    item.located.of_k & HeadFactors::SPARSE, [&](int i, int j) {
                        return fabsf(dP[i][j]) + fabsf(W[i][j] * stats.deltas[i]);

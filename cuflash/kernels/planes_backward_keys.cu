@@ -122,10 +122,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         {
             TurnedStep::Tile small;
             ScoredPlanes::score(S, small, K, Q);
-            combine(S, small, facts.score_factor);
+            combine(S, small);
         }
         rows.exchange(tile);
-        now.to_weights(S, W, rows);
+        now.to_weights(S, W, rows, facts.score_factor);
         const bool cut = tiles.is_cut(visit);
         if (cut) now.hide(S, W, bits, shown);
         if (stats[NONFINITE] != 0) dV.held = false;
@@ -138,12 +138,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         {
             TurnedStep::Tile small;
             ValuePlanes::score(dP, small, V, dO);
-            combine(dP, small, facts.dP_factor);
+            combine(dP, small);
         }
         if (cut || SCORE_MAY_HIDE)
-            now.template to_score_gradients<true>(dP, W);
+            now.template to_score_gradients<true>(dP, W, facts.dP_factor);
         else
-            now.template to_score_gradients<false>(dP, W);
+            now.template to_score_gradients<false>(dP, W, facts.dP_factor);
         dK.add(dP, PlaneProducts<ScoredPlanes>{Q}, facts.of_q & GradientFactors::SPARSE,
                [&](int i, int j) { return now.magnitude(dP, W, i, j); });
         wait_copies<0>();

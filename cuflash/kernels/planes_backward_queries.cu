@@ -113,20 +113,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             {
                 float small[2][Scores::COLUMNS];
                 ScoredPlanes::score(S, small, Q, K);
-                combine(S, small, facts.score_factor);
+                combine(S, small);
             }
-            now.to_weights(S, rows, false);
+            now.to_weights(S, rows, false, facts.score_factor);
             const bool cut = shown_bits >= 0 || own.is_cut_by_band({entry.tile, -1, -1});
             if (cut) now.hide(S, bits, shown);
             {
                 float small[2][Scores::COLUMNS];
                 ValuePlanes::score(dP, small, dO, V);
-                combine(dP, small, facts.dP_factor);
+                combine(dP, small);
             }
             if (cut || SCORE_MAY_HIDE)
-                now.template to_score_gradients<true>(dP, S);
+                now.template to_score_gradients<true>(dP, S, facts.dP_factor);
             else
-                now.template to_score_gradients<false>(dP, S);
+                now.template to_score_gradients<false>(dP, S, facts.dP_factor);
             dQ.add(
                 dP, PlaneProducts<ScoredPlanes>{K}, facts.of_k & GradientFactors::SPARSE,
                 [&](int i, int j) { return fabsf(dP[i][j]) + fabsf(S[i][j] * stats.deltas[i]); });

@@ -94,11 +94,13 @@ struct QueryStepOf {
 
     __device__ __forceinline__ void draw_kept() { kept.draw(tile, p, head, q_begin, k_begin); }
 
-    // The weights of dS: P times the derivative of the modified score by the score. In place of S.
+    // The weights of dS: P times the derivative of the modified score by the score. In place of S, which
+    // lacks a factor.
     __device__ __forceinline__ void to_weights(Accumulator (&S)[ROWS][COLUMNS], const Rows& rows,
-                                               bool whole) const {
+                                               bool whole, Accumulator factor = 1) const {
         const OfHead of_head = read_of_head(head, p);
-        const Accumulator multiplier = score_multiplier(p);
+        const Accumulator multiplier =
+            score_multiplier(p) * (SCORE_IS_MODIFIED ? Accumulator(1) : factor);
         with_scores(S, p, whole, [&](const auto& score_of) {
 #pragma unroll
             for (int i = 0; i < ROWS; ++i)
@@ -106,7 +108,7 @@ struct QueryStepOf {
                 for (int j = 0; j < COLUMNS; ++j) {
                     Dual<Accumulator> score(S[i][j], Accumulator(1));
                     if constexpr (SCORE_IS_MODIFIED)
-                        score = score_of(S[i][j], of_head, head, q_begin + tile.row(i),
+                        score = score_of(S[i][j] * factor, of_head, head, q_begin + tile.row(i),
                                          column_place(tile, k_begin, j), p, rows.at(i, j));
                     S[i][j] = exp2_of(multiply_add(score.value, multiplier, -stats.log2_sums[i])) *
                               score.slope;
@@ -144,19 +146,19 @@ struct QueryStepOf {
             for (int j = 0; j < COLUMNS; ++j) weights[i][j] = -Accumulator(0);
     }
 
-    // dS from its weights and dP, in place of dP. Where a weight is hidden it is 0, whatever dP and
-    // delta hold. Dropout is in delta already, by way of O.
+    // dS from its weights and dP, which lacks a factor, in place of dP. Where a weight is hidden it is 0,
+    // whatever dP and delta hold. Dropout is in delta already, by way of O.
     template <bool CUT>
-    __device__ __forceinline__ void to_score_gradients(
-        Accumulator (&dP)[ROWS][COLUMNS], const Accumulator (&weights)[ROWS][COLUMNS]) const {
+    __device__ __forceinline__ void to_score_gradients(Accumulator (&dP)[ROWS][COLUMNS],
+                                                       const Accumulator (&weights)[ROWS][COLUMNS],
+                                                       Accumulator factor = 1) const {
 #pragma unroll
         for (int i = 0; i < ROWS; ++i)
 #pragma unroll
             for (int j = 0; j < COLUMNS; ++j) {
                 const bool shown = !CUT || !is_negative_zero(weights[i][j]);
                 const Accumulator dP_kept = kept.has(i, j) ? dP[i][j] : Accumulator(0);
-                // Compiled as an addition, but placed as the FMA that it was before dropout.
-                const Accumulator rest = multiply_add(dP_kept, Accumulator(1), -stats.deltas[i]);
+                const Accumulator rest = multiply_add(dP_kept, factor, -stats.deltas[i]);
                 dP[i][j] = shown ? weights[i][j] * rest : Accumulator(0);
             }
     }

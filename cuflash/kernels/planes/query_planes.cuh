@@ -44,15 +44,13 @@ __device__ __forceinline__ Vector<float, 2> make_query_planes(const Params& p, c
         for (int part = 0; part < PARTS; ++part)
 #pragma unroll
             for (int e = 0; e < UNIT; ++e)
-                range.most =
-                    max(range.most, __float_as_uint(numbers[i][part].at[e]) & 0x7fffffff);
+                range.most = max(range.most, __float_as_uint(numbers[i][part].at[e]) & 0x7fffffff);
 #pragma unroll
         for (int other = 1; other < ACROSS; other *= 2)
             range.most = max(range.most, __shfl_xor_sync(FULL_WARP, range.most, other));
         const HeldChunk chunk(range, false);
         units[i] = power_of_two(-chunk.exponent);
-        const bool held =
-            chunk.held && score_sum(units[i] * k_unit, p.scale) <= LARGEST_SCORE_SUM;
+        const bool held = chunk.held && score_sum(units[i] * k_unit, p.scale) <= LARGEST_SCORE_SUM;
         all_held &= held;
 #pragma unroll
         for (int part = 0; part < PARTS; ++part) {
@@ -74,8 +72,7 @@ __device__ __forceinline__ Vector<float, 2> make_query_planes(const Params& p, c
         const int wanted = lane / 4 + 8 * i;
 #pragma unroll
         for (int j = 0; j < TIMES; ++j) {
-            const float unit =
-                __shfl_sync(FULL_WARP, units[j], wanted % AT_A_TIME * ACROSS);
+            const float unit = __shfl_sync(FULL_WARP, units[j], wanted % AT_A_TIME * ACROSS);
             if (wanted / AT_A_TIME == j) of_rows.at[i] = unit;
         }
     }

@@ -90,14 +90,14 @@ struct RowSums {
     }
 };
 
-// What two sums of products amount to: of the high planes, and of each high with a low plane.
+// What two sums of products amount to, but for a head's factor: of the high planes, and of each high with a
+// low plane.
 template <int COLUMNS>
-__device__ __forceinline__ void combine(float (&sums)[2][COLUMNS], const float (&small)[2][COLUMNS],
-                                        float factor) {
+__device__ __forceinline__ void combine(float (&sums)[2][COLUMNS],
+                                        const float (&small)[2][COLUMNS]) {
 #pragma unroll
     for (int i = 0; i < 2; ++i)
 #pragma unroll
         for (int j = 0; j < COLUMNS; ++j)
-            sums[i][j] =
-                multiply_add(small[i][j], factor / (1 << VALUE_SHIFT), sums[i][j] * factor);
+            sums[i][j] = multiply_add(small[i][j], 1.0f / (1 << VALUE_SHIFT), sums[i][j]);
 }

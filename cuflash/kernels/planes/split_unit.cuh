@@ -19,8 +19,8 @@ __device__ __forceinline__ void split_unit(const Vector<float, UNIT>& unit, floa
 
 // Writes them to the planes of a row in memory: the low one lies WIDTH halves behind the high one.
 template <int WIDTH, int SHIFT>
-__device__ __forceinline__ void store_planes(unsigned short* planes, const Vector<float, UNIT>& unit,
-                                             float factor) {
+__device__ __forceinline__ void store_planes(unsigned short* planes,
+                                             const Vector<float, UNIT>& unit, float factor) {
     Vector<__half, UNIT> high, low;
     split_unit<SHIFT>(unit, factor, high, low);
     *reinterpret_cast<Vector<__half, UNIT>*>(planes) = high;

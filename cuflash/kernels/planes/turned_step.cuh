@@ -34,11 +34,13 @@ struct TurnedStepOf {
         return {__uint_as_float(pair.at[0]), __uint_as_float(pair.at[1])};
     }
 
-    // P^T from S^T, and in W^T that times the derivative of the modified score by the score, if it has
+    // P^T from S^T, which lacks a factor, and in W^T that times the derivative of the modified score by the score, if it has
     // one that is not 1.
-    __device__ __forceinline__ void to_weights(Tile& S, Tile& W, Rows& rows) const {
+    __device__ __forceinline__ void to_weights(Tile& S, Tile& W, Rows& rows,
+                                               Accumulator factor) const {
         const OfHead of_head = read_of_head(head, p);
-        const Accumulator multiplier = score_multiplier(p);
+        const Accumulator multiplier =
+            score_multiplier(p) * (SCORE_IS_MODIFIED ? Accumulator(1) : factor);
 #pragma unroll
         for (int j = 0; j < COLUMNS; ++j) {
             const Accumulator log2_sum = stats(0, j / 2).at[j % 2];
@@ -47,8 +49,9 @@ struct TurnedStepOf {
             for (int i = 0; i < ROWS; ++i) {
                 Dual<Accumulator> score(S[i][j], Accumulator(1));
                 if constexpr (SCORE_IS_MODIFIED)
-                    score = score_of(S[i][j], of_head, head, column_place(tile, q_begin, j),
-                                     k_begin + tile.row(i), p, rows.at(i, j));
+                    score =
+                        score_of(S[i][j] * factor, of_head, head, column_place(tile, q_begin, j),
+                                 k_begin + tile.row(i), p, rows.at(i, j));
                 S[i][j] = exp2_of(multiply_add(score.value, multiplier, -log2_sum));
                 if (SCORE_HAS_SLOPE) W[i][j] = S[i][j] * score.slope;
                 if (SCORE_MAY_HIDE && score.value == -infinity<Accumulator>())
@@ -85,10 +88,11 @@ struct TurnedStepOf {
                 left[i][j] = kept.has(i, j) ? P[i][j] : Accumulator(0);
     }
 
-    // dS^T from its weights and dP^T, into dP. Where a weight is hidden it is 0, whatever dP and delta
+    // dS^T from its weights and dP^T, which lacks a factor, into dP. Where a weight is hidden it is 0, whatever dP and delta
     // hold. Dropout is in delta already, by way of O.
     template <bool CUT>
-    __device__ __forceinline__ void to_score_gradients(Tile& dP, const Tile& W) const {
+    __device__ __forceinline__ void to_score_gradients(Tile& dP, const Tile& W,
+                                                       Accumulator factor) const {
 #pragma unroll
         for (int j = 0; j < COLUMNS; ++j) {
             const Accumulator delta = stats(BLOCK_Q, j / 2).at[j % 2];
@@ -96,7 +100,8 @@ struct TurnedStepOf {
             for (int i = 0; i < ROWS; ++i) {
                 const bool shown = !CUT || !is_negative_zero(W[i][j]);
                 const Accumulator dP_kept = kept.has(i, j) ? dP[i][j] : Accumulator(0);
-                dP[i][j] = shown ? W[i][j] * (dP_kept - delta) : Accumulator(0);
+                const Accumulator rest = multiply_add(dP_kept, factor, -delta);
+                dP[i][j] = shown ? W[i][j] * rest : Accumulator(0);
                 const int q = q_begin + tile.column(j), k = k_begin + tile.row(i);
                 if (STORES_DSCORE && q < head.query_length && k < head.key_length)
                     store_dscore(p, head, q, k, dP[i][j]);
