@@ -873,11 +873,11 @@ def test_tables_of_planes_follow_the_workspace(launch, monkeypatch):
     for workspace in (Array(size, np.uint8), Array(size, np.uint8)):
         encoded.clear()
         run(launch, call, arguments, 1, workspace)
-        planes = {starts[f"{name}_planes"] + workspace.data.ptr for name in "qkv"}
+        planes = {starts[f"{name}_planes"] + workspace.data.ptr for name in "kv"}
         assert set(encoded) == planes
         (params,) = {x[-1].tobytes() for x in launch.launched[-len(call.plan.kernels) :]}
         (params,) = np.frombuffer(params, params_dtype(call.plan.problem))
-        assert {params[f"{name}_planes"] for name in "qkv"} == planes
+        assert {params[f"{name}_planes"] for name in "kv"} == planes
 
 
 @pytest.mark.parametrize("kind", [ForwardCall, BackwardCall])
