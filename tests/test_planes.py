@@ -2,6 +2,7 @@
 what planes hold, and on what they do not, which goes another way.
 """
 
+import dataclasses
 import os
 
 import numpy as np
@@ -200,6 +201,15 @@ def test_emulator_rows(dim, block_k, sizes):
 
 
 @emulated_only
+@pytest.mark.parametrize("algo", ["fa2", "fa3"])
+@pytest.mark.parametrize("change", [infinite_values, infinite_queries, weights_as_results])
+def test_emulator_parts_of_keys(change, algo):
+    """The kernel behind works on every part of what is left to it."""
+    row = dataclasses.replace(row_of(64, 64, algo), span=128)
+    assert emulated(*hard_operands(change, 70, 500, 64), row, mode="fast")["wgmma"] > 0
+
+
+@emulated_only
 def test_emulator_tiny_scales_hide():
     """Numbers and a scale that are all tiny: 0 times a hidden score, -infinity, would be NaN."""
     q, k, v = hard_operands(tiny_operands, 70, 70, 64)
@@ -318,7 +328,6 @@ def cupy():
 def on_gpu(cupy, row, q, k, v, **options):
     """out, lse and which heads planes hold, from a row of the table."""
     import copy
-    import dataclasses
 
     from cuflash.calls.arguments import Arguments, Options, forward_arrays
     from cuflash.calls.call import ForwardCall
@@ -344,6 +353,15 @@ def test_gpu_hard(cupy, change, causal):
     q, k, v = hard_operands(change, 300, 700, 64)
     out, lse, plan = on_gpu(cupy, row_of(64, 128), q, k, v, causal=causal)
     assert_forward_close(out, lse, q, k, v, plan=plan, causal=causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("change", [infinite_values, infinite_queries, weights_as_results])
+def test_gpu_parts_of_keys(cupy, change):
+    q, k, v = hard_operands(change, 300, 1500, 64)
+    row = dataclasses.replace(row_of(64, 128, "fa3"), span=256)
+    out, lse, plan = on_gpu(cupy, row, q, k, v)
+    assert_forward_close(out, lse, q, k, v, plan=plan)
 
 
 @pytest.mark.gpu

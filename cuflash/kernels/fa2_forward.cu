@@ -44,7 +44,7 @@ static_assert(is_laid_out<Tile::Shared>(tile_bytes::Q, Q_TILE) &&
                   is_laid_out<Tile::Shared>(tile_bytes::exchange, Tile::EXCHANGE),
               "the plan's tiles are those of the kernel");
 
-// Works on the tile of queries with this number.
+// Works on the tile of queries, or the part of its keys, with this number.
 __device__ __forceinline__ void attend(const Params& p, int number) {
     extern __shared__ __align__(16) unsigned char smem[];
     Tile::Shared* const Q_smem = reinterpret_cast<Tile::Shared*>(smem + shared_at::Q);
@@ -194,8 +194,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     await_kernel_before();
     if constexpr (BEHIND_HOPPER) {
         if (!__syncthreads_or(has_mark(p, threadIdx.x, THREADS))) return;
-        const int tiles = p.head_count * tiles_behind(p);
-        for (int number = blockIdx.x; number < tiles; number += gridDim.x) {
+        const int count = p.head_count * tiles_behind(p) * (SPLIT ? p.parts : 1);
+        for (int number = blockIdx.x; number < count; number += gridDim.x) {
             attend(p, number);
             __syncthreads();  // nobody reads this tile's memory any more
         }

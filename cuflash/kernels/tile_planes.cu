@@ -1,8 +1,8 @@
 // Two planes of halves for every float of k and v (planes/plane_range.cuh), for the forward pass: the numbers
-// of a chunk, a tile that it visits, share a power of two. So memory is read once: a block copies its chunk to shared memory, finds the
-// range of its numbers, and writes their planes. There several blocks have room on a multiprocessor, of
-// which some read while others write. With the chunk in registers two or three had, and took 1.17 to 1.34 times
-// as long at D 128.
+// of a chunk, a tile that it visits, share a power of two. So memory is read once: a block copies its chunk to
+// shared memory, finds the range of its numbers, and writes their planes. There several blocks have room on a
+// multiprocessor, of which some read while others write. With the chunk in registers two or three had, and took
+// 1.17 to 1.34 times as long at D 128.
 //
 // Grid: a block for every chunk (planes/plane_chunk.cuh).
 //

@@ -61,16 +61,16 @@ def held_heads(problem: Problem) -> int:
 
 
 def plane_buffers(
-    problem: Problem, widths: tuple[int, int], chunk: int = PLANE_ROWS
+    problem: Problem, widths: tuple[int, int], rows: int = PLANE_ROWS
 ) -> tuple[Buffer, ...]:
     """Planes, what is known of them, and which rows are worked on again."""
-    rows, item = plane_rows(problem, widths), ITEM_BYTES[problem.dtype]
+    operands, item = plane_rows(problem, widths), ITEM_BYTES[problem.dtype]
     return (
         *(
             Buffer(f"{name}_planes", columns * item, heads * length)
-            for name, (heads, length, columns) in rows.items()
+            for name, (heads, length, columns) in operands.items()
         ),
-        Buffer("plane_ranges", RANGE_BYTES, plane_chunks(problem, chunk)),
+        Buffer("plane_ranges", RANGE_BYTES, plane_chunks(problem, rows)),
         Buffer("held_heads", HELD_BYTES, held_heads(problem)),
         Buffer("again", 4, problem.head_count * again_tiles(problem)),
     )
@@ -83,13 +83,13 @@ def plane_launches(problem: Problem) -> tuple[Launch, ...]:
 
 
 def plane_constants(
-    problem: Problem, widths: tuple[int, int], keys: int = PLANE_ROWS
+    problem: Problem, widths: tuple[int, int], rows: int = PLANE_ROWS
 ) -> dict[str, int | bool]:
     """Sizes that the kernels which make planes read, and those that read planes."""
     head, value = widths
     return {
         "PLANE_QUERIES": PLANE_ROWS,
-        "PLANE_KEYS": keys,
+        "PLANE_KEYS": rows,
         "PLANE_THREADS": PLANE_THREADS,
         "RANGES_BYTES": RANGES_BYTES,
         "PLANE_WIDTH": head,

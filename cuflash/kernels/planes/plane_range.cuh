@@ -1,8 +1,8 @@
 // The range of some numbers, and what that says of their planes.
 //
 // A float x is held as two halves, x = 2^-e (high + low 2^-shift): high is x 2^e rounded, low is what
-// is left, times 2^shift, rounded. Numbers share an e: in backward those of a head, in forward those of
-// a chunk of its rows (head_chunks.cuh). The largest of them times 2^e lies in [2^14, 2^15).
+// is left, times 2^shift, rounded. Numbers share an e: in backward those of a head, in forward those of a
+// query, and of a chunk of a head's keys or values (head_chunks.cuh). The largest of them times 2^e lies in [2^14, 2^15).
 #pragma once
 #include "numeric.cuh"
 
