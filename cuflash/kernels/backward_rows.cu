@@ -46,9 +46,10 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS, 3)
     backward_rows(const __grid_constant__ Params p) {
     admit_kernel_behind();
     await_kernel_before();
-    const RegionTile place = query_tile_at<BLOCK_Q>(p, blockIdx.x % p.query_tiles, p.query_tiles);
+    const int block = block_from_end();  // the kernel behind begins with the first heads
+    const RegionTile place = query_tile_at<BLOCK_Q>(p, block % p.query_tiles, p.query_tiles);
     const int tile = place.tile;
-    const int index = blockIdx.x / p.query_tiles;
+    const int index = block / p.query_tiles;
     const Position position(p, index);
     const Head head = locate_head(p, position, index, place.region);
     const i64 origin = query_origin(head);
@@ -60,16 +61,16 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS, 3)
     const Accumulator* const lse = find_rows(p.lse, p.lse_axis_stride, p.lse_row_stride);
     const Accumulator* const dlse =
         p.dlse == nullptr ? nullptr : find_rows(p.dlse, p.dlse_axis_stride, p.dlse_row_stride);
-    Accumulator* const log2_sums = p.row_stats + i64(blockIdx.x) * ROW_STATS;
+    Accumulator* const log2_sums = p.row_stats + i64(block) * ROW_STATS;
     Accumulator* const deltas = log2_sums + BLOCK_Q;
 
     if constexpr (CLEARS_DQ) {
-        Accumulator* const dQ = p.dq_sum + i64(blockIdx.x) * DQ_SUMS;
+        Accumulator* const dQ = p.dq_sum + i64(block) * DQ_SUMS;
         for (int i = threadIdx.x * CHUNK<Accumulator>; i < DQ_SUMS;
              i += SIDE_THREADS * CHUNK<Accumulator>)
             *reinterpret_cast<Vector<Accumulator>*>(dQ + i) = {};
     }
-    if (p.turns != nullptr && threadIdx.x < TURNS) p.turns[blockIdx.x * TURNS + threadIdx.x] = 0;
+    if (p.turns != nullptr && threadIdx.x < TURNS) p.turns[block * TURNS + threadIdx.x] = 0;
     if (blockIdx.x == 0 && int(threadIdx.x) < TICKETS) p.tickets[threadIdx.x] = 0;
     if (LOCATES_HEADS && tile == 0 && threadIdx.x % 32 == 0)
         for (int part = threadIdx.x / 32; part < GradientHead::PARTS; part += SIDE_THREADS / 32)

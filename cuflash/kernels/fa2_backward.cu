@@ -24,6 +24,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     extern __shared__ __align__(16) unsigned char smem[];
     admit_kernel_behind();
     await_kernel_before();
+    if constexpr (AFTER_PLANES)  // there is seldom anything to do
+        if (!__syncthreads_or(has_mark(p, threadIdx.x, THREADS))) return;
     int index = blockIdx.x;
     if (ORDERED) {
         // Numbers in the order in which blocks start, which that of blockIdx need not be.

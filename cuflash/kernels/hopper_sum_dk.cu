@@ -8,5 +8,5 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
     await_kernel_before();
     sum_rows<BLOCK_K, HEAD_DIM, padded(HEAD_DIM)>(
         p.dk, p.dk_row_stride, p.dk_axis_stride, p.dk_sum, p.scale, p, p.key_tiles,
-        key_tile_at<BLOCK_K>(p, blockIdx.x % p.key_tiles, p.key_tiles));
+        key_tile_at<BLOCK_K>(p, block_from_end() % p.key_tiles, p.key_tiles));
 }

@@ -42,10 +42,11 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
     extern __shared__ __align__(16) unsigned char bytes[];
     await_kernel_before();
     TurnedTile& turned = *reinterpret_cast<TurnedTile*>(bytes);
-    const int tile = blockIdx.x % p.query_tiles, consumer = threadIdx.x / WARPGROUP;
+    const int block = block_from_end();
+    const int tile = block % p.query_tiles, consumer = threadIdx.x / WARPGROUP;
     const RegionTile place = query_tile_at<BLOCK_Q>(p, tile, p.query_tiles);
     if (!place.exists()) return;
-    const SharedRows heads(p, p.dq_axis_stride, blockIdx.x / p.query_tiles);
+    const SharedRows heads(p, p.dq_axis_stride, block / p.query_tiles);
     DqSums sums = {};
     for (int i = 0; i < heads.count; ++i) {
         const i64 at = i64(heads[i]) * p.query_tiles + tile;

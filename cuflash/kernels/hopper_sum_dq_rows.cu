@@ -8,5 +8,5 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
     await_kernel_before();
     sum_rows<BLOCK_Q, HEAD_DIM, padded(HEAD_DIM)>(
         p.dq, p.dq_row_stride, p.dq_axis_stride, p.dq_sum, p.scale, p, p.query_tiles,
-        query_tile_at<BLOCK_Q>(p, blockIdx.x % p.query_tiles, p.query_tiles));
+        query_tile_at<BLOCK_Q>(p, block_from_end() % p.query_tiles, p.query_tiles));
 }

@@ -8,5 +8,5 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS)
     await_kernel_before();
     sum_rows<BLOCK_K, HEAD_DIM_V, padded(HEAD_DIM_V)>(
         p.dv, p.dv_row_stride, p.dv_axis_stride, p.dv_sum, 1.0f, p, p.key_tiles,
-        key_tile_at<BLOCK_K>(p, blockIdx.x % p.key_tiles, p.key_tiles));
+        key_tile_at<BLOCK_K>(p, block_from_end() % p.key_tiles, p.key_tiles));
 }

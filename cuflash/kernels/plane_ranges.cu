@@ -25,7 +25,7 @@ extern "C" __global__ void __launch_bounds__(PLANE_THREADS)
     plane_ranges(const __grid_constant__ Params p) {
     admit_kernel_behind();
     await_kernel_before();
-    const PlaneChunk chunk = find_chunk(p);
+    const PlaneChunk chunk = find_chunk(p, blockIdx.x);
     extern __shared__ u32 of_warps[];
     const PlaneRange range = range_of_block<PLANE_THREADS>(
         chunk.is_values ? range_of<HEAD_DIM_V>(chunk) : range_of<HEAD_DIM>(chunk), of_warps);

@@ -48,7 +48,7 @@ extern "C" __global__ void __launch_bounds__(PLANE_THREADS)
     planes(const __grid_constant__ Params p) {
     admit_kernel_behind();
     await_kernel_before();
-    PlaneChunk chunk = find_chunk(p);
+    PlaneChunk chunk = find_chunk(p, block_from_end());
     extern __shared__ u32 of_warps[];
     PlaneRange range;
     for (int i = threadIdx.x; i < chunk.of_head.count; i += PLANE_THREADS)

@@ -10,10 +10,10 @@ constexpr int PITCH = pitch<Element>(HEAD_DIM);
 
 extern "C" __global__ void __launch_bounds__(THREADS) sum_dq(const __grid_constant__ Params p) {
     await_kernel_before();
-    const int tile_index = blockIdx.x % p.query_tiles;
+    const int block = block_from_end(), tile_index = block % p.query_tiles;
     const RegionTile place = query_tile_at<BLOCK_Q>(p, tile_index, p.query_tiles);
     if (!place.exists()) return;
-    const SharedRows heads(p, p.dq_axis_stride, blockIdx.x / p.query_tiles);
+    const SharedRows heads(p, p.dq_axis_stride, block / p.query_tiles);
     if constexpr (AFTER_PLANES)  // no heads share queries
         if (!is_marked(p, heads[0], place.region)) return;
     extern __shared__ __align__(16) unsigned char smem[];

@@ -7,10 +7,10 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS) sum_dv(const __grid_constant__ Params p) {
     await_kernel_before();
-    const int tile_index = blockIdx.x % p.key_tiles;
+    const int block = block_from_end(), tile_index = block % p.key_tiles;
     const RegionTile place = key_tile_at<BLOCK_K>(p, tile_index, p.key_tiles);
     if (!place.exists()) return;
-    const SharedRows heads(p, p.dv_axis_stride, blockIdx.x / p.key_tiles);
+    const SharedRows heads(p, p.dv_axis_stride, block / p.key_tiles);
     const ValueTile tile(threadIdx.x % 32, nullptr);
     Accumulator sum[ROWS][ValueTile::VALUE_COLUMNS] = {};
     for (int i = 0; i < heads.count; ++i)

@@ -64,7 +64,7 @@ extern "C" __global__ void __launch_bounds__(PLANE_THREADS)
     tile_planes(const __grid_constant__ Params p) {
     admit_kernel_behind();
     await_kernel_before();
-    const PlaneChunk chunk = find_chunk(p);
+    const PlaneChunk chunk = find_chunk(p, blockIdx.x);
     if (chunk.is_values)
         make_planes<HEAD_DIM_V, PLANE_WIDTH_V, VALUE_SHIFT>(p, chunk);
     else

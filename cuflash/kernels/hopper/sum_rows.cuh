@@ -1,6 +1,7 @@
 // Tiles of a gradient, rows of floats, summed over heads. Reads the prelude.
 #pragma once
 #include "seams/regions.cuh"
+#include "ptx/overlap.cuh"
 #include "shared_rows.cuh"
 #include "tiles/copies.cuh"
 #include "tiles/warp_rows.cuh"
@@ -13,9 +14,9 @@ __device__ __forceinline__ void sum_rows(Element* gradient, i64 row_stride,
                                          float factor, const Params& p, int tiles,
                                          const RegionTile& place) {
     constexpr int CHUNKS = WIDTH / CHUNK<Element>;
-    const int tile = blockIdx.x % tiles;
+    const int block = block_from_end(), tile = block % tiles;
     if (!place.exists()) return;
-    const SharedRows heads(p, axis_strides, blockIdx.x / tiles);
+    const SharedRows heads(p, axis_strides, block / tiles);
     Element* const rows = gradient + heads.offset + place.origin * row_stride;
     for (int i = threadIdx.x; i < ROWS * CHUNKS; i += SIDE_THREADS) {
         const int row = place.tile * ROWS + i / CHUNKS, column = i % CHUNKS * CHUNK<Element>;

@@ -2,6 +2,7 @@
 // the kernels behind.
 #pragma once
 #include "planes/held_heads.cuh"
+#include "planes/marks.cuh"
 #include "seams/sequence.cuh"
 
 // Whether a head is left to the kernels behind, and what leaves one: of packed sequences in one region.

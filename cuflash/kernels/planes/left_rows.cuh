@@ -1,5 +1,6 @@
 // Which rows the kernel on planes leaves to the one behind it: AGAIN_ROWS queries of a head share a mark.
 #pragma once
+#include "planes/marks.cuh"
 #include "seams/sequence.cuh"
 
 // Where the marks of a head's region begin, of AGAIN_ROWS rows each.
@@ -28,14 +29,6 @@ __device__ __forceinline__ bool is_left_out(const P& p, const H& head, int row_b
     bool left_out = false;
     each_mark(p, head, row_begin, row_end, [&](const u32& mark) { left_out |= mark != 0; });
     return left_out;
-}
-
-// Whether one of every `step`-th mark from the `first` on, of those of all heads, is set.
-template <typename P>
-__device__ __forceinline__ bool has_mark(const P& p, int first, int step) {
-    bool found = false;
-    for (int i = first; i < p.head_count * p.again_tiles; i += step) found |= p.again[i] != 0;
-    return found;
 }
 
 // A head's tiles of queries in the kernel behind, whose BLOCK_Q is its own.

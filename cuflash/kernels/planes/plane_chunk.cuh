@@ -42,33 +42,33 @@ __device__ __forceinline__ i64 first_row_of(const Params& p, int head, const lon
     return offset;
 }
 
-// The chunk of this block, which is one of those of all heads of q, then k, then v, then dO, as far as they
+// The chunk with this number, which is one of those of all heads of q, then k, then v, then dO, as far as they
 // are read. P is Params, a template's because not all have q's and dO's.
 template <typename P>
-__device__ __forceinline__ PlaneChunk find_chunk(const P& p) {
+__device__ __forceinline__ PlaneChunk find_chunk(const P& p, int number) {
     constexpr Constant<PLANE_QUERIES> QUERIES;
     constexpr Constant<PLANE_KEYS> KEYS;
     const int k_chunks = chunks_of<KEYS>(p, p.key_length);
-    int index = blockIdx.x, first_head = 0;
+    int index = number, first_head = 0;
     PlaneChunk chunk{};
-    chunk.number = index;
+    chunk.number = number;
     const auto take = [&](const float* x, void* planes, int count, const long long* heads,
                           const long long* strides, i64 row_stride, auto rows, bool of_queries,
                           int width) {
         constexpr int ROWS = decltype(rows)::value;
         const int length = of_queries ? p.query_length : p.key_length;
         const int chunks = chunks_of<ROWS>(p, length);
-        const int head = index / chunks, number = index % chunks;
+        const int head = index / chunks, of_head = index % chunks;
         chunk.rows = x + first_row_of(p, head, heads, strides);
         chunk.planes = static_cast<unsigned short*>(planes) + i64(head) * length * 2 * width;
         chunk.row_stride = row_stride;
-        chunk.begin = number * ROWS;
+        chunk.begin = of_head * ROWS;
         chunk.end = chunk.known_end = min(chunk.begin + ROWS, length);
         chunk.head = head;
-        chunk.of_head = {chunk.number - number, chunks};
+        chunk.of_head = {number - of_head, chunks};
         if constexpr (VARLEN)
             chunk.template enter_region<ROWS>(p, of_queries ? p.query_starts : p.key_starts, length,
-                                              number, count, width);
+                                              of_head, count, width);
         chunk.head += first_head * region_count(p);
     };
     const auto pass = [&](int count, int chunks) { index -= count * chunks, first_head += count; };

@@ -5,6 +5,10 @@
 #pragma once
 #include "numeric.cuh"
 
+// The number of this block in a kernel that goes the other way round: what the kernel before has touched last the
+// L2 cache still holds.
+__device__ __forceinline__ int block_from_end() { return int(gridDim.x - 1 - blockIdx.x); }
+
 // Waits until the kernel before is done and what it has written can be read. Every block of a kernel
 // that can follow another one does so before it touches what other kernels of the call do, at its end if
 // it touches nothing of that: not only for itself, but also because the kernel behind waits for the end of
