@@ -215,8 +215,10 @@ class WgmmaGradientTile(HopperGradientTile):
 
     @property
     def knows_sums(self) -> bool:
-        """Whether what is summed later is known when a kernel is compiled."""
-        return True
+        """Whether what is summed later is known when a kernel is compiled. At D 96 a kernel that asks is
+        0.5 % faster.
+        """
+        return self.max_dim != 96
 
     def sums_later(self, problem: Problem, operand: int) -> bool:
         """Whether more heads share an operand, keys (1) or values (2), than a block has: a later
