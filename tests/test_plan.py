@@ -309,7 +309,7 @@ def test_lists_of_an_array_are_made_in_the_workspace(make, algo, engine):
     down, across = math.ceil(lengths[0] / rows), math.ceil(lengths[1] / columns)
     assert plan.tile.scored_tiles(p) == (down, across)
     assert [kernel[:4] for kernel in plan.kernels[:2]] == [
-        ("mask_tiles", 3 * down * across, plan.threads, 0),
+        ("mask_tiles", 3 * down * across, 128, 0),
         ("mask_lists", 3 * down, 32, 0),
     ]
     parts = dict(plan.workspace)

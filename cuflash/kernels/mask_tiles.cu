@@ -11,6 +11,8 @@
 #include "ptx/overlap.cuh"
 #include "seams/tile_lists.cuh"
 
+constexpr int AT_ONCE = 2;  // runs of a thread that are under way
+
 // Whether the band hides a tile of the mask from all heads: where these have the arrays' own lengths.
 __device__ __forceinline__ bool is_hidden(const Params& p, i64 row_begin, i64 column_begin) {
     if (VARLEN || p.q_lengths != nullptr || p.kv_lengths != nullptr || p.q_offset != nullptr)
@@ -58,32 +60,51 @@ struct Word {
 // `width` elements of a row, so far apart.
 __device__ __forceinline__ Word read_row(const unsigned char* source, i64 stride, int width) {
     u32 bits = 0;
-    if (stride == 1 && width % 16 == 0 && u64(source) % sizeof(uint4) == 0) {
-        const uint4* const loads = reinterpret_cast<const uint4*>(source);
-#pragma unroll
-        for (int c = 0; c < 32; c += 16)
-            if (c < width) bits |= bits_of(loads[c / 16]) << c;
-        return {bits, width};
-    }
     for (int c = 0; c < width; ++c, source += stride) bits |= u32(*source != 0) << c;
     return {bits, width};
 }
 
-// The same of 32 rows, of each lane its own, where rows lie side by side: each lane reads a column of
-// them, from `source` on.
-__device__ __forceinline__ Word read_rows(const unsigned char* source, int lane, int width) {
-    const uint4* const loads = reinterpret_cast<const uint4*>(source);
-    u32 column = 0, own = 0;
-    if (lane < width) column = bits_of(loads[0]) | bits_of(loads[1]) << 16;
+// 32 elements that lie side by side, or the first 16 of them, or none.
+struct Run {
+    uint4 halves[2];
+    __device__ __forceinline__ void load(const unsigned char* source, int width) {
+        const uint4* const loads = reinterpret_cast<const uint4*>(source);
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            halves[half] = 16 * half < width ? loads[half] : uint4{};
+    }
+    __device__ __forceinline__ u32 bits() const {
+        return bits_of(halves[0]) | bits_of(halves[1]) << 16;
+    }
+};
+
+// The words of 32 rows, of each lane its own, where a lane has the rows' elements in a column.
+__device__ __forceinline__ u32 turn(u32 column, int lane) {
+    u32 own = 0;
 #pragma unroll
     for (int row = 0; row < 32; ++row) {
         const u32 bits = __ballot_sync(~0u, column >> row & 1);
         if (row == lane) own = bits;
     }
-    return {own, width};
+    return own;
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) mask_tiles(const __grid_constant__ Params p) {
+// visit(i, unit) for all COUNT units, of which as many as AT_ONCE have been given to load(i, unit) before.
+template <int COUNT, int STEP, int AT_ONCE, typename Load, typename Visit>
+__device__ __forceinline__ void each_unit(int first, const Load& load, const Visit& visit) {
+#pragma unroll 1
+    for (; first < COUNT; first += STEP * AT_ONCE) {
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i)
+            if (first + i * STEP < COUNT) load(i, first + i * STEP);
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i)
+            if (first + i * STEP < COUNT) visit(i, first + i * STEP);
+    }
+}
+
+extern "C" __global__ void __launch_bounds__(MASK_TILE_THREADS)
+    mask_tiles(const __grid_constant__ Params p) {
     admit_kernel_behind();
     await_kernel_before();
     static_assert(is_laid_out<u32>(tile_bytes::mask_bits, MASK_ROWS * TileBits::WORDS) &&
@@ -107,28 +128,47 @@ extern "C" __global__ void __launch_bounds__(THREADS) mask_tiles(const __grid_co
         some |= found.bits != 0;
         all &= found.is_full();
     };
-    const auto width_of = [&](int word) {
-        const i64 width = min(i64(WIDTH), i64(MASK_COLUMNS - word * 32));
-        return int(max(i64(0), min(width, p.mask_width - column_begin - word * 32)));
+    // Rows and columns that exist.
+    const int rows = int(min(i64(MASK_ROWS), p.mask_height - row_begin));
+    const int columns = int(min(i64(MASK_COLUMNS), p.mask_width - column_begin));
+    const auto width_of = [&](int word) { return max(0, min(WIDTH, columns - word * 32)); };
+    const auto width_in_row = [&](int r, int word) { return r < rows ? width_of(word) : 0; };
+    const auto is_aligned = [&](i64 stride) {
+        return stride % i64(sizeof(uint4)) == 0 && u64(mask) % sizeof(uint4) == 0;
     };
+    constexpr int WARPS_OF_TILE = MASK_TILE_THREADS / 32;
+    Run runs[AT_ONCE];
     // Of backward's tiles rows lie side by side, not columns.
-    const bool turned = MASK_ROWS % 32 == 0 && p.mask_row_stride == 1 &&
-                        row_begin + MASK_ROWS <= p.mask_height &&
-                        p.mask_column_stride % sizeof(uint4) == 0 && u64(mask) % sizeof(uint4) == 0;
-    if (turned) {
-        for (int unit = threadIdx.x / 32; unit < MASK_ROWS / 32 * WORDS; unit += THREADS / 32) {
-            const int first = unit / WORDS * 32, word = unit % WORDS;
-            const i64 column = word * 32 + lane;
-            store(first + lane, word,
-                  read_rows(mask + first + column * p.mask_column_stride, lane, width_of(word)));
-        }
+    if (MASK_ROWS % 32 == 0 && p.mask_row_stride == 1 && rows == MASK_ROWS &&
+        is_aligned(p.mask_column_stride)) {
+        each_unit<MASK_ROWS / 32 * WORDS, WARPS_OF_TILE, AT_ONCE>(
+            threadIdx.x / 32,
+            [&](int i, int unit) {
+                const int word = unit % WORDS, column = word * 32 + lane;
+                runs[i].load(mask + unit / WORDS * 32 + column * p.mask_column_stride,
+                             lane < width_of(word) ? 32 : 0);
+            },
+            [&](int i, int unit) {
+                const int word = unit % WORDS;
+                store(unit / WORDS * 32 + lane, word, {turn(runs[i].bits(), lane), width_of(word)});
+            });
+    } else if (columns % 16 == 0 && p.mask_column_stride == 1 && is_aligned(p.mask_row_stride)) {
+        const auto width = [&](int unit) { return width_in_row(unit / WORDS, unit % WORDS); };
+        each_unit<MASK_ROWS * WORDS, MASK_TILE_THREADS, AT_ONCE>(
+            threadIdx.x,
+            [&](int i, int unit) {
+                runs[i].load(mask + unit / WORDS * p.mask_row_stride + unit % WORDS * 32,
+                             width(unit));
+            },
+            [&](int i, int unit) {
+                store(unit / WORDS, unit % WORDS, {runs[i].bits(), width(unit)});
+            });
     } else {
-        for (int unit = threadIdx.x; unit < MASK_ROWS * WORDS; unit += THREADS) {
+        for (int unit = threadIdx.x; unit < MASK_ROWS * WORDS; unit += MASK_TILE_THREADS) {
             const int r = unit / WORDS, word = unit % WORDS;
             const unsigned char* const source =
                 mask + r * p.mask_row_stride + word * 32 * p.mask_column_stride;
-            const int width = row_begin + r < p.mask_height ? width_of(word) : 0;
-            store(r, word, read_row(source, p.mask_column_stride, width));
+            store(r, word, read_row(source, p.mask_column_stride, width_in_row(r, word)));
         }
     }
     some = __syncthreads_or(some);

@@ -33,6 +33,7 @@ from .problem import Device, Problem
 if TYPE_CHECKING:
     from ..typing import Algo, Engine
 
+MASK_TILE_THREADS = 128  # of a block of mask_tiles: many blocks read at a time
 MASK_LIST_THREADS = 32  # of a block of mask_lists
 MERGE_THREADS = 128  # of a block of merge_parts
 START_THREADS = 256  # of a block of sequence_starts
@@ -498,7 +499,7 @@ class KernelTile(Tile):
             rows, columns = self.scored_tiles(problem)
             rows *= problem.mask_lists
             lists = (
-                Launch("mask_tiles", rows * columns, self.threads),
+                Launch("mask_tiles", rows * columns, MASK_TILE_THREADS),
                 Launch("mask_lists", rows, MASK_LIST_THREADS),
             )
         merge: tuple[Launch, ...] = ()
@@ -608,6 +609,7 @@ class KernelTile(Tile):
             "DROPOUT_BLOCK": QUERY_BLOCK,
             "DROPOUT_ROUNDS": ROUNDS,
             "CLEAN_PARTS": self.clean_parts(problem),
+            "MASK_TILE_THREADS": MASK_TILE_THREADS,
             "MASKED": bool(problem.mask),
             "LAST_KEYS_FIRST": False,
             "MASK_IS_COMPUTED": bool(problem.mask_form.text),
