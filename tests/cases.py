@@ -1252,7 +1252,8 @@ class _BackwardCasesInPlanes(_BackwardCases):
         return layout in ("odd", "offset") and name != "out"
 
     def dims(self):
-        for i, dims in enumerate(((4, 4), (20, 36), (36, 20), (32, 64), (64, 4), (48, 48))):
+        pairs = (4, 4), (20, 36), (36, 20), (32, 64), (64, 4), (48, 48), (96, 72), (72, 128)
+        for i, dims in enumerate(pairs):
             (dim, value_dim), causal = dims, i % 2 == 0
             self.add(f"dims {dim} and {value_dim}", self.dtypes[0], (2, 33, dim), (2, 67, dim),
                      (2, 67, value_dim), causal=causal)  # fmt: skip

@@ -319,6 +319,13 @@ CASES += _in_planes(CASES)
 BACKWARD_CASES = [case for kernel in BACKWARD_KERNELS for case in _cases(kernel, backward=True)]
 BACKWARD_CASES += _in_planes(BACKWARD_CASES)
 
+# Forward on mma in float32, as halves have them.
+MMA_FLOATS = [
+    replace(x, name=x.name.replace("packed", "floats"), dtype="float32")
+    for x in CASES
+    if (x.algo, x.engine) == ("fa2", "mma")
+]
+
 _WHOLE = [("fa2", "mma"), ("fa2", "simt"), ("fa3", "wgmma")]
 
 

@@ -1,8 +1,13 @@
-"""float32 on mma, whose tiles become planes of halves in shared memory: results within the bounds
-of float32 on what planes hold, and on what they do not, which blocks leave to a kernel behind.
+"""float32 on mma, whose tiles become planes of halves in shared memory, or are made of planes that
+kernels before have left in memory: results within the bounds of float32 on what planes hold, and on
+what they do not, which blocks leave to a kernel behind.
 """
 
+import functools
+
+import cases
 import numpy as np
+import packed_cases
 import pytest
 from cases import FEW
 from emulator import available
@@ -16,19 +21,45 @@ from test_planes import (
     normal,
     on_gpu,
     plant,
+    tiles_of_v,
+    tiny_operands,
     weights_as_results,
 )
 from test_planes import cupy as cupy
 from tolerance import assert_forward_close
 
-from cuflash.planning.mma_floats import ROWS
+import cuflash
+from cuflash.planning import plan as planning
+from cuflash.planning.mma_floats import ROWS, MadePlanesTile
+from cuflash.planning.problem import Device
 
 emulated_only = pytest.mark.skipif(available() is not None, reason=str(available()))
+MADE = [row for row in ROWS if isinstance(row, MadePlanesTile)]
 
 
-def row_of(dim, algo="fa2"):
+def row_of(dim, algo="fa2", made=False):
     """The first row of the table for a head dim."""
-    return next(row for row in ROWS if (row.max_dim, row.algo) == (dim, algo))
+    return next(row for row in ROWS if (row.max_dim, row.algo, row in MADE) == (dim, algo, made))
+
+
+@pytest.fixture
+def planes_made_before(monkeypatch, empty_cache):
+    """Whatever a row of these serves has one, however small it is."""
+    monkeypatch.setattr(MadePlanesTile, "extra_time", lambda row, problem: -1e9)
+    planning._chosen.cache_clear()
+    yield
+    planning._chosen.cache_clear()
+
+
+def assert_made_before(plan):
+    """Its row is one of these if one serves."""
+    served = [row for row in MADE if not row.reject(plan.problem, plan.device)]
+    assert (plan.tile in MADE) == bool(served), plan
+
+
+EACH_WAY = pytest.mark.parametrize(
+    "row", [row_of(64), row_of(64, made=True)], ids=["in place", "made before"]
+)
 
 
 def emulated(q, k, v, row, **options):
@@ -70,16 +101,16 @@ SIZES = 70, 140, 64  # one tile of queries, three of keys
 
 
 @emulated_only
+@EACH_WAY
 @pytest.mark.parametrize("change", [*HARD, a_channel_of_v], ids=lambda change: change.__name__)
-def test_emulator_hard(change):
+def test_emulator_hard(change, row):
     """Blocks that are left out are those of the heads that planes do not hold, and of weights."""
-    row = row_of(64)
     whole = emulated(*hard_operands(far_apart, *SIZES), row, mode="fast")[1]
     held = {**HARD, a_channel_of_v: (0, 1), weights_as_results: (0, 0)}[change]
     left_out = HEADS - sum(held)
     counts, behind = emulated(*hard_operands(change, *SIZES), row, mode="fast")
     assert behind * HEADS == whole * left_out
-    if change is far_apart:
+    if change is far_apart and row not in MADE:  # seen before the first products
         assert counts["mma"] == 0
 
 
@@ -91,6 +122,9 @@ def test_emulator_hard(change):
         (row_of(128), (70, 100, 100)),
         (row_of(64, "fa1"), (70, 300, 64)),
         (row_of(128, "fa1"), (70, 100, 72)),
+        (row_of(64, made=True), (130, 200, 40)),
+        (row_of(128, made=True), (70, 100, 100)),
+        (row_of(256, made=True), (70, 70, 136)),
     ],
     ids=str,
 )
@@ -107,9 +141,7 @@ def test_emulator_leaves_out_heads_of_fa1(change):
     assert emulated(*hard_operands(change, *SIZES), row_of(64, "fa1"), mode="fast")[1] > 0
 
 
-@emulated_only
-@pytest.mark.parametrize("scale", [1, 1e6])
-def test_emulator_packed_equals_the_batch(scale):
+def check_packed_equals_the_batch(scale, tiles):
     """Bit for bit, also where a sequence's neighbours are left out."""
     import emulated
 
@@ -123,11 +155,68 @@ def test_emulator_packed_equals_the_batch(scale):
     mine = emulated.attention_varlen(*packed, starts, starts, **options)
     assert mine.out.tobytes() == batch.out.swapaxes(1, 2).tobytes()
     assert mine.lse.tobytes() == batch.lse.swapaxes(0, 1).tobytes()
+    assert mine.plan.tile in tiles
+    assert batch.plan.tile in tiles
 
 
 @emulated_only
-def test_emulator_long_sums_do_not_drift():
-    assert emulated(*one_sign(), row_of(64), mode="fast")[0]["mma"] > 0
+@pytest.mark.parametrize("scale", [1, 1e6])
+def test_emulator_packed_equals_the_batch(scale):
+    check_packed_equals_the_batch(scale, [row for row in ROWS if row not in MADE])
+
+
+@emulated_only
+@pytest.mark.parametrize("scale", [1, 1e6])
+def test_emulator_packed_equals_the_batch_made_before(planes_made_before, scale):
+    check_packed_equals_the_batch(scale, MADE)
+
+
+@emulated_only
+@EACH_WAY
+def test_emulator_long_sums_do_not_drift(row):
+    assert emulated(*one_sign(), row, mode="fast")[0]["mma"] > 0
+
+
+FLOATS = [x for x in cases.CASES if (x.algo, x.engine, x.dtype) == ("fa2", "mma", "float32")]
+FLOAT_GROUPS = dict(cases.groups(cases=FLOATS))
+PACKED_FLOATS = [x for x in packed_cases.MMA_FLOATS if "page_table" not in x.options]
+
+
+@emulated_only
+@pytest.mark.parametrize("case", FLOATS[::5], ids=str)
+def test_emulator_cases_made_before(planes_made_before, case):
+    from test_kernels import check_forward, run
+
+    with cases.calls_of(case):
+        # Planes of a head with NaN in it are not written.
+        check_forward(case, mode="fast" if case.poison else "check")
+        assert_made_before(run(case, mode="fast").plan)
+
+
+@emulated_only
+@pytest.mark.parametrize("case", PACKED_FLOATS[::3], ids=str)
+def test_emulator_packed_cases_made_before(planes_made_before, case):
+    import emulated
+
+    arrays, options = case.arguments()
+    result = emulated.attention_varlen(*arrays, device=FEW, **options)
+    packed_cases.assert_sequences_close(case, result.out, result.lse, result.plan)
+    assert_made_before(result.plan)
+
+
+def test_rows_for_smaller_shared_memories():
+    """Where blocks that were to share a multiprocessor have no room beside each other."""
+    shape = 4, 16, 4096
+    found = {}
+    for arch in (80, 90):
+        for dim in (64, 80, 128, 256):
+            x = np.broadcast_to(np.float32(0), (*shape, dim))
+            plan = cuflash.plan(x, x, x, device=Device(arch), engine="mma")
+            found[arch, dim] = plan.tile if plan.tile in MADE else None
+    rows = dict(zip((64, 80, 128, 256), (*MADE[:3], MADE[4])))
+    assert {dim: found[90, dim] for dim in rows} == rows
+    assert [found[80, dim] for dim in (64, 80, 128)] == [MADE[0], MADE[2], MADE[3]]
+    assert found[80, 256] is None
 
 
 PLANTED = {
@@ -156,11 +245,42 @@ PLANTED = {
 }  # fmt: skip
 
 
+PLANTED_IN_MADE = {
+    "large scores are held": (
+        lambda: hard_operands(a_channel_of_q, *SIZES),
+        ("if (!(unit <= of_queries.at[1])) unheld = true;", ""),
+    ),
+    "small weights are held": (
+        lambda: hard_operands(weights_as_results, *SIZES),
+        ("if (sparse) unheld |= has_small_weights(P);", ""),
+    ),
+    "heads are held": (
+        lambda: hard_operands(infinite_values, *SIZES),
+        ("if (!held && threadIdx.x == 0) p.again[blockIdx.x] = true;", ""),
+        ("        return held;\n    }\n    return true;", "    }\n    return true;"),
+    ),
+    "units of another tile": (
+        lambda: hard_operands(tiles_of_v, *SIZES),
+        ("const TileUnits units(p, factors, number);", "const TileUnits units(p, factors, 0);"),
+    ),
+    "a unit that the multiplier makes 0": (
+        lambda: hard_operands(tiny_operands, *SIZES),
+        ("if (!SCORE_IS_MODIFIED) unit = larger(unit, least_unit());", "unit = 0.0f;"),
+    ),
+    "sums of weights that are too large": (
+        lambda: normal(*SIZES), ("sum /= 1 << Tile::WEIGHT_EXPONENT;", "sum *= 1.0f;"),
+    ),
+}  # fmt: skip
+
+
 @emulated_only
-@pytest.mark.parametrize("name", PLANTED)
-def test_planted_bugs(monkeypatch, name):
+@pytest.mark.parametrize(
+    ("name", "made"),
+    [*((x, False) for x in PLANTED), *((x, True) for x in PLANTED_IN_MADE)],
+)
+def test_planted_bugs(monkeypatch, name, made):
     """Where it is right without them."""
-    operands, *changes = PLANTED[name]
+    operands, *changes = (PLANTED_IN_MADE if made else PLANTED)[name]
 
     def change(text):
         for old, new in changes:
@@ -170,17 +290,19 @@ def test_planted_bugs(monkeypatch, name):
 
     plant(monkeypatch, change)
     with pytest.raises(AssertionError, match="out of bounds"):
-        emulated(*operands(), row_of(64), mode="fast")
+        emulated(*operands(), row_of(64, made=made), mode="fast")
 
 
 # ------------------------------------------------------------------------------ a GPU
 @pytest.mark.gpu
 @pytest.mark.parametrize("change", [*HARD, a_channel_of_v], ids=lambda change: change.__name__)
-@pytest.mark.parametrize("algo", ["fa1", "fa2"])
-def test_gpu_hard(cupy, change, algo):
+@pytest.mark.parametrize(
+    "row", [row_of(64, "fa1"), row_of(64), row_of(64, made=True), row_of(128, made=True)], ids=str
+)
+def test_gpu_hard(cupy, change, row):
     q, k, v = hard_operands(change, 300, 700, 64)
     for causal in (False, True):
-        out, lse, plan = on_gpu(cupy, row_of(64, algo), q, k, v, causal=causal)
+        out, lse, plan = on_gpu(cupy, row, q, k, v, causal=causal)
         assert_forward_close(out, lse, q, k, v, plan=plan, causal=causal)
 
 
@@ -192,3 +314,19 @@ def test_gpu_rows(cupy, row):
         for causal in (False, True):
             out, lse, plan = on_gpu(cupy, row, q, k, v, causal=causal)
             assert_forward_close(out, lse, q, k, v, plan=plan, causal=causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", FLOAT_GROUPS)
+def test_gpu_cases_made_before(cupy, planes_made_before, group):
+    from test_gpu import check
+
+    cases.check_all(FLOAT_GROUPS[group], functools.partial(check, cupy))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", PACKED_FLOATS, ids=str)
+def test_gpu_packed_cases_made_before(cupy, planes_made_before, case):
+    from test_gpu import check_packed
+
+    check_packed(cupy, case)

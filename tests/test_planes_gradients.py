@@ -27,14 +27,16 @@ from cuflash.scores.score import softcap
 MANY, MANY_FA2, FA3, FA2, WIDE, WIDE_FA2, WIDEST, WIDEST_FA2 = ROWS
 KEYS, QUERIES = "hopper_planes_backward_keys", "hopper_planes_backward_queries"
 WIDE_QUERIES = "hopper_planes_backward_wide_queries"
-# On mma.sync: with two tiles of keys under way, and with one.
-MMA, MMA_SMALL = mma_float_gradients.ROWS
+# On mma.sync: with two tiles of keys under way, and with one; wider heads have 32 queries at a
+# time, or 16.
+MMA, MMA_SMALL, MMA_WIDE, MMA_WIDE_SMALL, MMA_WIDEST = mma_float_gradients.ROWS
 MMA_KERNELS = "planes_backward_keys", "planes_backward_queries"
 on_both = pytest.mark.parametrize("row", [FA3, MMA], ids=lambda row: row.engine)
-on_all = pytest.mark.parametrize("row", [FA3, WIDE, WIDEST_FA2, MMA], ids=str)
+on_all = pytest.mark.parametrize("row", [FA3, WIDE, WIDEST_FA2, MMA, MMA_WIDEST], ids=str)
 on_engines = pytest.mark.parametrize("engine", ["wgmma", "mma"])
 on_widths = pytest.mark.parametrize(
-    ("dim", "engine"), [*((dim, "wgmma") for dim in (64, 128, 192, 256)), (64, "mma")]
+    ("dim", "engine"),
+    [*((dim, "wgmma") for dim in (64, 128, 192, 256)), *((dim, "mma") for dim in (64, 96, 128))],
 )
 A100 = Device(80, "NVIDIA A100", multiprocessors=108, shared_bytes=163 << 10)
 L4 = Device(89, "NVIDIA L4", multiprocessors=58, shared_bytes=99 << 10)
@@ -193,14 +195,14 @@ def test_emulator_threads_mark_the_same_head(row):
 
 @emulated_only
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("row", [WIDE, WIDEST], ids=str)
+@pytest.mark.parametrize("row", [WIDE, WIDEST, MMA_WIDEST], ids=str)
 @pytest.mark.parametrize(
     "change", [x for x in HARD if x.__name__ in (*MAIN, "one_number_in_rows_of_q")]
 )
 def test_emulator_hard_in_wide_rows(change, row):
     """Tiles of 32 queries, and a second kernel of its own."""
     stats = emulated(*operands(70, 140, 32, change), row, causal=True, mode="fast")
-    assert stats["wgmma"] > 0
+    assert stats[row.engine] > 0
 
 
 @emulated_only
@@ -213,6 +215,9 @@ def test_emulator_hard_in_wide_rows(change, row):
         ((200, 70, 24), MMA),
         ((70, 140, 64), MMA_SMALL),
         ((70, 200, 36), MMA_SMALL),
+        ((70, 140, 96), MMA_WIDE),
+        ((40, 140, 72), MMA_WIDE_SMALL),
+        ((40, 140, 128), MMA_WIDEST),
     ],
 )
 def test_emulator_widths(sizes, row):
@@ -483,7 +488,11 @@ def test_plans_on_mma():
     assert make_plan(problem(64), L4, engine="mma").tile == MMA_SMALL
     assert make_plan(problem(64), H200).engine == "wgmma"
     assert make_plan(problem(64), H200, engine="mma").tile == MMA
-    assert make_plan(problem(96), A100).engine == "simt"
+    assert make_plan(problem(96), A100).tile == MMA_WIDE_SMALL
+    assert make_plan(problem(96), H200, engine="mma").tile == MMA_WIDE
+    for device in (A100, H200):
+        assert make_plan(problem(128), device, engine="mma").tile == MMA_WIDEST
+    assert make_plan(problem(132), A100).engine == "simt"
     assert make_plan(problem(64, aligned=False), A100).engine == "simt"
     assert make_plan(problem(64, summed=(4, 1, 1)), A100).engine == "simt"
     plan = make_plan(problem(64), A100)
@@ -539,7 +548,7 @@ def test_gpu_hard_in_wide_heads(cupy, change):  # noqa: F811
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dim", [4, 20, 32, 36, 64])
+@pytest.mark.parametrize("dim", [4, 20, 32, 36, 64, 72, 96, 100, 128])
 def test_gpu_widths_on_mma(cupy, dim):  # noqa: F811
     for options in ({}, {"causal": True}):
         on_gpu(cupy, *operands(500, 900, dim), "mma", **options)

@@ -57,7 +57,7 @@ __device__ __forceinline__ void attend(const Params& p, int number) {
     if constexpr (BEHIND_HOPPER) query_tiles = tiles_behind(p);
     QueryBlock block;
     if (!block.locate(p, number, query_tiles)) return;
-    const Head& head = block.head;
+    Head& head = block.head;
     const int query_tile = block.query_tile;
     const int first_row = warp * Tile::WARP_ROWS;
     const int block_row = query_tile * BLOCK_Q, row_begin = block_row + first_row;
@@ -68,6 +68,8 @@ __device__ __forceinline__ void attend(const Params& p, int number) {
     const Accumulator multiplier = score_multiplier(p);
 
     Tile tile(threadIdx.x % 32, exchange + warp * Tile::EXCHANGE);
+    PlaneFactors factors;
+    if (!take_planes(tile, p, head, factors)) return;
     limit_scores(tile, p.scale);
     using Exact = OnlineSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS>;
     using Guarded = GuardedSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS>;
@@ -113,6 +115,7 @@ __device__ __forceinline__ void attend(const Params& p, int number) {
             load_values(V_smem + ahead * V_TILE, p, head, key_tile).finish();
         }
         if (!SPREADS) commit_copies();
+        take_units(tile, p, factors, visit.tile);
         const int valid_rows = head.key_length - k_begin;
         if (STAGES == 1
                 ? split_keys(tile, K_smem)
@@ -149,7 +152,8 @@ __device__ __forceinline__ void attend(const Params& p, int number) {
             } else {
                 score();
             }
-            if (softmax.update(S_regs, multiplier, rescale, score)) scale_rows(O_regs, rescale);
+            if (update(softmax, tile, S_regs, multiplier, rescale, score))
+                scale_rows(O_regs, rescale);
             // S_regs hold P from here on
             drop_probabilities(S_regs, tile, p, head, row_begin, k_begin + step);
             if constexpr (STAGES == 1) {
@@ -181,6 +185,7 @@ __device__ __forceinline__ void attend(const Params& p, int number) {
                 TileBits(p, head, visit.bits, first_row, row_begin, visit.tile * BLOCK_K));
         }
     }
+    lower_sums<Tile>(softmax);
     const Position position(p, head.index);
     const HeadOutput output = locate_output(
         p, head, block.part, [&](const auto* strides) { return position.offset(p, strides); });

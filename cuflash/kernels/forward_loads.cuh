@@ -11,8 +11,19 @@ using Tile = TileOf<STEP_K, HEAD_DIM, HEAD_DIM_V>;
 constexpr int K_TILE = BLOCK_K * Tile::PITCH, V_TILE = BLOCK_K * Tile::VALUE_PITCH;
 constexpr int Q_TILE = BLOCK_Q * Tile::PITCH;
 
-using KeyCopy = TileCopy<BLOCK_K, HEAD_DIM, Tile::PADDED_D, Tile::Shared, Element>;
-using ValueCopy = TileCopy<BLOCK_K, HEAD_DIM_V, Tile::PADDED_DV, Tile::Shared, Element>;
+// Columns that rows of keys and values have in memory, of floats for planes' pairs of halves.
+constexpr int K_COLUMNS = PLANES_ARE_MADE ? Tile::PADDED_D : HEAD_DIM;
+constexpr int V_COLUMNS = PLANES_ARE_MADE ? Tile::PADDED_DV : HEAD_DIM_V;
+using KeyCopy = TileCopy<BLOCK_K, K_COLUMNS, Tile::PADDED_D, Tile::Shared, Element>;
+using ValueCopy = TileCopy<BLOCK_K, V_COLUMNS, Tile::PADDED_DV, Tile::Shared, Element>;
+
+// From one row to the next.
+__device__ __forceinline__ i64 key_stride(const Params& p) {
+    return PLANES_ARE_MADE ? K_COLUMNS : p.k_row_stride;
+}
+__device__ __forceinline__ i64 value_stride(const Params& p) {
+    return PLANES_ARE_MADE ? V_COLUMNS : p.v_row_stride;
+}
 
 __device__ __forceinline__ KeyCopy load_keys(Tile::Shared* K_smem, const Params& p,
                                              const Head& head, int tile) {
@@ -21,7 +32,7 @@ __device__ __forceinline__ KeyCopy load_keys(Tile::Shared* K_smem, const Params&
     if constexpr (PAGED)
         copy.begin_scattered([&](int row) { return find_key(p, head, first + row); }, valid_rows);
     else
-        copy.begin(head.k + i64(tile) * BLOCK_K * p.k_row_stride, p.k_row_stride, valid_rows);
+        copy.begin(head.k + i64(tile) * BLOCK_K * key_stride(p), key_stride(p), valid_rows);
     return copy;
 }
 
@@ -32,7 +43,7 @@ __device__ __forceinline__ ValueCopy load_values(Tile::Shared* V_smem, const Par
     if constexpr (PAGED)
         copy.begin_scattered([&](int row) { return find_value(p, head, first + row); }, valid_rows);
     else
-        copy.begin(head.v + i64(tile) * BLOCK_K * p.v_row_stride, p.v_row_stride, valid_rows);
+        copy.begin(head.v + i64(tile) * BLOCK_K * value_stride(p), value_stride(p), valid_rows);
     return copy;
 }
 

@@ -13,7 +13,7 @@ from . import simt
 from .behind import few_queries, launches_behind, row_behind
 from .launches import Buffer, Launch
 from .mma import MmaTile
-from .mma_floats import OF_GRAPHICS
+from .mma_floats import OF_GRAPHICS, RESERVED_BYTES
 from .planes import plane_buffers, plane_constants, plane_launches
 from .problem import Device, Problem
 from .query_lists import COLUMNS_OF_LIST, query_list_buffers, query_list_launches
@@ -22,7 +22,6 @@ from .warps import PLANES_TICKETS, WarpTile
 
 NARROW = 32  # columns of a row
 FACT_BYTES = 48  # of what is known of a head's planes
-RESERVED_BYTES = 1024  # of shared memory, for each block
 LEAST_FILL = 2.0  # blocks for each multiprocessor; fewer queries in fewer go to FMA units
 
 
@@ -72,11 +71,14 @@ class FloatKeysTile(_Planes):
     Parameters
     ----------
     key_stages : int
-        Tiles of keys under way at a time in the second kernel. Two are for devices that have shared
-        memory for as many of its blocks as they have registers for.
+        Tiles of keys under way at a time in the second kernel.
+    crowded : bool
+        Whether it serves devices as well that have no shared memory for as many blocks as they have
+        registers for.
     """
 
     key_stages: int = 1
+    crowded: bool = True
 
     def __str__(self) -> str:
         return f"{super().__str__()}, {self.key_stages} of keys"
@@ -133,9 +135,10 @@ class FloatKeysTile(_Planes):
         )
         if reason:
             return reason
-        together = self.queries.together(problem)
-        shared = together * (self.queries.shared_bytes(problem) + RESERVED_BYTES) - RESERVED_BYTES
-        if self.key_stages > 1 and shared > device.shared_bytes:
+        together = self.together(problem)
+        most = max(self.shared_bytes(problem), self.queries.shared_bytes(problem))
+        shared = together * (most + RESERVED_BYTES) - RESERVED_BYTES
+        if not self.crowded and shared > device.shared_bytes:
             return (
                 f"{together} blocks need {shared} bytes of shared memory, the device has "
                 f"{device.shared_bytes}"
@@ -232,5 +235,11 @@ class FloatQueriesTile(_Planes):
 
 
 # A row for each size of shared memory: 227 KB (sm_90, 100), and 163 (sm_80) or 99.
-_64 = partial(FloatKeysTile, algo="fa2", max_dim=64, block_q=32, warps=4, stages=2, fill=LEAST_FILL)
-ROWS = (_64(key_stages=2), _64())
+_row = partial(FloatKeysTile, algo="fa2", warps=4, stages=2, fill=LEAST_FILL)
+ROWS = (
+    _row(max_dim=64, block_q=32, key_stages=2, crowded=False),
+    _row(max_dim=64, block_q=32),
+    _row(max_dim=96, block_q=32, crowded=False),
+    _row(max_dim=96, block_q=16),
+    _row(max_dim=128, block_q=16),
+)

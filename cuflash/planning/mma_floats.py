@@ -11,10 +11,12 @@ from importlib.resources import files
 from . import simt
 from .launches import Buffer, Launch
 from .mma import MmaTile
+from .planes import DEPENDS_ON_TILES, plane_constants, planes_time, tile_buffers, tile_launches
 from .problem import Device, Problem
 from .tile import KernelTile
 
 OF_GRAPHICS = 86, 89, 120, 121
+RESERVED_BYTES = 1024  # of shared memory, for each block
 EXCHANGE_BYTES = 272  # two floats of each lane, two of the warp, and what they end behind
 
 
@@ -77,28 +79,89 @@ class FloatMmaTile(MmaTile):
         return file.read_text().replace(f"{self.kernel}(", f"{kernel}(")
 
 
+@dataclass(frozen=True, kw_only=True)
+class MadePlanesTile(FloatMmaTile):
+    """A row for which planes of keys and values are made before, once for all blocks."""
+
+    varied: bool = False  # few queries are worked on for as long as planes take
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}, planes made before"
+
+    @property
+    def reads_pages(self) -> bool:
+        """Whether keys may lie in pages."""
+        return False
+
+    def reject(self, problem: Problem, device: Device) -> str:
+        """Why this row cannot or should not serve, or an empty string."""
+        if not problem.aligned:
+            return "makes planes of rows whose elements can be read 4 at a time"
+        if problem.split_keys:
+            return DEPENDS_ON_TILES
+        if reason := super().reject(problem, device):
+            return reason
+        shared = self.min_blocks * (self.shared_bytes(problem) + RESERVED_BYTES) - RESERVED_BYTES
+        if shared > device.shared_bytes:
+            return f"{self.min_blocks} blocks of it have no room on a multiprocessor"
+        return ""
+
+    def extra_time(self, problem: Problem) -> float:
+        """Microseconds of the kernel that makes planes."""
+        return planes_time(problem, self.widths(problem))
+
+    def workspace(self, problem: Problem) -> tuple[Buffer, ...]:
+        """Planes, what is known of them, and marks, of which a block of AGAIN_ROWS queries or more
+        has one.
+        """
+        own = super(FloatMmaTile, self).workspace(problem)
+        return (*own, *tile_buffers(problem, self.widths(problem), self.block_k))
+
+    def around(self, problem: Problem, main: Launch) -> tuple[Launch, ...]:
+        """Planes come first."""
+        first = tile_launches(problem, self.widths(problem), self.block_k)
+        return (*first, *super().around(problem, main))
+
+    def constants(self, problem: Problem) -> dict[str, int | bool]:
+        """Sizes that the kernels read."""
+        own = plane_constants(problem, self.widths(problem), self.block_k)
+        return super().constants(problem) | own | {"PLANES_ARE_MADE": True}
+
+
 _fa2 = partial(FloatMmaTile, algo="fa2")
+_made = partial(MadePlanesTile, algo="fa2")
 _fa1 = partial(FloatMmaTile, algo="fa1")
 
-# Rates are those of 4096 tokens on an H200; of rows for small shared memories they are guesses.
+# Measured on an H200 (2026-11-27), but for the start of those in place: with that few scores stay
+# on FMA units, which are up to 2 us faster there.
 # fmt: off
 ROWS = (
+    _made(max_dim=64,  block_k=64, warps=4, slabs=2, stages=1, min_blocks=2,
+          rate=128, item_time=6.9, start_time=22.8),
+    _made(max_dim=80,  block_k=64, warps=4, slabs=2, stages=1, min_blocks=2, load_unroll=1,
+          rate=124, item_time=8.1, start_time=21.8),
+    _made(max_dim=128, block_k=32, warps=4, slabs=2, stages=1, min_blocks=2, load_unroll=8,
+          rate=124, item_time=9.9, start_time=25.2),
+    _made(max_dim=128, block_k=32, warps=8, slabs=1, stages=2, load_unroll=8,
+          rate=101, item_time=7.2, start_time=18.6),
+    _made(max_dim=256, block_k=32, warps=8, slabs=1, stages=1, load_unroll=8,
+          rate=108, item_time=12.4, start_time=23.7),
     _fa2(max_dim=64,  block_k=64, warps=8, slabs=2, stages=2,
-         rate=90, item_time=4.0, start_time=17.0),
+         rate=95, item_time=7.2, start_time=17.0),
     _fa2(max_dim=64,  block_k=64, warps=8, slabs=1, stages=2,
-         rate=70, item_time=4.0, start_time=17.0),
+         rate=78, item_time=4.3, start_time=17.0),
     _fa2(max_dim=64,  block_k=32, warps=4, slabs=1, stages=2, min_blocks=2,
-         rate=55, item_time=4.0, start_time=17.0),
+         rate=63, item_time=3.3, start_time=17.0),
     _fa2(max_dim=128, block_k=32, warps=8, slabs=2, stages=2,
-         rate=97, item_time=5.0, start_time=17.0),
+         rate=103, item_time=10.3, start_time=17.0),
     _fa2(max_dim=128, block_k=32, warps=8, slabs=1, stages=2,
-         rate=77, item_time=5.0, start_time=17.0),
+         rate=79, item_time=6.5, start_time=17.0),
     _fa2(max_dim=128, block_k=32, warps=4, slabs=1, stages=1,
-         rate=40, item_time=5.0, start_time=17.0),
+         rate=70, item_time=3.1, start_time=17.0),
     _fa2(max_dim=256, block_k=32, warps=8, slabs=1, stages=1,
-         rate=71, item_time=6.0, start_time=17.0),
+         rate=79, item_time=11.0, start_time=17.0),
     _fa2(max_dim=256, block_k=32, warps=4, slabs=1, stages=1,
-         rate=40, item_time=6.0, start_time=17.0),
+         rate=43, item_time=7.0, start_time=17.0),
     _fa1(max_dim=64,  block_k=128, warps=8, slabs=1, stages=2, step_k=32),
     _fa1(max_dim=128, block_k=64,  warps=8, slabs=1, stages=2, step_k=32),
     _fa1(max_dim=128, block_k=64,  warps=4, slabs=1, stages=2, step_k=32),

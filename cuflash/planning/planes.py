@@ -27,6 +27,9 @@ HELD_BYTES = 12  # three numbers of a head
 MOST_BEHIND = 256  # blocks of the kernel behind, which each look at all marks
 COPY_RATE = 3.6e6  # bytes per microsecond that making planes reads and writes
 
+# Why fixed spans of keys, whose bits are those of any batch, are for other rows.
+DEPENDS_ON_TILES = "a tile's rows share a scale: bits would depend on keys beyond a length"
+
 HIGH, LOW = 0, 1
 SMALL: Planes = ((LOW, HIGH), (HIGH, LOW))
 LARGE: Planes = ((HIGH, HIGH),)
@@ -80,6 +83,29 @@ def plane_launches(problem: Problem) -> tuple[Launch, ...]:
     """The kernels that make planes in backward."""
     chunks, names = max(1, plane_chunks(problem)), ("plane_ranges", "planes")
     return tuple(Launch(name, chunks, PLANE_THREADS, RANGES_BYTES) for name in names)
+
+
+def planes_time(problem: Problem, widths: tuple[int, int]) -> float:
+    """Microseconds that making planes takes, which reads as much as it writes."""
+    numbers = sum(map(math.prod, plane_rows(problem, widths).values()))
+    return 2 * numbers * ITEM_BYTES[problem.dtype] / COPY_RATE
+
+
+def tile_buffers(problem: Problem, widths: tuple[int, int], keys: int) -> tuple[Buffer, ...]:
+    """Planes of which each tile of so many keys has a scale, what is known of them, and marks."""
+    units = Buffer("plane_units", 4, plane_chunks(problem, keys))
+    return (*plane_buffers(problem, widths, keys), units)
+
+
+def tile_launches(problem: Problem, widths: tuple[int, int], keys: int) -> tuple[Launch, ...]:
+    """The kernels that make these."""
+    chunks = max(1, plane_chunks(problem, keys))
+    tile = keys * max(widths) * ITEM_BYTES[problem.dtype]
+    blocks = ceil_div(held_heads(problem), PLANE_THREADS // 32)
+    return (
+        Launch("tile_planes", chunks, PLANE_THREADS, RANGES_BYTES + tile),
+        Launch("held_heads", max(1, blocks), PLANE_THREADS),
+    )
 
 
 def plane_constants(
@@ -159,7 +185,7 @@ class PlanesTile(WgmmaTile):
         if problem.joins:
             return "rows that are worked on again would be joined twice"
         if problem.split_keys:
-            return "a tile's rows share a scale: bits would depend on keys beyond a length"
+            return DEPENDS_ON_TILES
         if problem.mask and self.scored != self.behind.scored:
             return "its tiles are not those of the kernel behind, which share a mask's lists"
         return super().reject(problem, device)
@@ -169,17 +195,13 @@ class PlanesTile(WgmmaTile):
         return summed_at_once(self.widths(problem)[1])
 
     def extra_time(self, problem: Problem) -> float:
-        """Microseconds of the kernel that makes planes: it reads as much as it writes."""
-        numbers = sum(map(math.prod, plane_rows(problem, self.widths(problem)).values()))
-        return 2 * numbers * ITEM_BYTES[problem.dtype] / COPY_RATE
+        """Microseconds of the kernel that makes planes."""
+        return planes_time(problem, self.widths(problem))
 
     def workspace(self, problem: Problem) -> tuple[Buffer, ...]:
         """Planes, what is known of them, and which rows are worked on again."""
-        return (
-            *super().workspace(problem),
-            *plane_buffers(problem, self.widths(problem), self.block_k),
-            Buffer("plane_units", 4, plane_chunks(problem, self.block_k)),
-        )
+        widths = self.widths(problem)
+        return (*super().workspace(problem), *tile_buffers(problem, widths, self.block_k))
 
     def map_boxes(self, problem: Problem) -> tuple[MapBox, ...]:
         """Keys and values, as of halves; they are in planes."""
@@ -189,12 +211,8 @@ class PlanesTile(WgmmaTile):
     def around(self, problem: Problem, main: Launch) -> tuple[Launch, ...]:
         """Planes are made first; what they do not hold comes last."""
         behind = self.behind
-        chunks = max(1, plane_chunks(problem, self.block_k))
-        tile = self.block_k * max(self.widths(problem)) * ITEM_BYTES[problem.dtype]
-        blocks = ceil_div(held_heads(problem), PLANE_THREADS // 32)
         return (
-            Launch("tile_planes", chunks, PLANE_THREADS, RANGES_BYTES + tile),
-            Launch("held_heads", max(1, blocks), PLANE_THREADS),
+            *tile_launches(problem, self.widths(problem), self.block_k),
             main,
             Launch(
                 behind.kernel,

@@ -205,7 +205,7 @@ class WarpTile(KernelTile):
             "ROW_LANES": self.row_lanes,
             "LANE_ROWS": self.lane_rows,
         }
-        own["AFTER_PLANES"] = self.after_planes
+        own |= {"AFTER_PLANES": self.after_planes, "PLANES_ARE_MADE": False}
         if not self.backward:
             own |= {"SAME_BLOCKS": self.same_blocks, "AGAIN_ROWS": AGAIN_ROWS}
         else:

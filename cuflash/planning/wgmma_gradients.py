@@ -215,8 +215,8 @@ class WgmmaGradientTile(HopperGradientTile):
 
     @property
     def knows_sums(self) -> bool:
-        """Whether what is summed later is known when a kernel is compiled. At D 96 a kernel that asks is
-        0.5 % faster.
+        """Whether what is summed later is known when a kernel is compiled. At D 96 a kernel that
+        asks is 0.5 % faster.
         """
         return self.max_dim != 96
 

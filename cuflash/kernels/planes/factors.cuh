@@ -1,4 +1,5 @@
-// What the planes of a head's operands mean to the forward pass, which reads them.
+// What the planes of a head's operands mean to the forward pass, which reads them. A chunk of them is a tile of
+// BLOCK_K keys.
 #pragma once
 #include "few_registers.cuh"
 #include "planes/head_chunks.cuh"
@@ -27,12 +28,12 @@ struct TileUnits {
 template <typename P, typename H>
 __device__ __forceinline__ bool find_factors(const P& p, const H& head, PlaneFactors& factors) {
     const auto* const known = static_cast<const HeldHead*>(p.held_heads);
-    const int chunks = chunks_of<PLANE_KEYS>(p, p.key_length);
+    const int chunks = chunks_of<BLOCK_K>(p, p.key_length);
     int before = 0;
     const auto look = [&](int heads, const long long* strides, int& first) {
         if (VARLEN) forget();  // the head: who plans has few registers
         const int row = find_row(p, head.index, strides), region = region_of(head);
-        first = (before + row) * chunks + first_chunk_at<PLANE_KEYS>(key_origin(head), region);
+        first = (before + row) * chunks + first_chunk_at<BLOCK_K>(key_origin(head), region);
         const HeldHead found = known[held_at(p, region, before, heads, row)];
         before += heads;
         return found;

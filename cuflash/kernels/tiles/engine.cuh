@@ -31,6 +31,7 @@
 #pragma once
 #include "tiles/double_mma.cuh"
 #include "tiles/float_mma.cuh"
+#include "tiles/made_planes.cuh"
 #include "tiles/mma.cuh"
 #include "tiles/simt.cuh"
 
@@ -39,11 +40,14 @@ template <int STEP, int D, int DV>
 using TensorCoreTileOf = typename Select<
     SAME<Element, double>, DoubleMmaTile<WARP_SLABS, STEP, D, DV, QUERIES_IN_REGISTERS, WARP_SPLIT>,
     typename Select<
-        SAME<Element, float>, FloatMmaTile<WARP_SLABS, STEP, D, DV>,
+        SAME<Element, float>,
+        typename Select<PLANES_ARE_MADE, MadePlanesTile<WARP_SLABS, STEP, D, DV>,
+                        FloatMmaTile<WARP_SLABS, STEP, D, DV>>::type,
         MmaTile<Element, WARP_SLABS, STEP, D, DV, QUERIES_IN_REGISTERS, WARP_SPLIT>>::type>::type;
 template <int STEP, int D, int DV>
 using TileOf = typename Select<ENGINE_IS_MMA, TensorCoreTileOf<STEP, D, DV>,
                                SimtTile<Accumulator, ROW_LANES, LANE_ROWS, STEP, D, DV>>::type;
 
-// Whether tiles in shared memory become planes of halves (tiles/float_mma.cuh).
+// Whether tiles in shared memory become planes of halves (tiles/float_mma.cuh), or keys and values have become
+// such before (tiles/made_planes.cuh).
 constexpr bool IN_PLANES = ENGINE_IS_MMA && SAME<Element, float>;

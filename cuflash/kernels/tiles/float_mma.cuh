@@ -88,11 +88,18 @@ struct RowLanes {
     }
 };
 
+// How the planes of a row lie in shared memory, in floats: from 8 columns to the next ones, and from high
+// halves to low ones.
+struct PlanesInPlace {
+    static constexpr int NEXT = 8, LOW = 4;
+};
+
 // As MmaTile (tiles/mma.cuh), of floats.
 template <int SLABS, int STEP_K, int D, int DV>
 struct FloatMmaTile {
     static constexpr bool IS_OF_TENSOR_CORES = true;
     using Shared = float;
+    using InPlace = PlanesInPlace;
     static constexpr int ROWS = 2 * SLABS, COLUMNS = STEP_K / 4, WARP_ROWS = 16 * SLABS;
     static constexpr int PADDED_D = round_up(D, 16), PADDED_DV = round_up(DV, 16);
     static constexpr int ROW_THREADS = 4, HOLDERS = 1, VALUE_COLUMNS = PADDED_DV / 4;
@@ -100,11 +107,15 @@ struct FloatMmaTile {
     static_assert(PITCH > PADDED_D && VALUE_PITCH > PADDED_DV, "a row's unit has its place");
     static constexpr int DEPTHS = PADDED_D / 16, KEYS = STEP_K / 16;
     static constexpr int TOGETHER = 2;  // groups of 16 keys whose scores are summed together
-    static constexpr int PART = SLABS == 1 ? 2 : 1;  // and of 8 columns of O
+    // And of 8 columns of O. Products with one group would run in too few chains, so these are more then; and
+    // so they are where the compiler would spill a thousand bytes.
+    static constexpr int PART = SLABS == 1 || KEYS > 2 ? 2 : 1;
+    static constexpr bool SPILLS = DV > 128 && PACKED > 1 && SPLIT;
+    static constexpr int CHAINS = PART == 1 || SPILLS ? 2 : 1;
     static constexpr int COLUMN_GROUP = 2;
     static constexpr int EXCHANGE =
-        2 * 32 + 4;                // of each lane two numbers, of the warp two, and 8 bytes
-    static constexpr int LOW = 4;  // floats from a high plane to its low one
+        2 * 32 + 4;  // of each lane two numbers, of the warp two, and 8 bytes
+    using Weights = u32[2][SLABS][KEYS][4];     // planes
     static constexpr int WEIGHT_EXPONENT = 14;  // of a weight of 1 as planes hold it
     static_assert(STEP_K % 32 == 0 && STEP_K <= 128,
                   "a sum in tensor cores is of 128 keys at most");
@@ -195,42 +206,7 @@ struct FloatMmaTile {
 
     // S = Q K^T for the STEP_K keys from K_smem on.
     __device__ __forceinline__ void score(float (&S)[ROWS][COLUMNS], const float* K_smem) {
-        const int thread = threadIdx.x;  // not `lane`, which would hold one more register
-        const u32 K_address = shared_address(K_smem + (thread % 8 + thread / 16 % 2 * 8) * PITCH +
-                                             thread / 8 % 2 * 8);
-#pragma unroll
-        for (int depth = 0; depth < DEPTHS; ++depth) {
-            u32 a[2][SLABS][4];
-#pragma unroll
-            for (int slab = 0; slab < SLABS; ++slab) {
-                const u32 address = Q_address + (slab * 16 * PITCH + depth * 16) * 4;
-                load_matrices(a[0][slab], address);
-                load_matrices(a[1][slab], address + LOW * 4);
-            }
-#pragma unroll
-            for (int keys = 0; keys < KEYS; keys += TOGETHER) {
-                u32 b[2][TOGETHER][4];
-#pragma unroll
-                for (int i = 0; i < TOGETHER; ++i) {
-                    const u32 address = K_address + ((keys + i) * 16 * PITCH + depth * 16) * 4;
-                    load_matrices(b[0][i], address);
-                    load_matrices(b[1][i], address + LOW * 4);
-                }
-                // Small products come first: they are rounded to a smaller sum.
-#pragma unroll
-                for (int pair = 0; pair < 3; ++pair) {
-#pragma unroll
-                    for (int i = 0; i < TOGETHER; ++i)
-#pragma unroll
-                        for (int slab = 0; slab < SLABS; ++slab)
-#pragma unroll
-                            for (int half = 0; half < 2; ++half)
-                                add_product(S, slab, 2 * (keys + i) + half, a[pair == 0][slab],
-                                            b[pair == 1][i][2 * half],
-                                            b[pair == 1][i][2 * half + 1], depth == 0 && pair == 0);
-                }
-            }
-        }
+        multiply_queries<InPlace>(S, K_smem);
         const Vector<float, 2> of_queries = units();
 #pragma unroll
         for (int j = 0; j < COLUMNS; ++j) {
@@ -245,50 +221,9 @@ struct FloatMmaTile {
     __device__ __forceinline__ void accumulate(float (&O)[ROWS][VALUE_COLUMNS],
                                                const float (&P)[ROWS][COLUMNS],
                                                const float* V_smem) {
-        u32 weights[2][SLABS][KEYS][4];  // planes
+        Weights weights;
         const float unit = split_weights(weights, P, V_smem);
-        // Matrices of one load: 32 keys, 8 columns.
-        const u32 V_address = shared_address(V_smem + threadIdx.x % 32 * VALUE_PITCH);
-#pragma unroll
-        for (int columns = 0; columns < PADDED_DV / 8; columns += PART) {
-            // Of low weights, of low values, and of neither: three short chains of products.
-            float low_P[ROWS][2 * PART], low_V[ROWS][2 * PART], sums[ROWS][2 * PART];
-#pragma unroll
-            for (int keys = 0; keys < KEYS; keys += 2) {
-                u32 high[PART][4], low[PART][4];
-#pragma unroll
-                for (int c = 0; c < PART; ++c) {
-                    const u32 address =
-                        V_address + (keys * 16 * VALUE_PITCH + (columns + c) * 8) * 4;
-                    load_matrices_transposed(high[c], address);
-                    load_matrices_transposed(low[c], address + LOW * 4);
-                }
-#pragma unroll
-                for (int i = 0; i < 2; ++i) {
-                    const bool is_first = keys + i == 0;
-                    const auto add = [&](float (&C)[ROWS][2 * PART], int plane,
-                                         const u32(&b)[PART][4], bool is_first) {
-#pragma unroll
-                        for (int c = 0; c < PART; ++c)
-#pragma unroll
-                            for (int slab = 0; slab < SLABS; ++slab)
-                                add_product(C, slab, c, weights[plane][slab][keys + i], b[c][2 * i],
-                                            b[c][2 * i + 1], is_first);
-                    };
-                    add(low_P, 1, high, is_first);
-                    add(sums, 0, high, is_first);
-                    add(low_V, 0, low, is_first);
-                }
-            }
-#pragma unroll
-            for (int i = 0; i < ROWS; ++i)
-#pragma unroll
-                for (int j = 0; j < 2 * PART; ++j) {
-                    float& sum = O[i][2 * columns + j];
-                    sum = multiply_add(low_P[i][j] + low_V[i][j], unit / (1 << VALUE_SHIFT), sum);
-                    sum = multiply_add(sums[i][j], unit, sum);
-                }
-        }
+        add_values<InPlace>(O, weights, V_smem, unit);
     }
 
     // Whether the rows of a block must be worked on in another way, to all its threads: their planes
@@ -306,6 +241,122 @@ struct FloatMmaTile {
         return __uint_as_float(words[0]) < __uint_as_float(words[1]) * (1.0f / (1 << 24));
     }
 
+  protected:
+    // S = Q K^T but for the units of both. K lies as Layout says.
+    template <typename Layout>
+    __device__ __forceinline__ void multiply_queries(float (&S)[ROWS][COLUMNS],
+                                                     const float* K_smem) const {
+        const int thread = threadIdx.x;  // not `lane`, which would hold one more register
+        const u32 K_address = shared_address(K_smem + (thread % 8 + thread / 16 % 2 * 8) * PITCH +
+                                             thread / 8 % 2 * Layout::NEXT);
+#pragma unroll
+        for (int depth = 0; depth < DEPTHS; ++depth) {
+            u32 a[2][SLABS][4];
+#pragma unroll
+            for (int slab = 0; slab < SLABS; ++slab) {
+                const u32 address = Q_address + (slab * 16 * PITCH + depth * 16) * 4;
+                load_matrices(a[0][slab], address);
+                load_matrices(a[1][slab], address + InPlace::LOW * 4);
+            }
+#pragma unroll
+            for (int keys = 0; keys < KEYS; keys += TOGETHER) {
+                u32 b[2][TOGETHER][4];
+#pragma unroll
+                for (int i = 0; i < TOGETHER; ++i) {
+                    const u32 address =
+                        K_address + ((keys + i) * 16 * PITCH + depth * 2 * Layout::NEXT) * 4;
+                    load_matrices(b[0][i], address);
+                    load_matrices(b[1][i], address + Layout::LOW * 4);
+                }
+                // Small products come first: they are rounded to a smaller sum.
+#pragma unroll
+                for (int pair = 0; pair < 3; ++pair) {
+#pragma unroll
+                    for (int i = 0; i < TOGETHER; ++i)
+#pragma unroll
+                        for (int slab = 0; slab < SLABS; ++slab)
+#pragma unroll
+                            for (int half = 0; half < 2; ++half)
+                                add_product(S, slab, 2 * (keys + i) + half, a[pair == 0][slab],
+                                            b[pair == 1][i][2 * half],
+                                            b[pair == 1][i][2 * half + 1], depth == 0 && pair == 0);
+                }
+            }
+        }
+    }
+
+    // O += P V times `unit`, with the weights' planes.
+    template <typename Layout>
+    __device__ __forceinline__ void add_values(float (&O)[ROWS][VALUE_COLUMNS],
+                                               const Weights& weights, const float* V_smem,
+                                               float unit) const {
+        // Matrices of one load: 32 keys, 8 columns.
+        const u32 V_address = shared_address(V_smem + threadIdx.x % 32 * VALUE_PITCH);
+#pragma unroll
+        for (int columns = 0; columns < PADDED_DV / 8; columns += PART) {
+            // Of low weights and of low values, one chain of products or two, and of neither.
+            float small[CHAINS][ROWS][2 * PART], sums[ROWS][2 * PART];
+#pragma unroll
+            for (int keys = 0; keys < KEYS; keys += 2) {
+                u32 high[PART][4], low[PART][4];
+#pragma unroll
+                for (int c = 0; c < PART; ++c) {
+                    const u32 address =
+                        V_address + (keys * 16 * VALUE_PITCH + (columns + c) * Layout::NEXT) * 4;
+                    load_matrices_transposed(high[c], address);
+                    load_matrices_transposed(low[c], address + Layout::LOW * 4);
+                }
+#pragma unroll
+                for (int i = 0; i < 2; ++i) {
+                    const bool is_first = keys + i == 0;
+                    const auto add = [&](float (&C)[ROWS][2 * PART], int plane,
+                                         const u32(&b)[PART][4], bool is_first) {
+#pragma unroll
+                        for (int c = 0; c < PART; ++c)
+#pragma unroll
+                            for (int slab = 0; slab < SLABS; ++slab)
+                                add_product(C, slab, c, weights[plane][slab][keys + i], b[c][2 * i],
+                                            b[c][2 * i + 1], is_first);
+                    };
+                    add(small[0], 1, high, is_first);
+                    add(sums, 0, high, is_first);
+                    add(small[CHAINS - 1], 0, low, CHAINS > 1 && is_first);
+                }
+            }
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+                for (int j = 0; j < 2 * PART; ++j) {
+                    float& sum = O[i][2 * columns + j];
+                    float low = small[0][i][j];
+                    if (CHAINS > 1) low += small[1][i][j];
+                    sum = multiply_add(low, unit / (1 << VALUE_SHIFT), sum);
+                    sum = multiply_add(sums[i][j], unit, sum);
+                }
+        }
+    }
+
+    // Two weights as planes.
+    static __device__ __forceinline__ void split_pair(float x, float y, u32& high, u32& low) {
+        constexpr float SHIFTED = 1 << VALUE_SHIFT;
+        const u32 pair = pack(x, y, __half());
+        const float rest_x = x - widen(__ushort_as_half(pair & 0xffff));
+        const float rest_y = y - widen(__ushort_as_half(pair >> 16));
+        high = pair, low = pack(rest_x * SHIFTED, rest_y * SHIFTED, __half());
+    }
+
+    // C[slab's 16 rows][8 columns from 8 * group on] = or += A B.
+    template <int COLS>
+    static __device__ __forceinline__ void add_product(float (&C)[ROWS][COLS], int slab, int group,
+                                                       const u32 (&a)[4], u32 b0, u32 b1,
+                                                       bool is_first) {
+        const int i = 2 * slab, j = 2 * group;
+        if (is_first)
+            multiply_first(C[i][j], C[i][j + 1], C[i + 1][j], C[i + 1][j + 1], a, b0, b1);
+        else
+            multiply(C[i][j], C[i][j + 1], C[i + 1][j], C[i + 1][j + 1], a, b0, b1, __half());
+    }
+
   private:
     static constexpr float SMALLEST_VALUES = 1.0f / (1ull << 40) / (1ull << 40);  // of a row
     static constexpr float SMALLEST_VALUE = 1.0f / (1 << 16);  // as planes hold it
@@ -320,7 +371,7 @@ struct FloatMmaTile {
     }
     static __device__ __forceinline__ void store_planes(float* own, const SplitFloats& planes) {
         *reinterpret_cast<Vector<u32, 4>*>(own) = planes.high;
-        *reinterpret_cast<Vector<u32, 4>*>(own + LOW) = planes.low;
+        *reinterpret_cast<Vector<u32, 4>*>(own + InPlace::LOW) = planes.low;
     }
 
     // split(own, x, largest, is_first, row) for each 8 floats x of a tile, at `own`, of a row whose
@@ -368,7 +419,7 @@ struct FloatMmaTile {
     }
 
     // P as planes of A operands; returns the unit of their products with values.
-    __device__ __forceinline__ float split_weights(u32 (&weights)[2][SLABS][KEYS][4],
+    __device__ __forceinline__ float split_weights(Weights& weights,
                                                    const float (&P)[ROWS][COLUMNS],
                                                    const float* V_smem) {
         float factors[COLUMNS], unit = 0.0f;
@@ -394,15 +445,11 @@ struct FloatMmaTile {
             for (int keys = 0; keys < KEYS; ++keys)
 #pragma unroll
                 for (int r = 0; r < 4; ++r) {
-                    constexpr float SHIFTED = 1 << VALUE_SHIFT;
                     const int i = 2 * slab + r % 2, j = 4 * keys + r / 2 * 2;
-                    const float x = P[i][j] * factors[j], y = P[i][j + 1] * factors[j + 1];
-                    const u32 high = pack(x, y, __half());
+                    u32& high = weights[0][slab][keys][r];
+                    split_pair(P[i][j] * factors[j], P[i][j + 1] * factors[j + 1], high,
+                               weights[1][slab][keys][r]);
                     normal &= high + EXPONENTS;  // carries into the sign of a normal number
-                    const float rest_x = x - widen(__ushort_as_half(high & 0xffff));
-                    const float rest_y = y - widen(__ushort_as_half(high >> 16));
-                    weights[0][slab][keys][r] = high;
-                    weights[1][slab][keys][r] = pack(rest_x * SHIFTED, rest_y * SHIFTED, __half());
                 }
         small |= !has_zeros && normal != SIGNS;
         return power_of_two(exponent - WEIGHT_EXPONENT);
@@ -412,17 +459,5 @@ struct FloatMmaTile {
     // Subnormal as a half and not 0, of a number that is not negative.
     static __device__ __forceinline__ bool is_small(float x) {
         return __float_as_uint(x) - 1 < (127u - 14 << 23) - 1;
-    }
-
-    // C[slab's 16 rows][8 columns from 8 * group on] = or += A B.
-    template <int COLS>
-    static __device__ __forceinline__ void add_product(float (&C)[ROWS][COLS], int slab, int group,
-                                                       const u32 (&a)[4], u32 b0, u32 b1,
-                                                       bool is_first) {
-        const int i = 2 * slab, j = 2 * group;
-        if (is_first)
-            multiply_first(C[i][j], C[i][j + 1], C[i + 1][j], C[i + 1][j + 1], a, b0, b1);
-        else
-            multiply(C[i][j], C[i][j + 1], C[i + 1][j], C[i + 1][j + 1], a, b0, b1, __half());
     }
 };

@@ -1,9 +1,13 @@
 // What kernels do about planes where tiles become such (float_mma.cuh); where they do not, nothing.
 #pragma once
+#include "planes/factors.cuh"
+#include "planes/find_planes.cuh"
 #include "planes/left_rows.cuh"
 #include "planes/plane_range.cuh"
 #include "seams/sequence.cuh"
 #include "tiles/engine.cuh"
+
+constexpr bool SPLITS_TILES = IN_PLANES && !PLANES_ARE_MADE;
 
 // Which scores planes hold, for a tile that has not scored yet: as find_factors() has it, with the
 // largest numbers that planes have.
@@ -19,14 +23,66 @@ __device__ __forceinline__ void limit_scores(Tile& tile, Accumulator scale) {
 // Before weights are multiplied with values: whether these may be 0 for keys that are hidden.
 template <typename Tile>
 __device__ __forceinline__ void expect_zeros(Tile& tile, bool cut) {
-    if constexpr (IN_PLANES) tile.has_zeros = cut || DROPS || SCORE_MAY_HIDE;
+    if constexpr (SPLITS_TILES) tile.has_zeros = cut || DROPS || SCORE_MAY_HIDE;
+}
+
+// Where planes of keys and values were made before: the head's keys and values are these from here on. Returns
+// whether they hold it, to all threads; where they do not, the kernel behind works on the rows of this block.
+template <typename Tile, typename P>
+__device__ __forceinline__ bool take_planes(Tile& tile, const P& p, Head& head,
+                                            PlaneFactors& factors) {
+    if constexpr (PLANES_ARE_MADE) {
+        const bool held = find_factors(p, head, factors);
+        if (!held && threadIdx.x == 0) p.again[blockIdx.x] = true;
+        tile.sparse = factors.sparse;
+        if (threadIdx.x % 32 == 0) tile.least_unit() = power_of_two(-125) / score_multiplier(p);
+        const auto find = [&](auto width, const void* planes, const long long* strides) {
+            return reinterpret_cast<const float*>(find_planes<decltype(width)::value>(
+                planes, p, head, strides, p.key_length, key_origin(head)));
+        };
+        head.k = find(Constant<Tile::PADDED_D>(), p.k_planes, p.k_planes_stride);
+        head.v = find(Constant<Tile::PADDED_DV>(), p.v_planes, p.v_planes_stride);
+        return held;
+    }
+    return true;
+}
+
+// What a tile of planes that were made before is multiplied by.
+template <typename Tile, typename P>
+__device__ __forceinline__ void take_units(Tile& tile, const P& p, const PlaneFactors& factors,
+                                           int number) {
+    if constexpr (PLANES_ARE_MADE) {
+        const TileUnits units(p, factors, number);
+        tile.take_units(units.k, units.v);
+    }
+}
+
+// Scores become weights, as OnlineSoftmax::update() has it.
+template <typename Softmax, typename Tile, int ROWS, int COLUMNS, typename Again>
+__device__ __forceinline__ bool update(Softmax& softmax, const Tile& tile,
+                                       Accumulator (&S)[ROWS][COLUMNS], Accumulator multiplier,
+                                       Accumulator (&rescale)[ROWS], const Again& score_again) {
+    if constexpr (PLANES_ARE_MADE) {
+        float units[ROWS];
+#pragma unroll
+        for (float& unit : units) unit = SCORE_IS_MODIFIED ? 1.0f : tile.unit;
+        constexpr float EXPONENT = Tile::WEIGHT_EXPONENT;
+        return softmax.update_scaled(S, multiplier, units, EXPONENT, rescale);
+    }
+    return softmax.update(S, multiplier, rescale, score_again);
+}
+// Sums of such weights are those of weights.
+template <typename Tile, typename Softmax>
+__device__ __forceinline__ void lower_sums(Softmax& softmax) {
+    if constexpr (PLANES_ARE_MADE)
+        for (float& sum : softmax.sum) sum /= 1 << Tile::WEIGHT_EXPONENT;
 }
 
 // Makes planes of a tile of keys that has arrived. Returns, to all threads, whether something is unheld.
 // Holds a barrier behind.
 template <typename Tile>
 __device__ __forceinline__ bool split_keys(Tile& tile, typename Tile::Shared* K_smem) {
-    if constexpr (IN_PLANES) {
+    if constexpr (SPLITS_TILES) {
         tile.template split_keys<BLOCK_K, THREADS>(K_smem);
         return __syncthreads_or(tile.unheld);  // planes of all rows
     }
@@ -36,7 +92,7 @@ __device__ __forceinline__ bool split_keys(Tile& tile, typename Tile::Shared* K_
 template <typename Tile>
 __device__ __forceinline__ bool split_values(Tile& tile, typename Tile::Shared* V_smem,
                                              int valid_rows) {
-    if constexpr (IN_PLANES) {
+    if constexpr (SPLITS_TILES) {
         tile.template split_values<BLOCK_K, THREADS>(V_smem, valid_rows);
         return __syncthreads_or(tile.unheld);  // planes of all rows
     }
@@ -46,7 +102,7 @@ __device__ __forceinline__ bool split_values(Tile& tile, typename Tile::Shared* 
 template <typename Tile>
 __device__ __forceinline__ bool split_tiles(Tile& tile, typename Tile::Shared* K_smem,
                                             typename Tile::Shared* V_smem, int valid_rows) {
-    if constexpr (IN_PLANES) tile.template split_keys<BLOCK_K, THREADS>(K_smem);
+    if constexpr (SPLITS_TILES) tile.template split_keys<BLOCK_K, THREADS>(K_smem);
     return split_values(tile, V_smem, valid_rows);
 }
 

@@ -1,0 +1,84 @@
+// Products of a warp's slab of rows in float32 on tensor cores, as FloatMmaTile has them, with planes of keys
+// and values that were made before (tile_planes.cu). A row in shared memory has high halves, then low ones, and
+// a tile's rows share a unit:
+//
+//     S = Ql Kh + Qh Kl + Qh Kh                          the softmax knows their unit
+//     O += unit ((Ph Vl + Pl Vh) 2^-11 + Ph Vh)          the softmax has made P 2^14 times as large
+#pragma once
+#include "tiles/float_mma.cuh"
+
+// As PlanesInPlace has it.
+template <int WIDTH>
+struct PlanesApart {
+    static constexpr int NEXT = 4, LOW = WIDTH / 2;
+};
+
+template <int SLABS, int STEP_K, int D, int DV>
+struct MadePlanesTile : FloatMmaTile<SLABS, STEP_K, D, DV> {
+    using Base = FloatMmaTile<SLABS, STEP_K, D, DV>;
+    using Base::ROWS, Base::COLUMNS, Base::VALUE_COLUMNS, Base::KEYS, Base::WEIGHT_EXPONENT,
+        Base::unheld;
+
+    float unit = 1.0f;    // what scores lack
+    float v_unit = 1.0f;  // and values
+    bool sparse;          // whether small weights matter
+
+    using Base::Base;
+
+    // Those of the next tile's keys and values.
+    __device__ __forceinline__ void take_units(float of_keys, float of_values) {
+        const Vector<float, 2> of_queries = this->units();
+        unit = of_queries.at[0] * of_keys, v_unit = of_values;
+        if (!(unit <= of_queries.at[1])) unheld = true;
+        if (!SCORE_IS_MODIFIED) unit = larger(unit, least_unit());
+    }
+    // Of a smaller one the softmax's multiplier would make 0, which hides nothing; exponents are 0 as well with
+    // this one.
+    __device__ __forceinline__ float& least_unit() const { return this->held[2 * 32 + 2]; }
+
+    // S = Q K^T but for what they lack.
+    __device__ __forceinline__ void score(float (&S)[ROWS][COLUMNS], const float* K_smem) {
+        this->template multiply_queries<PlanesApart<Base::PADDED_D>>(S, K_smem);
+        if constexpr (SCORE_IS_MODIFIED) {
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+                for (int j = 0; j < COLUMNS; ++j) S[i][j] *= unit;
+        }
+    }
+
+    // O += P V, of weights that are 2^WEIGHT_EXPONENT times as large.
+    __device__ __forceinline__ void accumulate(float (&O)[ROWS][VALUE_COLUMNS],
+                                               const float (&P)[ROWS][COLUMNS],
+                                               const float* V_smem) {
+        if (sparse) unheld |= has_small_weights(P);
+        typename Base::Weights weights;
+#pragma unroll
+        for (int slab = 0; slab < SLABS; ++slab)
+#pragma unroll
+            for (int keys = 0; keys < KEYS; ++keys)
+#pragma unroll
+                for (int r = 0; r < 4; ++r) {
+                    const int i = 2 * slab + r % 2, j = 4 * keys + r / 2 * 2;
+                    Base::split_pair(P[i][j], P[i][j + 1], weights[0][slab][keys][r],
+                                     weights[1][slab][keys][r]);
+                }
+        this->template add_values<PlanesApart<Base::PADDED_DV>>(
+            O, weights, V_smem, v_unit * (1.0f / (1 << WEIGHT_EXPONENT)));
+    }
+
+    // As Base has it.
+    __device__ __forceinline__ bool leaves_out(u32*) const { return __syncthreads_or(unheld); }
+
+  private:
+    // Whether some weight is below 2^-30 of the largest and not 0: planes hold it less well than to 2^-20.
+    static __device__ __forceinline__ bool has_small_weights(const float (&P)[ROWS][COLUMNS]) {
+        constexpr float LEAST = 1.0f / (1 << 30 - WEIGHT_EXPONENT);
+        bool found = false;
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j) found |= P[i][j] < LEAST && P[i][j] > 0.0f;
+        return found;
+    }
+};
