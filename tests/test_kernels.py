@@ -663,7 +663,7 @@ def test_fa3_equals_fa2_bit_by_bit(dtype):
     for options in ({}, {"causal": True}, {"kv_lengths": np.int32([300, 0, 7])}):
         kernel = {"engine": "wgmma", "device": FEW, "mode": "fast", **options}
         fa2, fa3 = (attention(q, k, v, algo=a, **kernel) for a in ("fa2", "fa3"))
-        assert (fa2.plan.grid, fa3.plan.grid) == (18, 2)
+        assert fa3.plan.grid == 2 * fa3.plan.tile.blocks_per_multiprocessor < fa2.plan.grid
         assert fa2.out.tobytes() == fa3.out.tobytes()
         assert fa2.lse.tobytes() == fa3.lse.tobytes()
 

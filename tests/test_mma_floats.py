@@ -11,6 +11,7 @@ import packed_cases
 import pytest
 from cases import FEW
 from emulator import available
+from preferred import assert_preferred, preferred
 from test_planes import (
     HARD,
     HEADS,
@@ -29,7 +30,6 @@ from test_planes import cupy as cupy
 from tolerance import assert_forward_close
 
 import cuflash
-from cuflash.planning import plan as planning
 from cuflash.planning.mma_floats import ROWS, MadePlanesTile
 from cuflash.planning.problem import Device
 
@@ -43,18 +43,9 @@ def row_of(dim, algo="fa2", made=False):
 
 
 @pytest.fixture
-def planes_made_before(monkeypatch, empty_cache):
-    """Whatever a row of these serves has one, however small it is."""
-    monkeypatch.setattr(MadePlanesTile, "extra_time", lambda row, problem: -1e9)
-    planning._chosen.cache_clear()
-    yield
-    planning._chosen.cache_clear()
-
-
-def assert_made_before(plan):
-    """Its row is one of these if one serves."""
-    served = [row for row in MADE if not row.reject(plan.problem, plan.device)]
-    assert (plan.tile in MADE) == bool(served), plan
+def planes_made_before():
+    with preferred(MADE):
+        yield
 
 
 EACH_WAY = pytest.mark.parametrize(
@@ -190,7 +181,7 @@ def test_emulator_cases_made_before(planes_made_before, case):
     with cases.calls_of(case):
         # Planes of a head with NaN in it are not written.
         check_forward(case, mode="fast" if case.poison else "check")
-        assert_made_before(run(case, mode="fast").plan)
+        assert_preferred(run(case, mode="fast").plan, MADE)
 
 
 @emulated_only
@@ -201,7 +192,7 @@ def test_emulator_packed_cases_made_before(planes_made_before, case):
     arrays, options = case.arguments()
     result = emulated.attention_varlen(*arrays, device=FEW, **options)
     packed_cases.assert_sequences_close(case, result.out, result.lse, result.plan)
-    assert_made_before(result.plan)
+    assert_preferred(result.plan, MADE)
 
 
 def test_rows_for_smaller_shared_memories():

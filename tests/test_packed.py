@@ -167,6 +167,11 @@ def backward_is_right(engine, name):
     check_backward(case)
 
 
+def split_heads_are_right(engine, name):
+    """Of keys that are split, which is for rows that pack heads as well."""
+    forward_is_right(engine, "split")
+
+
 PLANTED = [
     ("a sequence sees the next one's first key", r"keys = p\.key_starts\[region \+ 1\] - head",
      "keys = p.key_starts[region + 1] + 1 - head", forward_is_right, "simt"),
@@ -181,7 +186,7 @@ PLANTED = [
     ("an item is worked on twice", r"gridDim\.x \+ atomicAdd", "atomicAdd", forward_is_right,
      "wgmma"),
     ("queries are copied from the first sequence", r"query_of\(row\) \+ query_origin",
-     "query_of(row) + 0 * query_origin", forward_is_right, "wgmma"),
+     "query_of(row) + 0 * query_origin", split_heads_are_right, "wgmma"),
     ("tiles of a region overlap the next one's", r"\* PER / ROWS\) \+ region;", "* PER / ROWS);",
      forward_is_right, "simt"),
     ("a gradient of a key more is written", r"row < row_count && 32", "row <= row_count && 32",

@@ -49,7 +49,8 @@ def backward(*args, **more):
 def test_grid_is_a_block_per_head_or_per_query_tile(row, leading, n):
     plan = Plan(problem(row.dtypes[0], (1, *leading), n), H200, row)
     heads, tiles = math.prod(leading), math.ceil(n / plan.block_q)
-    blocks = {"fa1": heads, "fa2": heads * tiles, "fa3": min(heads * tiles, 132)}
+    most = 132 * row.blocks_per_multiprocessor
+    blocks = {"fa1": heads, "fa2": heads * tiles, "fa3": min(heads * tiles, most)}
     assert plan.grid == blocks[row.algo]
     assert plan.block_q == row.warps // getattr(row, "split", 1) * row.warp_rows
     assert plan.threads == 32 * row.warps + (128 if row.engine == "wgmma" else 0)

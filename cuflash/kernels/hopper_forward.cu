@@ -92,7 +92,7 @@ __device__ __forceinline__ void add_nonfinite_values(const Params& p, const Item
 // weights leave enough of them.
 constexpr bool HOLDS_CALLS = CONSUMER_REGISTERS - 2 * Tile::VALUE_COLUMNS - 3 * Tile::COLUMNS >= 48;
 
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     hopper_forward(const __grid_constant__ Params p, const __grid_constant__ Tables tables) {
     extern __shared__ __align__(1024) unsigned char bytes[];
     // Of pages those who copy have no register for the address.

@@ -69,6 +69,11 @@ class HopperTile(KernelTile):
         return 32 * self.warps + WARPGROUP
 
     @property
+    def blocks_per_multiprocessor(self) -> int:
+        """Blocks that work on a multiprocessor at a time."""
+        return self.min_blocks
+
+    @property
     def finds_regions(self) -> bool:
         """Whether its kernels find out which packed sequence a tile is of."""
         return True
@@ -87,7 +92,8 @@ class HopperTile(KernelTile):
     def constants(self, problem: Problem) -> dict[str, int | bool]:
         """Sizes that every kernel reads."""
         head, value = self.row_widths(problem)
-        return super().constants(problem) | {"HEAD_ROW": head, "VALUE_ROW": value}
+        own = {"HEAD_ROW": head, "VALUE_ROW": value, "MIN_BLOCKS": self.min_blocks}
+        return super().constants(problem) | own
 
     def missing(self, problem: Problem, device: Device) -> str:
         """What the device or the operands lack, or an empty string."""

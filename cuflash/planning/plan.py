@@ -193,7 +193,8 @@ class Plan:
     def grid(self) -> int:
         """Thread blocks: exactly B * H for fa1, B * H * Tr for fa2; for fa3 those that persist."""
         blocks = self.tile.blocks(self.problem)
-        return min(blocks, self.device.multiprocessors) if self.tile.persists else blocks
+        most = self.device.multiprocessors * self.tile.blocks_per_multiprocessor
+        return min(blocks, most) if self.tile.persists else blocks
 
     @property
     def compile_options(self) -> tuple[str, ...]:

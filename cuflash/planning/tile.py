@@ -572,7 +572,7 @@ class KernelTile(Tile):
         """The kernel that does the work."""
         grid = self.blocks(problem)
         if self.persists:
-            grid = min(grid, device.multiprocessors)
+            grid = min(grid, device.multiprocessors * self.blocks_per_multiprocessor)
         return Launch(self.kernel, grid, self.threads, self.shared_bytes(problem))
 
     def around(self, problem: Problem, main: Launch) -> tuple[Launch, ...]:

@@ -29,8 +29,8 @@ __device__ __forceinline__ bool is_clearer() { return threadIdx.x / 32 % 2 == 1;
 constexpr int ITEM_READERS = WARPS + 1 + CLEARERS;
 
 // Registers per thread: what a block starts with, and what PRODUCER_REGISTERS leave the consumers.
-constexpr int LAUNCH_REGISTERS = 65536 / THREADS / 8 * 8;
+constexpr int LAUNCH_REGISTERS = 65536 / (THREADS * MIN_BLOCKS) / 8 * 8;
 constexpr int CONSUMER_REGISTERS =
     (LAUNCH_REGISTERS * (CONSUMERS + 1) - PRODUCER_REGISTERS) / CONSUMERS / 8 * 8;
-// With one consumer all threads have as many as a thread can have.
-constexpr bool MOVES_REGISTERS = CONSUMERS > 1;
+// Where a multiprocessor has one block of one consumer, all threads have as many as a thread can have.
+constexpr bool MOVES_REGISTERS = CONSUMERS > 1 || MIN_BLOCKS > 1;

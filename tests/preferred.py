@@ -1,0 +1,32 @@
+"""Plans with rows of the table that small problems would do without."""
+
+import contextlib
+
+import pytest
+
+from cuflash.calls import run
+from cuflash.planning import plan as planning
+
+
+@contextlib.contextmanager
+def preferred(rows):
+    """Whatever one of these rows serves has it, however small it is."""
+    real = planning.best_variants
+
+    def best_variants(row, *problem):
+        return [(time - 1e9 * (row in rows), tile) for time, tile in real(row, *problem)]
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(planning, "best_variants", best_variants)
+        patched.setattr(run, "_calls", {})
+        planning._chosen.cache_clear()
+        try:
+            yield
+        finally:
+            planning._chosen.cache_clear()
+
+
+def assert_preferred(plan, rows):
+    """Its row is one of these if one serves."""
+    served = [row for row in rows if not row.reject(plan.problem, plan.device)]
+    assert (plan.tile in rows) == bool(served), plan
