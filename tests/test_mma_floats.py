@@ -170,7 +170,9 @@ def test_emulator_long_sums_do_not_drift(row):
 
 FLOATS = [x for x in cases.CASES if (x.algo, x.engine, x.dtype) == ("fa2", "mma", "float32")]
 FLOAT_GROUPS = dict(cases.groups(cases=FLOATS))
-PACKED_FLOATS = [x for x in packed_cases.MMA_FLOATS if "page_table" not in x.options]
+PACKED_FLOATS = [
+    x for x in packed_cases.MMA_FLOATS if "page_table" not in x.options and max(x.dims) <= 256
+]
 
 
 @emulated_only
@@ -300,7 +302,7 @@ def test_gpu_hard(cupy, change, row):
 @pytest.mark.gpu
 @pytest.mark.parametrize("row", ROWS, ids=str)
 def test_gpu_rows(cupy, row):
-    for dim in (row.max_dim, row.max_dim - 24, 17):
+    for dim in (row.max_dim, row.max_dim - 24, 20 if row in MADE else 17):  # of aligned rows
         q, k, v = normal(500, 900, dim)
         for causal in (False, True):
             out, lse, plan = on_gpu(cupy, row, q, k, v, causal=causal)
