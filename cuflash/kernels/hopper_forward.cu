@@ -2,8 +2,10 @@
 // (Shah et al. 2024, Algorithm 2): O = softmax(Q K^T) V and its log-sum-exp.
 //
 // Grid: with algo fa2 one block per (head, query tile), longest tiles first. With fa3 the same code
-// runs in one block per multiprocessor, which takes one tile after the other. A block has a
-// producer warpgroup and CONSUMERS others, which own 64 queries each:
+// runs in as many blocks as multiprocessors have room for, mostly one each, which take one tile after the
+// other. A block has a producer warpgroup and CONSUMERS others, which own 64 queries each. Of short
+// sequences MIN_BLOCKS of one consumer work on a multiprocessor: while one begins or ends a tile, another
+// multiplies.
 //
 //     thread 0      copies tiles by TMA      Q  [CONSUMERS][64][D]
 //                                            K  [STAGES][BLOCK_K][D]     a ring, as V is
