@@ -11,6 +11,7 @@ from cases import FEW, H200, numpy_dtype
 from compile_kernels import compile_source, require_nvrtc
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from preferred import preferred
 from test_emulator_catches import must_be_caught
 from tolerance import assert_backward_close, assert_forward_close
 
@@ -20,6 +21,7 @@ from cuflash.calls.arguments import Arguments, Options
 from cuflash.calls.call import ForwardCall
 from cuflash.calls.run import find_call
 from cuflash.masks.tile_lists import tile_lists
+from cuflash.planning import wgmma
 from cuflash.planning.source import kernel_source, without_comments
 
 EMULATED = pytest.mark.skipif(emulator.available() is not None, reason=str(emulator.available()))
@@ -269,8 +271,9 @@ def test_wide_tiles():
     ids = np.repeat([0, 1, 2], [130, 30, 240])
     mask = of(lambda b, h, q, k: (ids[q] == ids[k]) & (k <= q), (n, n), 128)
     q, k, v, _ = operands("float16", n=n)
-    device = FEW
-    result = emulated.attention(q, k, v, mask=mask, device=device, enable_gqa=True, algo="fa3")
+    options = {"mask": mask, "device": FEW, "enable_gqa": True, "algo": "fa3"}
+    with preferred([row for row in wgmma.ROWS if (row.block_q, row.block_k) == (192, 96)]):
+        result = emulated.attention(q, k, v, **options)
     assert (result.plan.block_q, result.plan.block_k) == (192, 96)
     dense = {"mask": mask.to_dense(), "enable_gqa": True}
     assert_forward_close(result.out, result.lse, q, k, v, plan=result.plan, **dense)

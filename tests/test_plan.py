@@ -368,7 +368,7 @@ def test_tiles_that_lie_across_blocks_of_masks_do_not_serve():
         assert odd.reject(masked, H200) == reason
         assert chosen.reject(masked, H200) == ""
     for row in GPU_ROWS + BACKWARD_ROWS:
-        of_row = problem(row.dtypes[0], mask="blocks", d=1, backward=row.backward)
+        of_row = problem(row.dtypes[0], mask="blocks", d=8, backward=row.backward)
         if isinstance(row, PlanesTile):  # whose tiles must also be those of the kernel behind
             continue
         if isinstance(row, WgmmaWideTile):  # of which test_wide_gradients.py has the reason

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+MASK_TILE_THREADS = 128  # of a block of mask_tiles: many blocks read at a time
+MASK_LIST_THREADS = 32  # of a block of mask_lists
+
 
 class Buffer(NamedTuple):
     """Memory with a name: so many `tiles` of `tile_bytes`, one behind the other."""
@@ -30,6 +33,14 @@ class Launch(NamedTuple):
     shared_bytes: int = 0
     follows: bool = False
     together: bool = False
+
+
+def mask_launches(rows: int, columns: int) -> tuple[Launch, ...]:
+    """What makes lists of an array of bool, which has so many rows of tiles, and tiles in a row."""
+    return (
+        Launch("mask_tiles", rows * columns, MASK_TILE_THREADS),
+        Launch("mask_lists", rows, MASK_LIST_THREADS),
+    )
 
 
 class MapBox(NamedTuple):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .launches import Buffer, Launch
-from .tile import MASK_LIST_THREADS, ceil_div
+from .launches import MASK_LIST_THREADS, Buffer, Launch
+from .tile import ceil_div
 
 if TYPE_CHECKING:
     from .problem import Problem

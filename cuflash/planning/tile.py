@@ -27,14 +27,12 @@ from .array_gradients import (
     text_of,
     variable_of,
 )
-from .launches import Buffer, Launch, MapBox
+from .launches import MASK_TILE_THREADS, Buffer, Launch, MapBox, mask_launches
 from .problem import Device, Problem
 
 if TYPE_CHECKING:
     from ..typing import Algo, Engine
 
-MASK_TILE_THREADS = 128  # of a block of mask_tiles: many blocks read at a time
-MASK_LIST_THREADS = 32  # of a block of mask_lists
 MERGE_THREADS = 128  # of a block of merge_parts
 START_THREADS = 256  # of a block of sequence_starts
 MULTIPROCESSORS = 132  # of the device that rates are of
@@ -497,11 +495,7 @@ class KernelTile(Tile):
             starts = (Launch("sequence_starts", len(problem.starts), START_THREADS, of_warps),)
         if problem.mask == "elements":
             rows, columns = self.scored_tiles(problem)
-            rows *= problem.mask_lists
-            lists = (
-                Launch("mask_tiles", rows * columns, MASK_TILE_THREADS),
-                Launch("mask_lists", rows, MASK_LIST_THREADS),
-            )
+            lists = mask_launches(rows * problem.mask_lists, columns)
         merge: tuple[Launch, ...] = ()
         if self.span:
             rows = problem.head_count * problem.query_length
