@@ -373,7 +373,9 @@ def test_tiles_that_lie_across_blocks_of_masks_do_not_serve():
             continue
         if isinstance(row, WgmmaWideTile):  # of which test_wide_gradients.py has the reason
             continue
-        assert ("lie across" in row.reject(of_row, device_of(row))) == (row.scored[1] == 48)
+        odd = any(bin(size).count("1") > 1 for size in row.scored)  # no power of two
+        reason = row.reject(of_row, device_of(row))
+        assert reason if odd else "lie across" not in reason, row
 
 
 @pytest.mark.parametrize("make", [problem, backward])
