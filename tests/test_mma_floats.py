@@ -245,7 +245,7 @@ PLANTED_IN_MADE = {
     ),
     "small weights are held": (
         lambda: hard_operands(weights_as_results, *SIZES),
-        ("if (sparse) unheld |= has_small_weights(P);", ""),
+        ("if (sparse) unheld |= has_small_weights<WEIGHT_EXPONENT>(P);", ""),
     ),
     "heads are held": (
         lambda: hard_operands(infinite_values, *SIZES),

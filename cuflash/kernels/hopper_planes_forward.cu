@@ -117,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (softmax.update_scaled(S_regs, multiplier, score_units, EXPONENT, rescale))
             scale_rows(O_regs, rescale);
         drop_probabilities(S_regs, tile, p, head, row_begin, k_begin);
-        if (sparse && tile.has_small_weights(S_regs)) small = true;
+        if (sparse && has_small_weights<Tile::WEIGHT_EXPONENT>(S_regs)) small = true;
         u32 P_regs[2 * Tile::CHUNKS][4];
         tile.split_probabilities(P_regs, S_regs);
         barriers.V_full[now.slot].wait(now.parity);

@@ -32,18 +32,6 @@ struct PlanesTile : WarpgroupTile<__half, BLOCK_K, D, DV> {
         split_rows(P, S, {1.0f, 1.0f});
     }
 
-    // Whether some weight is too small for its planes, which hold it to 2^-20 of itself or better
-    // down to 2^-30 of the largest.
-    __device__ __forceinline__ bool has_small_weights(const float (&P)[ROWS][COLUMNS]) const {
-        constexpr float LEAST = 1.0f / (1 << 30 - WEIGHT_EXPONENT);
-        bool found = false;
-#pragma unroll
-        for (int i = 0; i < ROWS; ++i)
-#pragma unroll
-            for (int j = 0; j < COLUMNS; ++j) found |= P[i][j] < LEAST && P[i][j] > 0.0f;
-        return found;
-    }
-
     // O += P V times `unit`.
     __device__ __forceinline__ void accumulate(float (&O)[ROWS][VALUE_COLUMNS],
                                                const u32 (&P)[2 * CHUNKS][4], u64 V,

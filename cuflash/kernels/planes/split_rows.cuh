@@ -2,8 +2,29 @@
 #pragma once
 #include "planes/plane_range.cuh"
 
-// Rows of an accumulator times `factors` as A operands: the high plane of all columns, then the low one,
-// which is 2^VALUE_SHIFT times as large.
+// Two numbers as pairs of halves: the high plane, and the low one, which is 2^VALUE_SHIFT times as large.
+__device__ __forceinline__ void split_pair(float x, float y, u32& high, u32& low) {
+    constexpr float SHIFTED = 1 << VALUE_SHIFT;
+    const u32 pair = pack(x, y, __half());
+    const float rest_x = x - widen(__ushort_as_half(pair & 0xffff));
+    const float rest_y = y - widen(__ushort_as_half(pair >> 16));
+    high = pair, low = pack(rest_x * SHIFTED, rest_y * SHIFTED, __half());
+}
+
+// Whether some weight is too small for its planes, which hold it to 2^-20 of itself or better down to
+// 2^-30 of the largest. Weights are 2^WEIGHT_EXPONENT times as large.
+template <int WEIGHT_EXPONENT, int ROWS, int COLUMNS>
+__device__ __forceinline__ bool has_small_weights(const float (&P)[ROWS][COLUMNS]) {
+    constexpr float LEAST = 1.0f / (1 << 30 - WEIGHT_EXPONENT);
+    bool found = false;
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j) found |= P[i][j] < LEAST && P[i][j] > 0.0f;
+    return found;
+}
+
+// Rows of an accumulator times `factors` as A operands: the high plane of all columns, then the low one.
 template <int CHUNKS, int COLUMNS>
 __device__ __forceinline__ void split_rows(u32 (&planes)[CHUNKS][4],
                                            const float (&rows)[2][COLUMNS],
@@ -13,14 +34,9 @@ __device__ __forceinline__ void split_rows(u32 (&planes)[CHUNKS][4],
     for (int i = 0; i < CHUNKS / 2; ++i)
 #pragma unroll
         for (int r = 0; r < 4; ++r) {
-            constexpr float SHIFTED = 1 << VALUE_SHIFT;
             const int column = 4 * i + r / 2 * 2;
             const float factor = factors[r % 2];
             const float x = rows[r % 2][column] * factor, y = rows[r % 2][column + 1] * factor;
-            const u32 high = pack(x, y, __half());
-            const float rest_x = x - widen(__ushort_as_half(high & 0xffff));
-            const float rest_y = y - widen(__ushort_as_half(high >> 16));
-            planes[i][r] = high;
-            planes[CHUNKS / 2 + i][r] = pack(rest_x * SHIFTED, rest_y * SHIFTED, __half());
+            split_pair(x, y, planes[i][r], planes[CHUNKS / 2 + i][r]);
         }
 }

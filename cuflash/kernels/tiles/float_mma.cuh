@@ -16,7 +16,7 @@
 // What planes do not hold the tile remembers: the kernel leaves such rows to the one behind it.
 #pragma once
 #include "numeric.cuh"
-#include "planes/plane_range.cuh"
+#include "planes/split_rows.cuh"
 #include "ptx/mma.cuh"
 #include "tiles/copies.cuh"
 #include "tiles/softmax.cuh"
@@ -334,15 +334,6 @@ struct FloatMmaTile {
                     sum = multiply_add(sums[i][j], unit, sum);
                 }
         }
-    }
-
-    // Two weights as planes.
-    static __device__ __forceinline__ void split_pair(float x, float y, u32& high, u32& low) {
-        constexpr float SHIFTED = 1 << VALUE_SHIFT;
-        const u32 pair = pack(x, y, __half());
-        const float rest_x = x - widen(__ushort_as_half(pair & 0xffff));
-        const float rest_y = y - widen(__ushort_as_half(pair >> 16));
-        high = pair, low = pack(rest_x * SHIFTED, rest_y * SHIFTED, __half());
     }
 
     // C[slab's 16 rows][8 columns from 8 * group on] = or += A B.

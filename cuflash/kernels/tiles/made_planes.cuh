@@ -51,7 +51,7 @@ struct MadePlanesTile : FloatMmaTile<SLABS, STEP_K, D, DV> {
     __device__ __forceinline__ void accumulate(float (&O)[ROWS][VALUE_COLUMNS],
                                                const float (&P)[ROWS][COLUMNS],
                                                const float* V_smem) {
-        if (sparse) unheld |= has_small_weights(P);
+        if (sparse) unheld |= has_small_weights<WEIGHT_EXPONENT>(P);
         typename Base::Weights weights;
 #pragma unroll
         for (int slab = 0; slab < SLABS; ++slab)
@@ -60,8 +60,8 @@ struct MadePlanesTile : FloatMmaTile<SLABS, STEP_K, D, DV> {
 #pragma unroll
                 for (int r = 0; r < 4; ++r) {
                     const int i = 2 * slab + r % 2, j = 4 * keys + r / 2 * 2;
-                    Base::split_pair(P[i][j], P[i][j + 1], weights[0][slab][keys][r],
-                                     weights[1][slab][keys][r]);
+                    split_pair(P[i][j], P[i][j + 1], weights[0][slab][keys][r],
+                               weights[1][slab][keys][r]);
                 }
         this->template add_values<PlanesApart<Base::PADDED_DV>>(
             O, weights, V_smem, v_unit * (1.0f / (1 << WEIGHT_EXPONENT)));
@@ -69,16 +69,4 @@ struct MadePlanesTile : FloatMmaTile<SLABS, STEP_K, D, DV> {
 
     // As Base has it.
     __device__ __forceinline__ bool leaves_out(u32*) const { return __syncthreads_or(unheld); }
-
-  private:
-    // Whether some weight is below 2^-30 of the largest and not 0: planes hold it less well than to 2^-20.
-    static __device__ __forceinline__ bool has_small_weights(const float (&P)[ROWS][COLUMNS]) {
-        constexpr float LEAST = 1.0f / (1 << 30 - WEIGHT_EXPONENT);
-        bool found = false;
-#pragma unroll
-        for (int i = 0; i < ROWS; ++i)
-#pragma unroll
-            for (int j = 0; j < COLUMNS; ++j) found |= P[i][j] < LEAST && P[i][j] > 0.0f;
-        return found;
-    }
 };
