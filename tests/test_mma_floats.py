@@ -13,6 +13,7 @@ from cases import FEW
 from emulator import available
 from preferred import assert_preferred, preferred
 from test_planes import (
+    DROPOUT,
     HARD,
     HEADS,
     a_channel_of_q,
@@ -21,11 +22,13 @@ from test_planes import (
     infinite_values,
     normal,
     on_gpu,
+    own_keys,
     plant,
     tiles_of_v,
     tiny_operands,
     weights_as_results,
 )
+from test_planes import ROWS as PLANES_ROWS
 from test_planes import cupy as cupy
 from tolerance import assert_forward_close
 
@@ -132,6 +135,14 @@ def test_emulator_leaves_out_heads_of_fa1(change):
     assert emulated(*hard_operands(change, *SIZES), row_of(64, "fa1"), mode="fast")[1] > 0
 
 
+@emulated_only
+@pytest.mark.parametrize("row", [row_of(64, "fa1"), row_of(64), row_of(64, made=True)], ids=str)
+def test_emulator_dropout_leaves_small_weights(row):
+    """The head whose queries keep their large weights stays where it is."""
+    whole = emulated(*hard_operands(far_apart, *SIZES), row, mode="fast", **DROPOUT)[1]
+    assert emulated(*own_keys(*SIZES), row, mode="fast", **DROPOUT)[1] * HEADS == whole > 0
+
+
 def check_packed_equals_the_batch(scale, tiles):
     """Bit for bit, also where a sequence's neighbours are left out."""
     import emulated
@@ -235,8 +246,11 @@ PLANTED = {
         lambda: hard_operands(a_channel_of_v, *SIZES),
         ("unheld |= x[e] != 0.0f &&", "unheld |= false &&"),
     ),
+    "weights are held where larger ones are dropped": (
+        lambda: own_keys(*SIZES),
+        ("if (DROPS && small) atomicMin", "if (false) atomicMin"),
+    ),
 }  # fmt: skip
-
 
 PLANTED_IN_MADE = {
     "large scores are held": (
@@ -245,7 +259,11 @@ PLANTED_IN_MADE = {
     ),
     "small weights are held": (
         lambda: hard_operands(weights_as_results, *SIZES),
-        ("if (sparse) unheld |= has_small_weights<WEIGHT_EXPONENT>(P);", ""),
+        ("if (sparse && has_small_weights<WEIGHT_EXPONENT>(P)) unheld = true;", ""),
+    ),
+    "weights are held where larger ones are dropped": (
+        lambda: own_keys(*SIZES),
+        ("if (DROPS) unheld |= small &&", "if (false) unheld |= small &&"),
     ),
     "heads are held": (
         lambda: hard_operands(infinite_values, *SIZES),
@@ -282,8 +300,9 @@ def test_planted_bugs(monkeypatch, name, made):
         return text
 
     plant(monkeypatch, change)
+    dropout = DROPOUT if "dropped" in name else {}
     with pytest.raises(AssertionError, match="out of bounds"):
-        emulated(*operands(), row_of(64, made=made), mode="fast")
+        emulated(*operands(), row_of(64, made=made), mode="fast", **dropout)
 
 
 # ------------------------------------------------------------------------------ a GPU
@@ -297,6 +316,19 @@ def test_gpu_hard(cupy, change, row):
     for causal in (False, True):
         out, lse, plan = on_gpu(cupy, row, q, k, v, causal=causal)
         assert_forward_close(out, lse, q, k, v, plan=plan, causal=causal)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("row", [*ROWS, *PLANES_ROWS], ids=str)
+def test_gpu_dropout_leaves_small_weights(cupy, row):
+    operands = own_keys(300, 700, row.max_dim)
+    options = {"algo": row.algo, "engine": row.engine, "return_lse": True, **DROPOUT}
+    with preferred([row]):
+        device = [cupy.asarray(x) for x in operands]
+        plan = cuflash.plan(*device, **options)
+        assert_preferred(plan, [row])
+        out, lse = cuflash.attention(*device, **options)
+    assert_forward_close(out.get(), lse.get(), *operands, plan=plan, **DROPOUT)
 
 
 @pytest.mark.gpu

@@ -12,6 +12,7 @@ from emulator import available
 from tolerance import assert_forward_close
 
 import cuflash
+from cuflash import reference
 from cuflash.planning.plan import TILES, Plan
 from cuflash.planning.planes import PlanesTile
 
@@ -151,6 +152,22 @@ def hard_operands(change, *sizes):
     q, k, v = normal(*sizes)
     change(q, k, v)
     return q, k, v
+
+
+DROPOUT = {"dropout_p": 0.5, "seed": 3}
+
+
+def own_keys(queries, keys, dim):
+    """Each query has one large score; weights of other keys are below 2^-28 of that one's. Dropout
+    takes it from all queries of the first head and from none of the second. No value is small.
+    """
+    q, k, v = normal(queries, keys, dim)
+    kept = reference.dropout_keep(DROPOUT["seed"], (HEADS, queries, keys), DROPOUT["dropout_p"])
+    for head in range(HEADS):
+        for query, of_query in enumerate(kept[head]):
+            own = np.flatnonzero(of_query == (head == 1))
+            q[head, query] = 48 / dim**0.5 * k[head, own[query % len(own)]]
+    return q, k, 1 + np.abs(v)
 
 
 hard = pytest.mark.parametrize("change", HARD, ids=lambda change: change.__name__)
@@ -312,6 +329,24 @@ def test_emulator_small_weights_need_their_marks(monkeypatch):
     plant(monkeypatch, lambda text: text.replace("small = true;", "small = false;"))
     with pytest.raises(AssertionError, match="out of bounds"):
         emulated(*hard_operands(weights_as_results, 70, 140, 64), row_of(64, 64), mode="fast")
+
+
+@emulated_only
+@pytest.mark.parametrize("algo", ["fa2", "fa3"])
+def test_emulator_dropout_leaves_small_weights(algo):
+    emulated(*own_keys(70, 140, 64), row_of(64, 64, algo), mode="fast", **DROPOUT)
+
+
+@emulated_only
+@pytest.mark.parametrize(
+    "change",
+    [("looks = DROPS ||", "looks ="), ("float least = kept.least", "float least = 1; kept.least")],
+)
+def test_emulator_dropped_weights_need_their_marks(monkeypatch, change):
+    """The test above fails where only values say whether small weights matter."""
+    plant(monkeypatch, lambda text: text.replace(*change))
+    with pytest.raises(AssertionError, match="out of bounds"):
+        emulated(*own_keys(70, 140, 64), row_of(64, 64), mode="fast", **DROPOUT)
 
 
 # ------------------------------------------------------------------------------ a GPU

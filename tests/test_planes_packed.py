@@ -136,7 +136,7 @@ def test_plans():
     assert [x.name for x in plan.kernels] == [
         "sequence_starts", "tile_planes", "held_heads", "hopper_planes_forward", "fa2_forward",
     ]  # fmt: skip
-    assert dict(plan.workspace)["held_heads"] == 12 * 2 * 16 * 65
+    assert dict(plan.workspace)["held_heads"] == 16 * 2 * 16 * 65
     plan = cuflash.plan(q, q, q, backward=True, **asked)
     names = [x.name for x in plan.kernels]
     assert names[:4] == ["sequence_starts", "plane_ranges", "planes", "backward_rows"]

@@ -37,17 +37,18 @@ static_assert(is_laid_out<Tile::Shared>(tile_bytes::K, K_TILE) &&
                   is_laid_out<Tile::Shared>(tile_bytes::V, V_TILE) &&
                   is_laid_out<Tile::Shared>(tile_bytes::Q, Q_SLAB) &&
                   is_laid_out<Tile::Shared>(tile_bytes::exchange, Tile::EXCHANGE) &&
-                  is_laid_out<Accumulator>(tile_bytes::state, HEAD_DIM_V + 2),
+                  is_laid_out<Accumulator>(tile_bytes::state, HEAD_DIM_V + 2 + KEEPS),
               "the plan's tiles are those of the kernel");
 
 using Softmax = OnlineSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS,
                               IN_PLANES ? LAZINESS_OF_PLANES : LAZINESS>;
 
-// O, l and m of one head between two visits: [query_length][HEAD_DIM_V] and twice [query_length].
+// O, l and m of one head between two visits: [query_length][HEAD_DIM_V] and twice [query_length]. In planes with
+// dropout the largest weight that a row keeps as well.
 struct State {
     static constexpr int GROUP = HEAD_DIM_V % Tile::COLUMN_GROUP == 0 ? Tile::COLUMN_GROUP : 1;
     using Group = Vector<Accumulator, GROUP>;
-    Accumulator *output, *sum, *maximum;
+    Accumulator *output, *sum, *maximum, *kept;
     int rows;
 
     __device__ __forceinline__ State(const Params& p, const Head& head)
@@ -57,17 +58,19 @@ struct State {
         output = p.state + row * HEAD_DIM_V;
         sum = p.state + all_rows * HEAD_DIM_V + row;
         maximum = sum + all_rows;
+        kept = maximum + all_rows;
     }
     __device__ __forceinline__ Group* group(int q, int column) const {
         return reinterpret_cast<Group*>(output + i64(q) * HEAD_DIM_V + column);
     }
     __device__ __forceinline__ void load(Accumulator (&O)[Tile::ROWS][Tile::VALUE_COLUMNS],
-                                         Softmax& softmax, const Tile& tile, int q_begin) const {
+                                         Softmax& softmax, Tile& tile, int q_begin) const {
 #pragma unroll
         for (int i = 0; i < Tile::ROWS; ++i) {
             const int q = q_begin + tile.row(i);
             if (q >= rows) continue;
             softmax.origin[i] = maximum[q];
+            restore_kept(tile, i, kept + q);
             if (tile.lane % Tile::ROW_THREADS == 0) softmax.sum[i] = sum[q];
 #pragma unroll
             for (int j = 0; j < Tile::VALUE_COLUMNS; j += GROUP) {
@@ -84,10 +87,11 @@ struct State {
 #pragma unroll
         for (int i = 0; i < Tile::ROWS; ++i) {
             const int q = q_begin + tile.row(i);
-            const Accumulator total = softmax.total(i);
+            const Accumulator total = softmax.total(i), largest = kept_of(tile, i);
             if (q >= rows) continue;
             if (tile.lane % (Tile::ROW_THREADS * Tile::HOLDERS) == 0)
                 maximum[q] = softmax.origin[i], sum[q] = total;
+            if (KEEPS && tile.lane % Tile::ROW_THREADS == 0) kept[q] = largest;
 #pragma unroll
             for (int j = 0; j < Tile::VALUE_COLUMNS; j += GROUP) {
                 if (tile.value_column(j) >= HEAD_DIM_V) continue;
@@ -185,6 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             for (int r = 0; r < Tile::ROWS; ++r)
 #pragma unroll
                 for (int c = 0; c < Tile::VALUE_COLUMNS; ++c) O_regs[r][c] = Accumulator(0);
+            clear_kept(tile);
             if (!is_first) state.load(O_regs, softmax, tile, slab.q_begin);
 
             wait_copies<1>();
@@ -200,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 if (cut)
                     mask_scores(S_regs, tile, p, head, slab.q_begin, k_begin,
                                 TileBits(p, head, visit.bits, 0, slab.q_begin, k_begin), 0);
-                if (softmax.update(S_regs, multiplier, rescale)) scale_rows(O_regs, rescale);
+                if (update(softmax, tile, S_regs, multiplier, rescale)) scale_rows(O_regs, rescale);
                 // S_regs hold P from here on
                 drop_probabilities(S_regs, tile, p, head, slab.q_begin, k_begin);
                 expect_zeros(tile, cut);
@@ -216,6 +221,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                         TileBits(p, head, visit.bits, 0, slab.q_begin, k_begin));
                 }
             }
+            if (is_last) finish_rows(tile);
             if (is_last)
                 store_rows(O_regs, softmax, tile, p, head, slab.q_begin, locate_output(p, head));
             else

@@ -175,6 +175,7 @@ __device__ __forceinline__ void attend(const Params& p, int number) {
         __syncthreads();  // tile i + 1 has arrived for all; nobody reads tile i any more
     }
     wait_copies<0>();
+    finish_rows(tile);
     if (is_left_to_kernel_behind(p, tile, K_smem)) return;
     if (nonfinite) {
 #pragma unroll 1

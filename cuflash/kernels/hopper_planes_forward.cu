@@ -23,6 +23,7 @@
 #include "uniform.cuh"
 #include "planes/of_planes.cuh"
 #include "planes/query_planes.cuh"
+#include "planes/small_weights.cuh"
 #include "hopper/begin_block.cuh"
 #include "hopper/block.cuh"
 #include "ptx/overlap.cuh"
@@ -72,7 +73,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     int row_begin;
     Ring<STAGES> now;
     Vector<float, 2> q_units{};
-    bool sparse = false, small = false;  // the values; some weight
+    bool looks = false, small = false;  // for small weights, which may matter; whether there is one
+    KeptWeights<Tile::ROWS, Tile::ROW_THREADS> kept;
 
     using Columns = Tile::FromFirstColumn;
     const Columns columns{tile};
@@ -115,9 +117,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (float& unit : score_units) unit = SCORE_IS_MODIFIED ? 1.0f : larger(unit, least_unit);
         constexpr float EXPONENT = Tile::WEIGHT_EXPONENT;
         if (softmax.update_scaled(S_regs, multiplier, score_units, EXPONENT, rescale))
-            scale_rows(O_regs, rescale);
+            scale_rows(O_regs, rescale), kept.rescale(rescale);
         drop_probabilities(S_regs, tile, p, head, row_begin, k_begin);
-        if (sparse && has_small_weights<Tile::WEIGHT_EXPONENT>(S_regs)) small = true;
+        kept.add(S_regs);
+        if (looks && has_small_weights<Tile::WEIGHT_EXPONENT>(S_regs)) small = true;
         u32 P_regs[2 * Tile::CHUNKS][4];
         tile.split_probabilities(P_regs, S_regs);
         barriers.V_full[now.slot].wait(now.parity);
@@ -135,7 +138,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const Part part = uniform(item->parts[consumer]);
         static_cast<KeySpan&>(keys) = part.keys;
         row_begin = uniform(item->row_begin) + consumer * SLAB;
-        sparse = item->sparse, small = false;
+        looks = DROPS || item->sparse, small = false;
+        kept.clear();
         softmax = {};
         clear_rows(O_regs);
         if (keys.count() > 0)
@@ -147,6 +151,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         pass_by(part.after);
         for (float& sum : softmax.sum) sum /= 1 << Tile::WEIGHT_EXPONENT;
         store_rows(O_regs, softmax, tile, p, item->head, row_begin, item->output);
+        if constexpr (DROPS) {
+            const float least = kept.least(1 << Tile::WEIGHT_EXPONENT);
+            small = small && small_weights_matter(least, item->spread);
+        }
         if (__any_sync(FULL_WARP, small) && speaks) leave_out(p, head, row_begin, row_begin + SLAB);
         __syncwarp();  // all lanes have read the item
         if (speaks) reader.release(*item);

@@ -58,6 +58,10 @@ class FloatMmaTile(MmaTile):
         """
         return 4.0 if device.arch in OF_GRAPHICS else 1.0
 
+    def state_numbers(self, problem: Problem) -> int:
+        """With dropout the largest weight that the row keeps as well."""
+        return super().state_numbers(problem) + problem.dropout
+
     def workspace(self, problem: Problem) -> tuple[Buffer, ...]:
         """Which blocks leave their rows to the kernel behind."""
         return (*super().workspace(problem), Buffer("again", 4, self.blocks(problem)))

@@ -23,7 +23,7 @@ PLANE_ROWS = 128  # that a block makes planes of in backward
 PLANE_THREADS = 256
 RANGE_BYTES = 12  # three numbers
 RANGES_BYTES = RANGE_BYTES * PLANE_THREADS // 32  # of its warps, in shared memory
-HELD_BYTES = 12  # three numbers of a head
+HELD_BYTES = 16  # four numbers of a head
 MOST_BEHIND = 256  # blocks of the kernel behind, which each look at all marks
 COPY_RATE = 3.6e6  # bytes per microsecond that making planes reads and writes
 

@@ -149,12 +149,16 @@ class WarpTile(KernelTile):
             )
         return Buffer("Q", q), Buffer("K", k, self.stages), Buffer("V", v, self.stages), exchange
 
+    def state_numbers(self, problem: Problem) -> int:
+        """Of a row between two visits in fa1's forward pass: O, l and m."""
+        return problem.value_dim + 2
+
     def workspace(self, problem: Problem) -> tuple[Buffer, ...]:
         """O, l and m of fa1's forward pass; sums and turns of backward."""
         masks, item = super().workspace(problem), ITEM_BYTES[problem.accumulator]
         if not self.backward:
             rows = problem.head_count * problem.query_length
-            row = (problem.value_dim + 2) * item
+            row = self.state_numbers(problem) * item
             return (*masks, Buffer("state", row, rows)) if self.keys_outside else masks
         q_tiles = problem.head_count * self.query_tiles(problem)
         k_tiles = problem.head_count * self.key_tiles(problem)

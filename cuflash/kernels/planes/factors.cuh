@@ -9,8 +9,8 @@
 // them are multiplied.
 struct PlaneFactors {
     int k_chunks, v_chunks;  // the first of each
-    int sparse;
-    float k_unit;  // the largest of its tiles
+    int sparse, spread;      // of the values (HeldHead); the latter with dropout
+    float k_unit;            // the largest of its tiles
 };
 
 // By which products with a tile of keys, and of values, are multiplied.
@@ -41,6 +41,7 @@ __device__ __forceinline__ bool find_factors(const P& p, const H& head, PlaneFac
     const HeldHead k = look(p.k_planes_heads, p.k_planes_stride, factors.k_chunks);
     const HeldHead v = look(p.v_planes_heads, p.v_planes_stride, factors.v_chunks);
     factors.sparse = v.flags & HeldHead::SPARSE;
+    if (DROPS) factors.spread = v.spread;
     factors.k_unit = power_of_two(-k.exponent);
     return !((k.flags | v.flags) & HeldHead::UNHELD);
 }

@@ -50,7 +50,9 @@ struct HeldHead {
     int exponent;  // e above; the least one of its chunks
     int flags;
     int small;  // in backward: how many numbers planes hold less well, more than MOST_SMALL if many
-    static constexpr int UNHELD = 1;  // no planes hold it
+    int spread;  // in forward, of values: from the exponent of the smallest to that of the largest
+    static constexpr int MOST_SPREAD = 126;  // also where some are 0
+    static constexpr int UNHELD = 1;         // no planes hold it
     static constexpr int SPARSE = 2;  // of values: some are 0, or 2^-24 of the largest or less
 
     // An error of 2^-36 beside a number held is at most 2^-20 of it down to 2^-16. Of queries and keys
@@ -66,10 +68,11 @@ struct HeldHead {
         const int largest = exponent_of(range.most), exponent = LARGEST_EXPONENT - largest;
         if (!is_finite(range)) return {0, UNHELD};
         if (!is_values) return {min(exponent, SMALL_EXPONENT), 0};
-        if (range.most == 0) return {0, SPARSE};
+        if (range.most == 0) return {0, SPARSE, 0, MOST_SPREAD};
         if (largest < SMALLEST) return {0, UNHELD};
-        const bool far_below = exponent_of(range.least + 1) < largest - 24;
-        return {exponent, range.zeros || far_below ? SPARSE : 0};
+        const int between = largest - exponent_of(range.least + 1);
+        const int spread = range.zeros ? MOST_SPREAD : min(between, MOST_SPREAD);
+        return {exponent, spread > 24 ? SPARSE : 0, 0, spread};
     }
     static __device__ __forceinline__ bool is_finite(const PlaneRange& range) {
         return range.most < 0x7f800000 && exponent_of(range.most) <= LARGEST;

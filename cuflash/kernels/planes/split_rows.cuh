@@ -11,19 +11,6 @@ __device__ __forceinline__ void split_pair(float x, float y, u32& high, u32& low
     high = pair, low = pack(rest_x * SHIFTED, rest_y * SHIFTED, __half());
 }
 
-// Whether some weight is too small for its planes, which hold it to 2^-20 of itself or better down to
-// 2^-30 of the largest. Weights are 2^WEIGHT_EXPONENT times as large.
-template <int WEIGHT_EXPONENT, int ROWS, int COLUMNS>
-__device__ __forceinline__ bool has_small_weights(const float (&P)[ROWS][COLUMNS]) {
-    constexpr float LEAST = 1.0f / (1 << 30 - WEIGHT_EXPONENT);
-    bool found = false;
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i)
-#pragma unroll
-        for (int j = 0; j < COLUMNS; ++j) found |= P[i][j] < LEAST && P[i][j] > 0.0f;
-    return found;
-}
-
 // Rows of an accumulator times `factors` as A operands: the high plane of all columns, then the low one.
 template <int CHUNKS, int COLUMNS>
 __device__ __forceinline__ void split_rows(u32 (&planes)[CHUNKS][4],

@@ -16,6 +16,7 @@
 // What planes do not hold the tile remembers: the kernel leaves such rows to the one behind it.
 #pragma once
 #include "numeric.cuh"
+#include "planes/small_weights.cuh"
 #include "planes/split_rows.cuh"
 #include "ptx/mma.cuh"
 #include "tiles/copies.cuh"
@@ -114,7 +115,7 @@ struct FloatMmaTile {
     static constexpr int CHAINS = PART == 1 || SPILLS ? 2 : 1;
     static constexpr int COLUMN_GROUP = 2;
     static constexpr int EXCHANGE =
-        2 * 32 + 4;  // of each lane two numbers, of the warp two, and 8 bytes
+        2 * 32 + 4;  // of each lane two numbers, of the warp two, and two of made_planes.cuh
     using Weights = u32[2][SLABS][KEYS][4];     // planes
     static constexpr int WEIGHT_EXPONENT = 14;  // of a weight of 1 as planes hold it
     static_assert(STEP_K % 32 == 0 && STEP_K <= 128,
@@ -126,10 +127,13 @@ struct FloatMmaTile {
     bool unheld = false;  // something that planes do not hold
     bool small = false;   // some weight that they do not hold to 2^-20 of itself
     bool has_zeros;       // whether weights of the next step may be 0 for keys that are hidden
+    KeptWeights<ROWS, ROW_THREADS> kept;
+    float least_kept = 1.0f;  // of rows that are done
 
     __device__ __forceinline__ FloatMmaTile(int lane, float* exchange)
         : lane(lane), held(exchange) {
         own_range() = {infinity<float>(), 0.0f};
+        kept.clear();
     }
     // The least and the largest magnitude of the values that a lane has split.
     __device__ __forceinline__ Vector<float, 2>& own_range() const {
@@ -221,24 +225,33 @@ struct FloatMmaTile {
     __device__ __forceinline__ void accumulate(float (&O)[ROWS][VALUE_COLUMNS],
                                                const float (&P)[ROWS][COLUMNS],
                                                const float* V_smem) {
+        kept.add(P);
         Weights weights;
         const float unit = split_weights(weights, P, V_smem);
         add_values<InPlace>(O, weights, V_smem, unit);
     }
 
+    // The warp's rows have seen all their keys.
+    __device__ __forceinline__ void finish_rows() { least_kept = fminf(least_kept, kept.least()); }
+
     // Whether the rows of a block must be worked on in another way, to all its threads: their planes
-    // do not hold something, or do not hold weights where these matter. That they do where other values
-    // are 0 or tiny. `words` are two of shared memory that nobody uses any more.
+    // do not hold something, or do not hold weights where these matter. `words` are three of shared
+    // memory that nobody uses any more.
     __device__ __forceinline__ bool leaves_out(u32* words) const {
         if (__syncthreads_or(unheld)) return true;
         if (!__syncthreads_or(small)) return false;
-        if (threadIdx.x == 0) words[0] = __float_as_uint(infinity<float>()), words[1] = 0;
+        if (threadIdx.x == 0) {
+            words[0] = __float_as_uint(infinity<float>()), words[1] = 0;
+            words[2] = __float_as_uint(1.0f);
+        }
         __syncthreads();  // the words are there
         const Vector<float, 2> range = own_range();
         atomicMin(words, __float_as_uint(range.at[0]));
         atomicMax(words + 1, __float_as_uint(range.at[1]));
+        if (DROPS && small) atomicMin(words + 2, __float_as_uint(least_kept));
         __syncthreads();  // all threads have added theirs
-        return __uint_as_float(words[0]) < __uint_as_float(words[1]) * (1.0f / (1 << 24));
+        return small_weights_matter(__uint_as_float(words[2]), __uint_as_float(words[0]),
+                                    __uint_as_float(words[1]));
     }
 
   protected:

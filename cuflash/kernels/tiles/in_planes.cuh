@@ -8,6 +8,8 @@
 #include "tiles/engine.cuh"
 
 constexpr bool SPLITS_TILES = IN_PLANES && !PLANES_ARE_MADE;
+constexpr bool KEEPS =
+    IN_PLANES && DROPS;  // the largest weights that rows keep (planes/small_weights.cuh)
 
 // Which scores planes hold, for a tile that has not scored yet: as find_factors() has it, with the
 // largest numbers that planes have.
@@ -35,6 +37,7 @@ __device__ __forceinline__ bool take_planes(Tile& tile, const P& p, Head& head,
         const bool held = find_factors(p, head, factors);
         if (!held && threadIdx.x == 0) p.again[blockIdx.x] = true;
         tile.sparse = factors.sparse;
+        if (DROPS) tile.take_spread(factors.spread);
         if (threadIdx.x % 32 == 0) tile.least_unit() = power_of_two(-125) / score_multiplier(p);
         const auto find = [&](auto width, const void* planes, const long long* strides) {
             return reinterpret_cast<const float*>(find_planes<decltype(width)::value>(
@@ -58,18 +61,43 @@ __device__ __forceinline__ void take_units(Tile& tile, const P& p, const PlaneFa
 }
 
 // Scores become weights, as OnlineSoftmax::update() has it.
-template <typename Softmax, typename Tile, int ROWS, int COLUMNS, typename Again>
-__device__ __forceinline__ bool update(Softmax& softmax, const Tile& tile,
+template <typename Softmax, typename Tile, int ROWS, int COLUMNS, typename... Again>
+__device__ __forceinline__ bool update(Softmax& softmax, Tile& tile,
                                        Accumulator (&S)[ROWS][COLUMNS], Accumulator multiplier,
-                                       Accumulator (&rescale)[ROWS], const Again& score_again) {
+                                       Accumulator (&rescale)[ROWS], const Again&... score_again) {
+    bool stale;
     if constexpr (PLANES_ARE_MADE) {
         float units[ROWS];
 #pragma unroll
         for (float& unit : units) unit = SCORE_IS_MODIFIED ? 1.0f : tile.unit;
         constexpr float EXPONENT = Tile::WEIGHT_EXPONENT;
-        return softmax.update_scaled(S, multiplier, units, EXPONENT, rescale);
+        stale = softmax.update_scaled(S, multiplier, units, EXPONENT, rescale);
+    } else {
+        stale = softmax.update(S, multiplier, rescale, score_again...);
     }
-    return softmax.update(S, multiplier, rescale, score_again);
+    if constexpr (IN_PLANES)
+        if (stale) tile.kept.rescale(rescale);
+    return stale;
+}
+// The largest weights that rows keep, of fa1, whose rows come and go: a new slab's; the i-th row's, to all its
+// lanes; and back again.
+template <typename Tile>
+__device__ __forceinline__ void clear_kept(Tile& tile) {
+    if constexpr (KEEPS) tile.kept.clear();
+}
+template <typename Tile>
+__device__ __forceinline__ Accumulator kept_of(const Tile& tile, int i) {
+    if constexpr (KEEPS) return tile.kept.of_row(i);
+    return Accumulator(1);
+}
+template <typename Tile>
+__device__ __forceinline__ void restore_kept(Tile& tile, int i, const Accumulator* kept) {
+    if constexpr (KEEPS) tile.kept.largest[i] = *kept;
+}
+// The warp's rows have seen all their keys.
+template <typename Tile>
+__device__ __forceinline__ void finish_rows(Tile& tile) {
+    if constexpr (IN_PLANES) tile.finish_rows();
 }
 // Sums of such weights are those of weights.
 template <typename Tile, typename Softmax>

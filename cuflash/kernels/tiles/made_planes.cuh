@@ -17,14 +17,20 @@ template <int SLABS, int STEP_K, int D, int DV>
 struct MadePlanesTile : FloatMmaTile<SLABS, STEP_K, D, DV> {
     using Base = FloatMmaTile<SLABS, STEP_K, D, DV>;
     using Base::ROWS, Base::COLUMNS, Base::VALUE_COLUMNS, Base::KEYS, Base::WEIGHT_EXPONENT,
-        Base::unheld;
+        Base::ROW_THREADS, Base::unheld, Base::small, Base::kept;
 
     float unit = 1.0f;    // what scores lack
     float v_unit = 1.0f;  // and values
-    bool sparse;          // whether small weights matter
+    bool sparse;          // whether small weights matter if none are dropped
 
     using Base::Base;
 
+    // With dropout: how far the exponents of the head's values are apart.
+    __device__ __forceinline__ void take_spread(int spread) {
+        if (threadIdx.x % 32 == 0) largest_value() = power_of_two(spread);
+    }
+    // Beside one whose smallest is 1.
+    __device__ __forceinline__ float& largest_value() const { return this->held[2 * 32 + 3]; }
     // Those of the next tile's keys and values.
     __device__ __forceinline__ void take_units(float of_keys, float of_values) {
         const Vector<float, 2> of_queries = this->units();
@@ -51,7 +57,12 @@ struct MadePlanesTile : FloatMmaTile<SLABS, STEP_K, D, DV> {
     __device__ __forceinline__ void accumulate(float (&O)[ROWS][VALUE_COLUMNS],
                                                const float (&P)[ROWS][COLUMNS],
                                                const float* V_smem) {
-        if (sparse) unheld |= has_small_weights<WEIGHT_EXPONENT>(P);
+        kept.add(P);
+        if constexpr (DROPS) {
+            if (has_small_weights<WEIGHT_EXPONENT>(P)) small = true;
+        } else {
+            if (sparse && has_small_weights<WEIGHT_EXPONENT>(P)) unheld = true;
+        }
         typename Base::Weights weights;
 #pragma unroll
         for (int slab = 0; slab < SLABS; ++slab)
@@ -68,5 +79,9 @@ struct MadePlanesTile : FloatMmaTile<SLABS, STEP_K, D, DV> {
     }
 
     // As Base has it.
+    __device__ __forceinline__ void finish_rows() {
+        const float least = kept.least(1 << WEIGHT_EXPONENT);
+        if (DROPS) unheld |= small && small_weights_matter(least, 1.0f, largest_value());
+    }
     __device__ __forceinline__ bool leaves_out(u32*) const { return __syncthreads_or(unheld); }
 };
