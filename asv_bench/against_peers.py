@@ -7,6 +7,8 @@
 Groups, all by default:
 
 half        fa2 mma in bf16 against torch's FlashAttention-2, 16k tokens of 2048 features
+half_backward    its gradients on the same grid, in order and in any order, against the same
+small_memory    both on rows for GPUs with less shared memory, run here, against this GPU's own
 hopper      wgmma against cuDNN, torch's FlashAttention-2 and, where the packages `fa3-fwd` and
             `flash-attn-4` are installed, FlashAttention-3 and -4: in bf16 on the same grid, with
             the geometric mean over its 12 problems of 4096 and 16384 tokens, and in fp16 with
@@ -71,6 +73,7 @@ bench.find_torch()  # before CuPy, which then finds the CUDA libraries that torc
 
 import cupy
 import peer_rows
+from peer_ampere import half, half_backward, small_memory
 from peer_blocks import backward_blocks, blocks
 from peer_decode import decode
 from peer_gradients import backward, backward_memory, backward_more
@@ -90,21 +93,6 @@ def _versus_torch(s: Session, group, problem, engine, peer, target, note="") -> 
         mine, call = f"fa2 {engine}", problem.ours("fa2", engine)
     with bench.only(backend):
         s.compare(group, problem, mine, call, [(name, problem.torch_fused(), target)], note)
-
-
-def half(s: Session) -> None:
-    """Halves on the field's grid."""
-    cases = [
-        (shape, "bf16", causal, "bnhd", 0.95 if shape[2] in LONG and shape[3] < 256 else None)
-        for shape, causal in s.field()
-    ]
-    cases.append(((4, 16, 4096, 128), "fp16", True, "bnhd", None))
-    cases += [((4, 48, 4096, 32), "fp16", causal, "bhnd", 0.95) for causal in (False, True)]
-    for *kind, target in s.asked(cases):
-        problem = Problem(*kind)
-        _versus_torch(s, "half", problem, "mma", FA2, target)
-        del problem
-        bench.release()
 
 
 def hopper(s: Session) -> None:
@@ -274,8 +262,9 @@ def first_call(s: Session) -> None:
 GROUPS = {
     f.__name__: f
     for f in (
-        half, hopper, small, decode, fa1, backward, backward_more, blocks, backward_blocks, costs,
-        flex, packed, fp32, seeds, memory, backward_memory, host, first_call,
+        half, half_backward, small_memory, hopper, small, decode, fa1, backward, backward_more,
+        blocks, backward_blocks, costs, flex, packed, fp32, seeds, memory, backward_memory, host,
+        first_call,
     )
 }  # fmt: skip
 
