@@ -308,7 +308,7 @@ const auto hide = [&](auto& S) {
 };
 hide(S_regs); \1"""
 WRONG_FORWARD = [
-    ("dropped keys are not in the sum", r"(if \(softmax\.update\()", HIDE_DROPPED, "fa1 simt",
+    ("dropped keys are not in the sum", r"(if \(update\(softmax)", HIDE_DROPPED, "fa1 simt",
      "dropout"),
     *(("nothing is dropped", r"drop_probabilities\(S_regs.*?;", "", " ".join(kernel), "dropout")
       for kernel in KERNELS),

@@ -167,7 +167,7 @@ def backward_is_right(engine, name):
     check_backward(case)
 
 
-def split_heads_are_right(engine, name):
+def split_heads_are_right(engine, _name):
     """Of keys that are split, which is for rows that pack heads as well."""
     forward_is_right(engine, "split")
 

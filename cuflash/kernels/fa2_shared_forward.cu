@@ -73,7 +73,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     wait_copies<0>();
     __syncthreads();  // Q and the first keys have arrived for all
     tile.take_queries(Q_smem + first_row * Tile::PITCH);
-    for (int i = 0; i < tiles.count(); ++i) {
+    // Rows have no origins yet at their first tile of keys.
+    const auto visit_keys = [&](int i, auto is_first) {
         const Visit visit = tiles[i];
         const int k_begin = visit.tile * BLOCK_K;
         const MissingKeys<BLOCK_K> missing(p, head, k_begin);
@@ -94,23 +95,32 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             drop_probabilities(S_regs, tile, p, head, row_begin, k_begin + first_key);
             tile.publish(P_slab + first_key, P_PITCH, S_regs);
         };
-        score();
-        const bool serves = softmax.try_origins(S_regs, multiplier);
-        publish();
-        wait_copies<0>();
-        // V_i and P have arrived for all. Nobody reads K_i any more, unless some warp could not use its
-        // origins: then all score again.
-        if (__syncthreads_or(!serves)) {
-            score();
+        const auto raise_origins = [&] {
             softmax.share_maxima(S_regs, tile);
             __syncthreads();  // all maxima are there
             Accumulator rescale[Tile::ROWS];
             softmax.raise(S_regs, multiplier, rescale, tile);
             scale_rows(O_regs, rescale);
             publish();
-            __syncthreads();  // P is there; nobody reads K_i nor maxima any more
+        };
+        score();
+        if constexpr (decltype(is_first)::value) {
+            raise_origins();
+            wait_copies<0>();
+            __syncthreads();  // V_i and P have arrived for all; nobody reads K_i nor maxima any more
         } else {
-            softmax.take_sums();
+            const bool serves = softmax.try_origins(S_regs, multiplier);
+            publish();
+            wait_copies<0>();
+            // V_i and P have arrived for all. Nobody reads K_i any more, unless some warp could not use its
+            // origins: then all score again.
+            if (__syncthreads_or(!serves)) {
+                score();
+                raise_origins();
+                __syncthreads();  // P is there; nobody reads K_i nor maxima any more
+            } else {
+                softmax.take_sums();
+            }
         }
         if (i + 1 < tiles.count()) load_keys(K_smem, p, head, tiles[i + 1].tile);
         commit_copies();
@@ -119,7 +129,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         tile.template accumulate_published<BLOCK_K>(O_regs, P_slab, V_smem);
         wait_copies<0>();
         __syncthreads();  // K_i+1 has arrived for all; nobody reads V_i nor P any more
-    }
+    };
+    if (tiles.count() > 0) visit_keys(0, Constant<true>());
+    for (int i = 1; i < tiles.count(); ++i) visit_keys(i, Constant<false>());
     wait_copies<0>();
     softmax.share_sums(tile);
     if (nonfinite) {

@@ -36,10 +36,9 @@
 #include "tiles/units.cuh"
 #include "traded_scores.cuh"
 
-using TensorCoreQuerySums =
-    typename Select<SAME<Element, double>,
-                    DoubleMmaQuerySums<WARPS, BLOCK_Q, BLOCK_K, KeyTile::PADDED_D>,
-                    MmaQuerySums<Element, WARPS, BLOCK_Q, BLOCK_K, KeyTile::PADDED_D>>::type;
+using TensorCoreQuerySums = typename Select<
+    SAME<Element, double>, DoubleMmaQuerySums<WARPS, BLOCK_Q, BLOCK_K, KeyTile::PADDED_D>,
+    MmaQuerySums<Element, WARPS, BLOCK_Q, BLOCK_K, KeyTile::PADDED_D, SUM_GROUPS>>::type;
 using QuerySums =
     typename Select<ENGINE_IS_MMA, TensorCoreQuerySums,
                     SimtQuerySums<Accumulator, WARPS, BLOCK_Q, BLOCK_K, KeyTile::PADDED_D>>::type;

@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(PLANE_THREADS)
     const HeldHead held = HeldHead::of(range_of_block<PLANE_THREADS>(range, of_warps), true);
     HeldHead& head = static_cast<HeldHead*>(p.held_heads)[chunk.head];
     if (threadIdx.x == 0 && chunk.begin == 0)
-        head.exponent = held.exponent, head.flags = held.flags;
+        head.exponent = held.exponent, head.flags = held.flags, head.spread = held.spread;
     for (int i = blockIdx.x * PLANE_THREADS + threadIdx.x; i < p.head_count * p.again_tiles;
          i += gridDim.x * PLANE_THREADS)
         p.again[i] = 0;

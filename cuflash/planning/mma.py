@@ -74,8 +74,8 @@ class MmaTile(WarpTile):
 
     def dq_per_thread(self, problem: Problem) -> int:
         """Sums of a dQ tile that one thread holds: a warp has 32 queries and every so many-th group
-        of 16 columns, of which it sums up to four at a time. Of doubles it has 16 queries where it
-        would have no columns left.
+        of 16 columns, of which it sums `sum_groups` at a time. Of doubles it has 16 queries where
+        it would have no columns left.
         """
         rows, groups = 32, self.widths(problem)[0] // 16
         if self.dtypes == DOUBLE and (
@@ -83,7 +83,7 @@ class MmaTile(WarpTile):
         ):
             rows = 16
         own = ceil_div(groups, self.warps * rows // self.block_q)
-        parts = 1 if self.dtypes == DOUBLE else ceil_div(own, 4)
+        parts = 1 if self.dtypes == DOUBLE else ceil_div(own, self.sum_groups)
         return rows // 2 * parts * ceil_div(own, parts)
 
     def cached_bytes(self, problem: Problem) -> int:
@@ -198,15 +198,15 @@ _FORWARD = (
     _fa2(max_dim=64,  block_k=64,  warps=4, slabs=1, stages=3, queries_in_registers=True,
          rate=274, item_time=0.85, start_time=9.6),
     _fa2(max_dim=128, block_k=32,  warps=4, slabs=2, stages=2, min_blocks=2, varied=False,
-         rate=389, item_time=4.70, start_time=17.8),
+         rate=398, item_time=4.70, start_time=17.8),
     _fa2(max_dim=128, block_k=64,  warps=4, slabs=2, stages=2, min_blocks=2, step_k=32,
          rate=375, item_time=3.50, start_time=18.3),
     _fa2(max_dim=128, block_k=64,  warps=4, slabs=1, stages=2, queries_in_registers=True,
          rate=309, item_time=1.81, start_time=14.9),
     _fa2(max_dim=256, block_k=64,  warps=4, slabs=2, stages=1, split=2, step_k=32, min_blocks=2,
-         varied=False, rate=361, item_time=6.00, start_time=15.1),
+         varied=False, rate=370, item_time=5.60, start_time=15.1),
     _fa2(max_dim=256, block_k=64,  warps=4, slabs=1, stages=1, min_blocks=2,
-         rate=342, item_time=4.40, start_time=15.1),
+         rate=342, item_time=4.60, start_time=15.1),
     *_WIDE,
     _fa1(max_dim=64,  block_k=512, warps=8, slabs=2, stages=2, queries_in_registers=True,
          step_k=64),
@@ -230,18 +230,18 @@ _BACKWARD = (
     *_both(max_dim=128, block_q=64, step_q=32, warps=8, slabs=2, split=2, stages=2),
     _fa2(backward=True, max_dim=128, block_q=64, step_q=32, warps=8, slabs=2, split=2, stages=1),
     _fa1(backward=True, max_dim=128, block_q=64, step_q=16, warps=8, slabs=2, split=2, stages=1),
-    _fa2(backward=True, max_dim=128, block_q=64, step_q=32, warps=4, slabs=2, split=2, stages=1,
-         min_blocks=2, load_unroll=1),
-    _fa1(backward=True, max_dim=128, block_q=64, step_q=32, warps=4, slabs=2, split=2, stages=1,
-         min_blocks=2, load_unroll=4),
-    *_both(max_dim=256, block_q=64, step_q=16, warps=8, slabs=2, split=4, stages=2),
-    *_both(max_dim=256, block_q=64, step_q=16, warps=8, slabs=2, split=4, stages=1, load_unroll=1),
-    _fa2(backward=True, max_dim=256, block_q=32, step_q=16, warps=4, slabs=1, split=2, stages=1,
-         load_unroll=8),
+    *_both(max_dim=128, block_q=64, step_q=32, warps=4, slabs=2, split=2, stages=1,
+           min_blocks=2, load_unroll=4),
+    *_both(max_dim=256, block_q=64, step_q=16, warps=8, slabs=2, split=4, stages=2, sum_groups=1),
+    *_both(max_dim=256, block_q=64, step_q=16, warps=8, slabs=2, split=4, stages=1, load_unroll=1,
+           sum_groups=1),
+    _fa2(backward=True, max_dim=256, block_q=32, step_q=8, warps=4, slabs=2, split=4, stages=1,
+         load_unroll=4),
     _fa1(backward=True, max_dim=256, block_q=32, step_q=16, warps=4, slabs=1, split=2, stages=1,
-         load_unroll=1),
+         load_unroll=4),
     *_both(max_dim=512, block_q=64, step_q=8, warps=8, slabs=2, split=8, stages=1),
-    *_both(max_dim=512, block_q=32, step_q=8, warps=8, slabs=1, split=4, stages=1, load_unroll=8),
+    *_both(max_dim=512, block_q=32, step_q=8, warps=8, slabs=1, split=4, stages=1, load_unroll=8,
+           sum_groups=2),
     *_both(max_dim=512, block_q=32, step_q=8, warps=4, slabs=1, split=4, stages=1,
            one_score_tile=True),
 )

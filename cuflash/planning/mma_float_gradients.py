@@ -13,7 +13,7 @@ from . import simt
 from .behind import few_queries, launches_behind, row_behind
 from .launches import Buffer, Launch
 from .mma import MmaTile
-from .mma_floats import OF_GRAPHICS, RESERVED_BYTES
+from .mma_floats import OF_GRAPHICS, too_crowded
 from .planes import plane_buffers, plane_constants, plane_launches
 from .problem import Device, Problem
 from .query_lists import COLUMNS_OF_LIST, query_list_buffers, query_list_launches
@@ -135,15 +135,9 @@ class FloatKeysTile(_Planes):
         )
         if reason:
             return reason
-        together = self.together(problem)
         most = max(self.shared_bytes(problem), self.queries.shared_bytes(problem))
-        shared = together * (most + RESERVED_BYTES) - RESERVED_BYTES
-        if not self.crowded and shared > device.shared_bytes:
-            return (
-                f"{together} blocks need {shared} bytes of shared memory, the device has "
-                f"{device.shared_bytes}"
-            )
-        return few_queries(self, problem, device)
+        reason = "" if self.crowded else too_crowded(self.together(problem), most, device)
+        return reason or few_queries(self, problem, device)
 
     def shared(self, problem: Problem) -> tuple[Buffer, ...]:
         """Tiles of planes, numbers of rows, and what is known of the head's planes."""

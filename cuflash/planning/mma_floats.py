@@ -20,6 +20,17 @@ RESERVED_BYTES = 1024  # of shared memory, for each block
 EXCHANGE_BYTES = 272  # two floats of each lane, two of the warp, and what they end behind
 
 
+def too_crowded(blocks: int, shared_bytes: int, device: Device) -> str:
+    """Why so many blocks with that much shared memory each have no room on a multiprocessor, or an
+    empty string.
+    """
+    asked = blocks * (shared_bytes + RESERVED_BYTES) - RESERVED_BYTES
+    if asked <= device.shared_bytes:
+        return ""
+    has = f"the device has {device.shared_bytes}"
+    return f"{blocks} blocks need {asked} bytes of shared memory, {has}"
+
+
 @dataclass(frozen=True, kw_only=True)
 class FloatMmaTile(MmaTile):
     """A row whose tiles become planes of halves."""
@@ -105,10 +116,7 @@ class MadePlanesTile(FloatMmaTile):
             return DEPENDS_ON_TILES
         if reason := super().reject(problem, device):
             return reason
-        shared = self.min_blocks * (self.shared_bytes(problem) + RESERVED_BYTES) - RESERVED_BYTES
-        if shared > device.shared_bytes:
-            return f"{self.min_blocks} blocks of it have no room on a multiprocessor"
-        return ""
+        return too_crowded(self.min_blocks, self.shared_bytes(problem), device)
 
     def extra_time(self, problem: Problem) -> float:
         """Microseconds of the kernel that makes planes."""

@@ -29,6 +29,8 @@ class WarpTile(KernelTile):
         of its own, and P goes through shared memory.
     one_score_tile : bool
         Whether P and dS lie in the same place of shared memory, one after the other.
+    sum_groups : int
+        Groups of 16 columns of dQ that a warp sums at a time, at most.
     queries_in_registers : bool
         Whether a warp keeps its queries in registers from the first key tile on.
     row_lanes, lane_rows : int
@@ -42,6 +44,7 @@ class WarpTile(KernelTile):
     load_unroll: int = 2
     split: int = 1
     one_score_tile: bool = False
+    sum_groups: int = 4
     queries_in_registers: bool = False
     row_lanes: int = 1
     lane_rows: int = 1
@@ -217,6 +220,7 @@ class WarpTile(KernelTile):
             own |= {
                 "STEP_Q": self.step_q,
                 "ONE_SCORE_TILE": self.one_score_tile,
+                "SUM_GROUPS": self.sum_groups,
                 "ORDERED": ordered,
                 "TICKETS": PLANES_TICKETS if self.after_planes else int(ordered),
                 "TURNS": 1,

@@ -50,7 +50,7 @@ struct HeldHead {
     int exponent;  // e above; the least one of its chunks
     int flags;
     int small;  // in backward: how many numbers planes hold less well, more than MOST_SMALL if many
-    int spread;  // in forward, of values: from the exponent of the smallest to that of the largest
+    int spread;  // of values: from the exponent of the smallest to that of the largest
     static constexpr int MOST_SPREAD = 126;  // also where some are 0
     static constexpr int UNHELD = 1;         // no planes hold it
     static constexpr int SPARSE = 2;  // of values: some are 0, or 2^-24 of the largest or less

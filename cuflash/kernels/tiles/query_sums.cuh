@@ -4,13 +4,14 @@
 #include "tiles/mma.cuh"
 #include "tiles/simt.cuh"
 
-// On tensor cores. A warp has 32 queries and every ACROSS-th group of 16 columns. It sums up to four groups
-// at a time: more are cut into PARTS, one after the other.
-template <typename T, int WARPS, int BLOCK_Q, int BLOCK_K, int D>
+// On tensor cores. A warp has 32 queries and every ACROSS-th group of 16 columns. It sums up to AT_ONCE of
+// them at a time: more are cut into PARTS, one after the other. While one is added others are multiplied.
+template <typename T, int WARPS, int BLOCK_Q, int BLOCK_K, int D, int AT_ONCE>
 struct MmaQuerySums {
     static constexpr int PADDED_D = round_up(D, 16), PITCH = pitch<T>(PADDED_D);
     static constexpr int DOWN = BLOCK_Q / 32, ACROSS = WARPS / DOWN;
-    static constexpr int OF_WARP = divide_up(PADDED_D / 16, ACROSS), PARTS = divide_up(OF_WARP, 4);
+    static constexpr int OF_WARP = divide_up(PADDED_D / 16, ACROSS);
+    static constexpr int PARTS = divide_up(OF_WARP, AT_ONCE);
     static constexpr int GROUPS = divide_up(OF_WARP, PARTS);  // of a part
     static constexpr int ROWS = 4, COLUMNS = 4 * GROUPS, COLUMN_GROUP = 2;
     static_assert(WARPS % DOWN == 0 && BLOCK_Q % 32 == 0, "warps share the tile evenly");
