@@ -38,6 +38,8 @@ from cuflash.planning.problem import Device
 
 emulated_only = pytest.mark.skipif(available() is not None, reason=str(available()))
 MADE = [row for row in ROWS if isinstance(row, MadePlanesTile)]
+# All rows of float32 but one for less shared memory, which no preference makes a plan choose.
+FIRST_CHOICES = [x for x in (*ROWS, *PLANES_ROWS) if (x.algo, x.warps) != ("fa1", 4)]
 
 
 def row_of(dim, algo="fa2", made=False):
@@ -319,15 +321,15 @@ def test_gpu_hard(cupy, change, row):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("row", [*ROWS, *PLANES_ROWS], ids=str)
+@pytest.mark.parametrize("row", FIRST_CHOICES, ids=str)
 def test_gpu_dropout_leaves_small_weights(cupy, row):
     operands = own_keys(300, 700, row.max_dim)
-    options = {"algo": row.algo, "engine": row.engine, "return_lse": True, **DROPOUT}
+    options = {"algo": row.algo, "engine": row.engine, **DROPOUT}
+    device = [cupy.asarray(x) for x in operands]
     with preferred([row]):
-        device = [cupy.asarray(x) for x in operands]
         plan = cuflash.plan(*device, **options)
-        assert_preferred(plan, [row])
-        out, lse = cuflash.attention(*device, **options)
+        out, lse = cuflash.attention(*device, return_lse=True, **options)
+    assert_preferred(plan, [row])
     assert_forward_close(out.get(), lse.get(), *operands, plan=plan, **DROPOUT)
 
 

@@ -158,7 +158,7 @@ DROPOUT = {"dropout_p": 0.5, "seed": 3}
 
 
 def own_keys(queries, keys, dim):
-    """Each query has one large score; weights of other keys are below 2^-28 of that one's. Dropout
+    """Each query has one large score; weights of other keys are mostly below 2^-28 of it. Dropout
     takes it from all queries of the first head and from none of the second. No value is small.
     """
     q, k, v = normal(queries, keys, dim)
