@@ -43,9 +43,7 @@ def half_backward(s: Session) -> None:
     for shape, causal in s.field():
         problem = Backward(shape, "bf16", causal, "bnhd")
         mine = {mode: problem.ours("fa2", **ENGINE, **options) for mode, options in MODES.items()}
-        theirs = {
-            mode: problem.torch_gradients(FA2[1], mode == IN_ORDER) for mode in MODES
-        }  # fmt: skip
+        theirs = {mode: problem.torch_gradients(FA2[1], mode == IN_ORDER) for mode in MODES}
         contenders = {f"{NAME} {x}": call for x, call in mine.items()}
         contenders |= {f"{FA2[0]} {x}": call for x, call in theirs.items()}
         pairs = [(f"{NAME} {mode}", f"{FA2[0]} {mode}", 1.0) for mode in MODES]

@@ -17,7 +17,7 @@ from .tile import KernelTile
 
 OF_GRAPHICS = 86, 89, 120, 121
 RESERVED_BYTES = 1024  # of shared memory, for each block
-EXCHANGE_BYTES = 272  # two floats of each lane, two of the warp, and what they end behind
+EXCHANGE_BYTES = 272  # two floats of each lane, four of the warp
 
 
 def too_crowded(blocks: int, shared_bytes: int, device: Device) -> str:
