@@ -78,21 +78,10 @@ from peer_blocks import backward_blocks, blocks
 from peer_decode import decode
 from peer_gradients import backward, backward_memory, backward_more
 from peer_packed import packed
-from peer_rows import CUDNN, EFFICIENT, FA2, LONG, Session, mean_rows
+from peer_rows import CUDNN, EFFICIENT, FA2, LONG, Session, mean_rows, versus_torch
 from peer_scores import costs, flex
 
 import cuflash
-
-
-def _versus_torch(s: Session, group, problem, engine, peer, target, note="") -> None:
-    """fa2 on an engine, or without one what the plan chooses."""
-    name, backend = peer
-    if engine is None:
-        mine, call = problem.chosen(), problem.ours(None)
-    else:
-        mine, call = f"fa2 {engine}", problem.ours("fa2", engine)
-    with bench.only(backend):
-        s.compare(group, problem, mine, call, [(name, problem.torch_fused(), target)], note)
 
 
 def hopper(s: Session) -> None:
@@ -135,7 +124,7 @@ def small(s: Session) -> None:
     """Problems that do not fill the GPU, with the kernels that the plan chooses."""
     for length in (128, 512):
         problem = Problem((1, 8, length, 64), "bf16", True)
-        _versus_torch(s, "small", problem, None, FA2, 1.0)
+        versus_torch(s, "small", problem, None, FA2, 1.0)
     s.add("small", problem.label, problem.chosen(), s.rows[-1].get("us"), 15.4, "us")
 
 
@@ -183,7 +172,7 @@ def fp32(s: Session) -> None:
         bench.release()
         if not s.quick:
             problem = Problem((4, 16, 4096, width), "fp32", True)
-            _versus_torch(s, "fp32", problem, "simt", EFFICIENT, None)
+            versus_torch(s, "fp32", problem, "simt", EFFICIENT, None)
 
 
 def seeds(s: Session) -> None:

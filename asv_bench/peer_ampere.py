@@ -13,7 +13,7 @@ import versions
 from benchmarks import gpu as bench
 from benchmarks.gpu import Backward, Problem
 from peer_gradients import ANY_ORDER, IN_ORDER
-from peer_rows import FA2, LENGTHS, WIDTHS, Session, mean_rows
+from peer_rows import FA2, LENGTHS, WIDTHS, Session, mean_rows, versus_torch
 
 from cuflash.planning.problem import SHARED_BYTES
 
@@ -30,12 +30,12 @@ def half(s: Session) -> None:
     cases += [((4, 48, 4096, 32), "fp16", causal, "bhnd", 0.95) for causal in (False, True)]
     for *kind, target in s.asked(cases):
         problem = Problem(*kind)
-        call, theirs = problem.ours("fa2", **ENGINE), problem.torch_fused(FA2[1])
-        s.compare("half", problem, NAME, call, [(FA2[0], theirs, target)])
-        del problem, call, theirs
+        versus_torch(s, "half", problem, ENGINE["engine"], FA2, target)
+        del problem
         bench.release()
-    grid = [row for row in s.rows if row["group"] == "half" and row.get("target") == 1.0]
-    s.keep(mean_rows([x for x in grid if "shape" in x], NAME, CELLS, targets={FA2[0]: 1.08}))
+    rows = [x for x in s.rows if x["group"] == "half" and "shape" in x]
+    grid = [x for x in rows if x["problem"].startswith("bf16")]
+    s.keep(mean_rows(grid, NAME, CELLS, targets={FA2[0]: 1.08}))
 
 
 def half_backward(s: Session) -> None:

@@ -132,6 +132,17 @@ class Session:
             self.add(group, problem.label, name, None, limit, "bytes", bench.in_words(error))
 
 
+def versus_torch(s: Session, group, problem: Problem, engine, peer, target, note="") -> None:
+    """Time fa2 on an engine, or without one what the plan chooses, and a kernel of torch's."""
+    name, backend = peer
+    if engine is None:
+        mine, call = problem.chosen(), problem.ours(None)
+    else:
+        mine, call = f"fa2 {engine}", problem.ours("fa2", engine)
+    with bench.only(backend):
+        s.compare(group, problem, mine, call, [(name, problem.torch_fused(), target)], note)
+
+
 def identity(row: dict) -> tuple:
     """What a row is about."""
     return tuple(row.get(key) for key in IDENTITY)

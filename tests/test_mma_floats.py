@@ -248,11 +248,8 @@ PLANTED = {
         lambda: hard_operands(a_channel_of_v, *SIZES),
         ("unheld |= x[e] != 0.0f &&", "unheld |= false &&"),
     ),
-    "weights are held where larger ones are dropped": (
-        lambda: own_keys(*SIZES),
-        ("if (DROPS && small) atomicMin", "if (false) atomicMin"),
-    ),
 }  # fmt: skip
+
 
 PLANTED_IN_MADE = {
     "large scores are held": (
@@ -262,10 +259,6 @@ PLANTED_IN_MADE = {
     "small weights are held": (
         lambda: hard_operands(weights_as_results, *SIZES),
         ("if (sparse && has_small_weights<WEIGHT_EXPONENT>(P)) unheld = true;", ""),
-    ),
-    "weights are held where larger ones are dropped": (
-        lambda: own_keys(*SIZES),
-        ("if (DROPS) unheld |= small &&", "if (false) unheld |= small &&"),
     ),
     "heads are held": (
         lambda: hard_operands(infinite_values, *SIZES),
@@ -302,9 +295,25 @@ def test_planted_bugs(monkeypatch, name, made):
         return text
 
     plant(monkeypatch, change)
-    dropout = DROPOUT if "dropped" in name else {}
     with pytest.raises(AssertionError, match="out of bounds"):
-        emulated(*operands(), row_of(64, made=made), mode="fast", **dropout)
+        emulated(*operands(), row_of(64, made=made), mode="fast")
+
+
+@emulated_only
+@pytest.mark.parametrize(
+    ("made", "text"),
+    [(False, "if (DROPS && small) atomicMin"), (True, "if (DROPS) unheld |= small")],
+)
+def test_emulator_dropped_weights_need_their_marks(monkeypatch, made, text):
+    """Where it is right with them: test_emulator_dropout_leaves_small_weights."""
+
+    def change(source):
+        assert source.count(text) == 1
+        return source.replace(text, text.replace("DROPS", "false"))
+
+    plant(monkeypatch, change)
+    with pytest.raises(AssertionError, match="out of bounds"):
+        emulated(*own_keys(*SIZES), row_of(64, made=made), mode="fast", **DROPOUT)
 
 
 # ------------------------------------------------------------------------------ a GPU

@@ -11,12 +11,12 @@ from importlib.resources import files
 from . import simt
 from .launches import Buffer, Launch
 from .mma import MmaTile
+from .occupancy import blocks_in_shared_memory
 from .planes import DEPENDS_ON_TILES, plane_constants, planes_time, tile_buffers, tile_launches
 from .problem import Device, Problem
 from .tile import KernelTile
 
 OF_GRAPHICS = 86, 89, 120, 121
-RESERVED_BYTES = 1024  # of shared memory, for each block
 EXCHANGE_BYTES = 272  # two floats of each lane, four of the warp
 
 
@@ -24,11 +24,9 @@ def too_crowded(blocks: int, shared_bytes: int, device: Device) -> str:
     """Why so many blocks with that much shared memory each have no room on a multiprocessor, or an
     empty string.
     """
-    asked = blocks * (shared_bytes + RESERVED_BYTES) - RESERVED_BYTES
-    if asked <= device.shared_bytes:
+    if blocks <= blocks_in_shared_memory(device, shared_bytes):
         return ""
-    has = f"the device has {device.shared_bytes}"
-    return f"{blocks} blocks need {asked} bytes of shared memory, {has}"
+    return f"{blocks} blocks with {shared_bytes} bytes of shared memory each have no room"
 
 
 @dataclass(frozen=True, kw_only=True)

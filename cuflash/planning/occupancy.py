@@ -32,6 +32,13 @@ LIMITS = {
 }  # fmt: skip
 
 
+def blocks_in_shared_memory(device: Device, shared_bytes: int) -> int:
+    """How many blocks of so much shared memory each it has room for on one multiprocessor."""
+    # From 8.0 on the system keeps a KiB of each block's; a block may use all others.
+    reserved, step = (1024, 128) if device.arch >= 80 else (0, 256)
+    return (device.shared_bytes + reserved) // round_up(max(shared_bytes + reserved, 1), step)
+
+
 def resident_blocks(
     device: Device, threads: int, registers: int, shared_bytes: int, barriers: int = 0
 ) -> int:
@@ -58,15 +65,12 @@ def resident_blocks(
     2
     """
     limits, warps = LIMITS[device.arch], -(-threads // WARP)
-    # From 8.0 on the system keeps a KiB of each block's; a block may use all others.
-    reserved, step = (1024, 128) if device.arch >= 80 else (0, 256)
-    shared = round_up(shared_bytes + reserved, step)
     of_warp = round_up(registers * WARP, REGISTER_STEP)
     in_registers = REGISTERS // PARTITIONS // of_warp * PARTITIONS // warps
     return min(
         limits.blocks,
         limits.threads // WARP // warps,
         in_registers,
-        (device.shared_bytes + reserved) // shared if shared else limits.blocks,
+        blocks_in_shared_memory(device, shared_bytes),
         limits.barriers // barriers if barriers and limits.barriers else limits.blocks,
     )

@@ -9,8 +9,9 @@
 // them are multiplied.
 struct PlaneFactors {
     int k_chunks, v_chunks;  // the first of each
-    int sparse, spread;      // of the values (HeldHead); the latter with dropout
-    float k_unit;            // the largest of its tiles
+    int sparse;              // of the values: HeldHead::SPARSE
+    int spread;    // with dropout; elsewhere its test instead of the flag's made NVRTC spill
+    float k_unit;  // the largest of its tiles
 };
 
 // By which products with a tile of keys, and of values, are multiplied.

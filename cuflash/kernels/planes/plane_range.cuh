@@ -53,7 +53,9 @@ struct HeldHead {
     int spread;  // of values: from the exponent of the smallest to that of the largest
     static constexpr int MOST_SPREAD = 126;  // also where some are 0
     static constexpr int UNHELD = 1;         // no planes hold it
-    static constexpr int SPARSE = 2;  // of values: some are 0, or 2^-24 of the largest or less
+    static constexpr int SPARSE = 2;         // of values: their spread is beyond HELD_SPREAD
+    static constexpr int HELD_SPREAD =
+        24;  // down to there weights may be small (small_weights.cuh)
 
     // An error of 2^-36 beside a number held is at most 2^-20 of it down to 2^-16. Of queries and keys
     // the sum of a product's errors counts instead (score_sum).
@@ -72,7 +74,7 @@ struct HeldHead {
         if (largest < SMALLEST) return {0, UNHELD};
         const int between = largest - exponent_of(range.least + 1);
         const int spread = range.zeros ? MOST_SPREAD : min(between, MOST_SPREAD);
-        return {exponent, spread > 24 ? SPARSE : 0, 0, spread};
+        return {exponent, spread > HELD_SPREAD ? SPARSE : 0, 0, spread};
     }
     static __device__ __forceinline__ bool is_finite(const PlaneRange& range) {
         return range.most < 0x7f800000 && exponent_of(range.most) <= LARGEST;

@@ -59,7 +59,7 @@ struct KeptWeights {
 // Whether small weights matter to a row that keeps one of `kept`, beside values between these magnitudes.
 __device__ __forceinline__ bool small_weights_matter(float kept, float least_value,
                                                      float largest_value) {
-    return least_value * kept < largest_value * (1.0f / (1 << 24));
+    return least_value * kept < largest_value * (1.0f / (1 << HeldHead::HELD_SPREAD));
 }
 // The same beside values whose exponents are at most so far apart.
 __device__ __forceinline__ bool small_weights_matter(float kept, int spread) {

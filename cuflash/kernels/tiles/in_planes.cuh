@@ -8,8 +8,8 @@
 #include "tiles/engine.cuh"
 
 constexpr bool SPLITS_TILES = IN_PLANES && !PLANES_ARE_MADE;
-constexpr bool KEEPS =
-    IN_PLANES && DROPS;  // the largest weights that rows keep (planes/small_weights.cuh)
+// Whether tiles know the largest weights that their rows keep (planes/small_weights.cuh).
+constexpr bool KEEPS = IN_PLANES && DROPS;
 
 // Which scores planes hold, for a tile that has not scored yet: as find_factors() has it, with the
 // largest numbers that planes have.
