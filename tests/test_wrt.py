@@ -414,14 +414,34 @@ def test_hopper_kernels(name):
     differentiate_on_hopper(name)
 
 
-@EMULATED
-@pytest.mark.parametrize("schedule", [EAGER, 1, 2])
-def test_items_follow_each_other(schedule):
+def differentiate_items(length, schedule=0):
     """More of them than blocks, among them some that nobody sees, or of which some tiles."""
-    operand = operands("bfloat16", 300, 300, 64)
-    bias = np.random.default_rng(2).standard_normal((4, 300, 300)).astype(operand[0].dtype)
+    operand = operands("bfloat16", length, length, 64)
+    bias = np.random.default_rng(2).standard_normal((4, length, length)).astype(operand[0].dtype)
     options = {"bias": bias, "window": (40, 0), "enable_gqa": True}
     differentiate("wgmma", operand, ("bias",), "fa3", schedule=schedule, **options)
+
+
+@EMULATED
+@pytest.mark.parametrize("schedule", [EAGER, 1, 2])
+@pytest.mark.parametrize("length", [300, 304])  # the latter's rows leave 16 bytes at a time
+def test_items_follow_each_other(length, schedule):
+    differentiate_items(length, schedule)
+
+
+def differentiate_many_heads(kv_lengths=(24, 24)):
+    """Of an array that more heads share than a warp has lanes."""
+    operand = operands("bfloat16", 20, 24, 64, heads=18, key_heads=18)
+    bias = np.random.default_rng(3).standard_normal((20, 24)).astype(operand[0].dtype)
+    lengths = {"kv_lengths": np.int32(kv_lengths)}
+    differentiate("wgmma", operand, ("bias",), "fa3", bias=bias, **lengths)
+
+
+@EMULATED
+@pytest.mark.parametrize("kv_lengths", [(24, 24), (24, 0), (0, 24), (0, 0)])
+def test_many_heads_share_an_array(kv_lengths):
+    """The last of them may show nothing, or all."""
+    differentiate_many_heads(kv_lengths)
 
 
 def differentiate_by_turns():
@@ -442,18 +462,29 @@ def test_elements_of_each_head():
 
 
 HOPPER_PLANTED = [
-    ("elements of the first head", r"is_fresh = (.*) && elements != last\.elements;",
-     r"is_fresh = \1 && last.elements == NO_ELEMENTS;", differentiate_by_turns),
+    ("elements of the first head", r"\(others \|\| !holds\)", "!holds", differentiate_by_turns),
+    ("elements of the item before", r"\(others \|\| !holds\)", "others",
+     lambda: differentiate_on_hopper("causal")),
     ("elements come while others are read", r"barriers\.elements_empty\.wait\(", "(void)(",
      differentiate_by_turns),
     ("nobody looks at values", r"smem\.found_nonfinite\[V_slot\]\[part\] != 0", "false",
      differentiate_by_turns),
     ("numbers of rows come too soon", r"STATS_SLOTS = 2 \* STAGES", "STATS_SLOTS = 1",
      lambda: differentiate_on_hopper("causal")),
-    ("sums stay for the next item", r"(smem\.gradient\[[^;]*;\n\s+)clear_sums\(\);", r"\1",
+    ("sums stay for the next item", r"(k_begin\(\), smem, consumer\);\s+)clear_sums\(\);", r"\1",
      lambda: differentiate_on_hopper("causal")),
-    ("the gradient's rows lie elsewhere", r"row_of_lane \+ first \* q_step",
-     "row_of_lane + (first ? first - 1 : 0) * q_step", lambda: differentiate_on_hopper("causal")),
+    ("the gradient's rows lie elsewhere", r"row_of_lane \+= GRADIENT_ROWS \* q_step",
+     "row_of_lane += (GRADIENT_ROWS - 1) * q_step", lambda: differentiate_on_hopper("causal")),
+    ("rows leave before they are turned", r"meet\(GRADIENT_TURNED \+ consumer, WARPGROUP\);", "",
+     lambda: differentiate_on_hopper("causal")),
+    ("rows are turned where others still read", r"group % 2 \* BUFFER_BYTES", "0",
+     lambda: differentiate_on_hopper("causal")),
+    ("nobody writes the zeros", r"for \(int i = row; i < rows;", "for (int i = row; i < 0;",
+     lambda: differentiate_items(304)),
+    ("cut tiles are whole", r"if \(cut\)", "if (false)",
+     lambda: differentiate_on_hopper("causal")),
+    ("items have no more than 32 heads", r"smem\.shared_heads <= 32", "true",
+     differentiate_many_heads),
 ]  # fmt: skip
 
 

@@ -68,8 +68,6 @@ __device__ __forceinline__ void to_weights(Accumulator (&S)[Scores::ROWS][Scores
                 S[i][j] = Accumulator(-0.0);
         }
     }
-    if constexpr (DOUBTS_NAN && !CAREFUL) now.hide_overflowed(S, elements);
-    settle(S);  // or what follows is done at the same time, for which there are no registers
 }
 
 // Adds the terms of a tile, from weights and dP^T. Of finite scores hidden pairs are those of weight 0:
@@ -121,34 +119,33 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
         for (int t = 0; t < ITEM_TILES; ++t) clear_rows(sums[t]);
     };
     clear_sums();
-    bool are_zeros = true;  // since no head of the item shows anything
     for (ArrayStepReader reader(smem);; reader.advance()) {
         const ArrayStep& step = reader.next();
-        if (!uniform(step.exists)) break;
-        const u32 shown = uniform(step.shown), cut = uniform(step.cut);
-        are_zeros &= shown == 0;
-        const u32 heads = uniform(step.heads), tiles_before = uniform(step.tiles);
+        const StepFacts facts = uniform(step.facts);
+        if (!facts.has(StepFacts::EXISTS)) break;
+        const u32 heads = facts.heads;
         const auto k_begin = [&] { return step.item.key_tile * BLOCK_K + consumer * SLAB; };
         const int K_slot = slot_of<K_STAGES>(heads), V_slot = slot_of<V_STAGES>(heads);
-        if (step.gives_back) {
+        if (facts.has(StepFacts::GIVES_BACK_FIRST)) {
             __syncwarp();  // all lanes have read the elements
             if (speaks) barriers.elements_empty.arrive();
         }
-        if (step.is_fresh) barriers.elements_full.wait(step.brought % 2);
-        if (shown != 0) barriers.K_full[K_slot].wait(parity_of<K_STAGES>(heads));
+        if (facts.has(StepFacts::IS_FRESH)) barriers.elements_full.wait(facts.brought % 2);
+        bool check = false;  // whether hidden pairs may meet infinite values
 #pragma unroll
         for (int t = 0; t < ITEM_TILES; ++t) {
-            if (!(shown >> t & 1)) continue;
-            const bool is_last = shown >> (t + 1) == 0;
-            const u32 tiles = reader.tile_number(tiles_before, shown, t);
+            if (!(facts.shown() >> t & 1)) continue;
+            const bool is_first = facts.is_first(t), is_last = facts.is_last(t);
+            const u32 tiles = facts.tile_number(t);
             const int slot = slot_of<STAGES>(tiles);
             const u32 parity = parity_of<STAGES>(tiles);
+            if (is_first) barriers.K_full[K_slot].wait(parity_of<K_STAGES>(heads));
             barriers.Q_full[slot].wait(parity);
             open_products();
             multiply_shared<KeyRows, QueryRows>(S, K + K_slot * (KeyRows::BYTES >> 4),
                                                 Q + slot * (QueryRows::BYTES >> 4));
             commit_products();
-            barriers.V_full[V_slot].wait(parity_of<V_STAGES>(heads));
+            if (is_first) barriers.V_full[V_slot].wait(parity_of<V_STAGES>(heads));
             barriers.dO_full[slot].wait(parity);
             open_products();
             multiply_shared_values<ValueRows, GradientRows>(
@@ -163,7 +160,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
             GradientStep now{p, tile, step.located.head, (step.item.first_query + t) * BLOCK_Q,
                              k_begin()};
             now.draw_kept();
-            const bool careful = cut >> t & 1 || row_stats[NONFINITE] != 0;
+            const bool cut = facts.is_cut(t), careful = row_stats[NONFINITE] != 0;
             wait_products<1>(S);
             __syncwarp();  // all lanes have read the numbers of the tile before
             if (speaks) {
@@ -171,16 +168,17 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
                 if (is_last) barriers.K_empty[K_slot].arrive();
             }
             elements.begin(t);
-            if (careful) {
+            if (careful)
                 to_weights<true>(S, now, p, log2_sums, elements);
+            else
+                to_weights<false>(S, now, p, log2_sums, elements);
+            if (cut)
                 now.hide(S, TileBits(p, now.head, step.bits[t], consumer * SLAB, now.k_begin,
                                      now.q_begin));
-            } else {
-                to_weights<false>(S, now, p, log2_sums, elements);
-            }
+            if constexpr (DOUBTS_NAN) now.hide_overflowed(S, elements);
+            settle(S);  // or what follows is done at the same time, for which there are no registers
             wait_products<0>(dP);
-            bool check = false;  // whether hidden pairs meet infinite values
-            if (CHECKS_VALUES) {
+            if (CHECKS_VALUES && is_first) {
                 barriers.V_checked[V_slot].wait(parity_of<V_STAGES>(heads));
 #pragma unroll
                 for (int part = 0; part < SIDE_WARPS; ++part)
@@ -191,17 +189,19 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
                 barriers.dO_empty[slot].arrive();
                 if (is_last) barriers.V_empty[V_slot].arrive();
             }
-            if (careful || check)
+            if (careful || check || (!CHECKS_VALUES && cut))
                 add_terms<true>(sums[t], dP, S, now, deltas, !careful);
             else
                 add_terms<false>(sums[t], dP, S, now, deltas);
         }
-        if (step.closes) {
+        if (facts.has(StepFacts::GIVES_BACK_LAST)) {
+            __syncwarp();  // all lanes have read the elements
+            if (speaks) barriers.elements_empty.arrive();
+        }
+        if (facts.has(StepFacts::CLOSES)) {
             store_sums(sums, tile, p, array_gradient(p) + step.item.offset,
-                       step.item.first_query * BLOCK_Q, k_begin() + 16 * tile.warp,
-                       smem.gradient[threadIdx.x / 32 - 4][0], are_zeros);
+                       step.item.first_query * BLOCK_Q, k_begin(), smem, consumer);
             clear_sums();
-            are_zeros = true;
         }
         __syncwarp();  // all lanes have read the step, and the numbers of its queries
         if (speaks) reader.release();

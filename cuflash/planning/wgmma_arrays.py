@@ -59,7 +59,7 @@ class WgmmaArrayTile(HopperGradientTile):
 
     def slots(self) -> tuple[int, int, int]:
         """Tiles of K, of V, and of Q and dO in shared memory at a time."""
-        return (2, 2, 4) if self.max_dim <= 64 else (2, 1, 2)
+        return (2, 2, 2) if self.max_dim <= 64 else (2, 1, 2)
 
     def shared(self, problem: Problem) -> tuple[Buffer, ...]:
         """Tiles as the copy engine lays them out, elements, numbers of rows, barriers and steps."""
@@ -77,7 +77,7 @@ class WgmmaArrayTile(HopperGradientTile):
                 self.block_k * item + CHUNK_BYTES,
                 self.item_tiles(problem) * self.block_q,
             ),
-            Buffer("gradient", 16 * 16 * item, self.warps),
+            Buffer("gradient", 16 * self.block_k * item, 2),
             Buffer("row_stats", sizes["row_stats"], 2 * queries),
             Buffer("barriers", BARRIER_BYTES + EXTRA_BYTES),
         )

@@ -25,40 +25,73 @@ constexpr int STATS_SLOTS = 2 * STAGES;
 // Rows of elements of a captured array: a chunk apart, so that 8 rows meet no bank conflict.
 constexpr int ELEMENT_ROWS = ITEM_TILES * BLOCK_Q, ELEMENT_PITCH = BLOCK_K * 2 + CHUNK_BYTES;
 
+// Queries whose elements of the gradient leave together, and the named barrier that the first consumer's
+// warps meet at for that; the next one is the second consumer's.
+constexpr int GRADIENT_ROWS = 16, GRADIENT_TURNED = 1;
+
 // A tile of keys and ITEM_TILES tiles of queries, with all heads that share their elements.
 struct ArrayItem {
     i64 offset;                 // of its part of the gradient: that of its elements of the heads
     int key_tile, first_query;  // the latter a tile, too
 };
 
-// A head's part of an item, if it shows something, or the item's end.
-struct alignas(16) ArrayStep {
-    GradientHead located;
-    int bits[ITEM_TILES];  // which tile of the mask's, as of a Visit
-    ArrayItem item;
-    u32 shown, cut;  // a bit for each tile of queries
-    int exists;      // 0 behind the last one
-    int closes;      // the item's end: it has no tiles
-    u64 elements;    // which ones the head reads
-    int is_fresh;    // these are others than those of the head before
-    int gives_back;  // the latter are not needed any more
+// What is read of a step first, and at once. Of tiles of queries there is a bit for each.
+struct alignas(16) StepFacts {
+    static constexpr int SHOWN = 8, CUT = 16;  // the first of these bits
+    enum : u32 {
+        EXISTS = 1,            // not set behind the last one
+        CLOSES = 2,            // the item ends with it
+        IS_FRESH = 4,          // its elements are others than those at hand
+        GIVES_BACK_FIRST = 8,  // those of the step before are not needed any more
+        GIVES_BACK_LAST = 16,  // nor are its own, behind it
+    };
+    u32 flags;
     // Heads and tiles of queries before this step, and how often elements were fresh: slots and phases
     // follow from them.
     u32 heads, tiles, brought;
 
+    __device__ __forceinline__ bool has(u32 flag) const { return flags & flag; }
+    __device__ __forceinline__ u32 shown() const { return flags >> SHOWN & ALL_TILES; }
+    __device__ __forceinline__ bool is_cut(int t) const { return flags >> (CUT + t) & 1; }
+    // The number of a tile of queries: of those before the step, and of the step's own.
+    __device__ __forceinline__ u32 tile_number(int t) const {
+        return tiles + __popc(shown() & (1u << t) - 1);
+    }
+    __device__ __forceinline__ bool is_first(int t) const {
+        return (shown() & (1u << t) - 1) == 0;
+    }
+    __device__ __forceinline__ bool is_last(int t) const { return shown() >> (t + 1) == 0; }
+
+    static constexpr u32 ALL_TILES = (1u << ITEM_TILES) - 1;
+};
+static_assert(ITEM_TILES <= StepFacts::CUT - StepFacts::SHOWN, "a bit for each tile");
+
+// A head's part of an item, if it shows something. An item whose last head is not known to show
+// something ends with a step without tiles.
+struct alignas(16) ArrayStep {
+    GradientHead located;
+    StepFacts facts;
+    int bits[ITEM_TILES];  // which tile of the mask's, as of a Visit
+    ArrayItem item;
+    u64 elements;  // which ones the head reads
+
     static constexpr u64 NO_ELEMENTS = ~u64(0);
 
-    // What follows from the step before.
-    __device__ __forceinline__ void follow(const ArrayStep& last) {
-        heads = last.heads + (last.shown != 0), tiles = last.tiles + __popc(last.shown);
-        brought = last.brought + last.is_fresh;
-        is_fresh = elements != NO_ELEMENTS && elements != last.elements;
-        gives_back = last.elements != NO_ELEMENTS && elements != last.elements;
+    // Sets the facts: what this step has of `flags`, and what follows from the step before.
+    __device__ __forceinline__ void follow(const ArrayStep& last, u32 flags) {
+        const bool has_some = elements != NO_ELEMENTS;
+        const bool holds = last.elements != NO_ELEMENTS && !last.facts.has(StepFacts::CLOSES);
+        const bool others = elements != last.elements;
+        if (has_some && (others || !holds)) flags |= StepFacts::IS_FRESH;
+        if (holds && others) flags |= StepFacts::GIVES_BACK_FIRST;
+        if (has_some && flags & StepFacts::CLOSES) flags |= StepFacts::GIVES_BACK_LAST;
+        facts.flags = flags;
+        facts.heads = last.facts.heads + (last.facts.shown() != 0);
+        facts.tiles = last.facts.tiles + __popc(last.facts.shown());
+        facts.brought = last.facts.brought + last.facts.has(StepFacts::IS_FRESH);
     }
     // As if it had been the one before the first.
-    __device__ __forceinline__ void begin() {
-        heads = tiles = brought = shown = 0, is_fresh = false, elements = NO_ELEMENTS;
-    }
+    __device__ __forceinline__ void begin() { facts = {}, elements = NO_ELEMENTS; }
 };
 
 // "Full" counts bytes, "empty" the readers' warps.
@@ -87,7 +120,7 @@ struct SharedMemory {
     unsigned char Q[STAGES][QueryRows::BYTES];
     unsigned char dO[STAGES][GradientRows::BYTES];
     RowElement elements[ELEMENT_ROWS][ELEMENT_PITCH / sizeof(RowElement)];  // of a captured array
-    unsigned char gradient[WARPS][16][32];  // of 16 queries and a warp's keys, on its way out
+    unsigned char gradient[CONSUMERS][2][GRADIENT_ROWS][SLAB * 2];  // on its way out
     alignas(16) float row_stats[STATS_SLOTS][ROW_STATS];
     Barriers barriers;
     int found_nonfinite[V_STAGES][SIDE_WARPS];  // in parts of V
@@ -114,10 +147,6 @@ struct ArrayStepReader {
     __device__ __forceinline__ const ArrayStep& next() {
         smem.barriers.step_full[slot_of<STEP_SLOTS>(count)].wait(parity_of<STEP_SLOTS>(count));
         return smem.steps[slot_of<STEP_SLOTS>(count)];
-    }
-    // The number of a tile of queries of a step: of those before it, and of the step's own.
-    static __device__ __forceinline__ u32 tile_number(u32 before, u32 shown, int t) {
-        return before + __popc(shown & (1u << t) - 1);
     }
     // By one thread of the reader, when all have read the step.
     __device__ __forceinline__ void release() {

@@ -3,13 +3,15 @@
 #include "few_registers.cuh"
 #include "hopper/array_block.cuh"
 #include "hopper/array_elements.cuh"
+#include "hopper/array_stores.cuh"
 #include "hopper/producer.cuh"
 #include "hopper/tables.cuh"
 #include "hopper/tile_checks.cuh"
 #include "shared_rows.cuh"
 
 // The warp that works out steps. Blocks take items by tickets, each the next one when it has planned
-// its last: items that show nothing take no time but for their zeros. A lane has a head.
+// its last. Of an item that shows nothing this warp writes the zeros, and nobody else knows. A lane has
+// a head.
 struct StepWriter {
     const Params& p;
     SharedMemory& smem;
@@ -34,24 +36,24 @@ struct StepWriter {
         return reinterpret_cast<const GradientHead*>(p.located);
     }
     // What all steps have; `elements` as of the step.
-    __device__ __forceinline__ ArrayStep& write(bool exists, bool closes, u32 shown, u64 elements) {
+    __device__ __forceinline__ ArrayStep& write(u32 flags, u64 elements) {
         ArrayStep& step = slot();
-        step.exists = exists, step.closes = closes, step.shown = shown;
         step.item = smem.item, step.elements = elements;
-        step.follow(slot_before());
+        step.follow(slot_before(), flags);
         return step;
     }
     // A step without tiles.
-    __device__ __forceinline__ void write_end(bool exists) {
+    __device__ __forceinline__ void write_end(u32 flags) {
         __syncwarp();  // the step before is there for all lanes
         if (lane() == 0) {
-            write(exists, true, 0, ArrayStep::NO_ELEMENTS).cut = 0;
+            write(flags, ArrayStep::NO_ELEMENTS);
             smem.barriers.step_full[slot_of<STEP_SLOTS>(count)].arrive();
         }
         ++count;
     }
-    // The steps of up to 32 heads, of which this lane's has that index; -1 for none.
-    __device__ __forceinline__ void write_heads(int index) {
+    // The steps of up to 32 heads, of which this lane's has that index; -1 for none. Returns how many
+    // there are. With the last of an item's heads the item may end.
+    __device__ __forceinline__ int write_heads(int index, bool are_last) {
         u64 elements = 0;
         int bits[ITEM_TILES];
         u32 shown = 0, cut = 0;
@@ -70,21 +72,25 @@ struct StepWriter {
                 cut |= u32(tiles.is_cut(visit)) << t;
             }
         }
+        const u32 showing = __ballot_sync(FULL_WARP, shown != 0);
 #pragma unroll 1
-        for (u32 left = __ballot_sync(FULL_WARP, shown != 0); left != 0; left &= left - 1) {
+        for (u32 left = showing; left != 0; left &= left - 1) {
             __syncwarp();                             // the step before is there for all lanes
             if (left << (31 - lane()) == 1u << 31) {  // this lane is the next one
-                ArrayStep& step = write(true, false, shown, elements);
+                const bool closes = are_last && (left & left - 1) == 0;
+                ArrayStep& step = write(StepFacts::EXISTS | closes * StepFacts::CLOSES |
+                                            shown << StepFacts::SHOWN | cut << StepFacts::CUT,
+                                        elements);
 #pragma unroll
                 for (int t = 0; t < ITEM_TILES; ++t)
                     if (shown >> t & 1) step.bits[t] = bits[t];
-                step.cut = cut;
                 Barrier& full = smem.barriers.step_full[slot_of<STEP_SLOTS>(count)];
                 full.arrive_and_expect(sizeof(GradientHead));
                 load_bytes(&step.located, located() + index, sizeof(GradientHead), full);
             }
             ++count;
         }
+        return __popc(showing);
     }
     // This lane's of the heads that share an entry's elements, from the `first` on; -1 for none. It takes
     // divisions.
@@ -121,14 +127,23 @@ struct StepWriter {
                 smem.item.first_query = tile % across * ITEM_TILES;
             }
             __syncwarp();  // the item is there
-            write_heads(head);
+            bool are_last = smem.shared_heads <= 32;
+            int steps = write_heads(head, are_last), of_last = steps;
 #pragma unroll 1
-            for (int first = 32; first < smem.shared_heads; first += 32)
-                write_heads(
-                    find_head({p, array_axis_strides(p), smem.entry_end / of_entry - 1}, first));
-            write_end(true);
+            for (int first = 32; !are_last; first += 32) {
+                are_last = first + 32 >= smem.shared_heads;
+                of_last = write_heads(
+                    find_head({p, array_axis_strides(p), smem.entry_end / of_entry - 1}, first),
+                    are_last);
+                steps += of_last;
+            }
+            if (steps == 0)
+                store_zeros(p, array_gradient(p) + smem.item.offset,
+                            smem.item.first_query * BLOCK_Q, smem.item.key_tile * BLOCK_K, lane());
+            else if (of_last == 0)
+                write_end(StepFacts::EXISTS | StepFacts::CLOSES);
         }
-        write_end(false);
+        write_end(0);
     }
 };
 
@@ -138,14 +153,15 @@ __device__ __forceinline__ void copy_steps(const Params& p, const GradientTables
     Barriers& barriers = smem.barriers;
     for (ArrayStepReader reader(smem);; reader.advance()) {
         const ArrayStep& step = reader.next();
-        if (!step.exists) return;
-        const u32 shown = step.shown, heads = step.heads;
+        const StepFacts facts = step.facts;
+        if (!facts.has(StepFacts::EXISTS)) return;
+        const u32 shown = facts.shown(), heads = facts.heads;
         const int k_begin = step.item.key_tile * BLOCK_K;
         bool is_first = true;
 #pragma unroll 1
         for (int t = 0; shown >> t != 0; ++t) {
             if (!(shown >> t & 1)) continue;
-            const u32 tiles = reader.tile_number(step.tiles, shown, t);
+            const u32 tiles = facts.tile_number(t);
             const int q_tile = step.item.first_query + t, slot = slot_of<STAGES>(tiles);
             const u32 parity = parity_of<STAGES>(tiles);
             if (is_first) {
@@ -185,12 +201,13 @@ __device__ __forceinline__ void serve_steps(const Params& p, SharedMemory& smem,
     const int lane = threadIdx.x % 32;
     for (ArrayStepReader reader(smem);; reader.advance()) {
         const ArrayStep& step = reader.next();
-        if (!step.exists) return;
-        const bool shows = step.shown != 0;
-        const u32 heads = step.heads;
+        const StepFacts facts = step.facts;
+        if (!facts.has(StepFacts::EXISTS)) return;
+        const bool shows = facts.shown() != 0;
+        const u32 heads = facts.heads;
         if constexpr (READS_ROWS) {
-            if (step.is_fresh) {
-                barriers.elements_empty.wait(step.brought % 2 ^ 1);
+            if (facts.has(StepFacts::IS_FRESH)) {
+                barriers.elements_empty.wait(facts.brought % 2 ^ 1);
                 load_elements(p, smem, step.located.head, step.item.first_query * BLOCK_Q,
                               step.item.key_tile * BLOCK_K, part);
             }
