@@ -239,7 +239,7 @@ _BACKWARD = (
          load_unroll=4),
     _fa1(backward=True, max_dim=256, block_q=32, step_q=16, warps=4, slabs=1, split=2, stages=1,
          load_unroll=4),
-    *_both(max_dim=512, block_q=64, step_q=8, warps=8, slabs=2, split=8, stages=1),
+    *_both(max_dim=512, block_q=64, step_q=8, warps=8, slabs=2, split=8, stages=1, sum_groups=1),
     *_both(max_dim=512, block_q=32, step_q=8, warps=8, slabs=1, split=4, stages=1, load_unroll=8,
            sum_groups=2),
     *_both(max_dim=512, block_q=32, step_q=8, warps=4, slabs=1, split=4, stages=1,

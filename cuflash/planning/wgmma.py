@@ -43,6 +43,8 @@ class WgmmaTile(HopperTile):
         Whether it is measured with packed heads and split keys.
     wide_rows : bool
         Whether it is there for an array with four bytes for each query and key, alone.
+    causal : bool
+        Whether it is there for causal masks alone.
     """
 
     whole_panels: ClassVar[bool] = True
@@ -53,6 +55,10 @@ class WgmmaTile(HopperTile):
     spans: bool = False
     varied: bool = True
     wide_rows: bool = False
+    causal: bool = False
+
+    def __str__(self) -> str:
+        return super().__str__() + (", causal" if self.causal else "")
 
     def reject(self, problem: Problem, device: Device) -> str:
         """Why this row cannot or should not serve, or an empty string."""
@@ -64,6 +70,9 @@ class WgmmaTile(HopperTile):
             return "is slow with a softcap"
         if self.wide_rows and problem.score.pair_bytes != 4:
             return "is for elements of four bytes"
+        band = problem.band
+        if self.causal and (problem.mask or band.left is not None or band.right is None):
+            return "is for causal masks alone"
         return ""
 
     @property
@@ -289,6 +298,8 @@ ROWS = (
            rate=537, item_time=1.48, start_time=7.7),
     *_both(max_dim=128, block_k=80,  warps=12, stages=4, ping_pong=True, loads=False, drops=False,
            spans=True, rate=867, item_time=1.97, start_time=8.2),
+    WgmmaTile(algo="fa3", max_dim=128, block_k=64, warps=12, stages=4, causal=True, modified=False,
+              loads=False, drops=False, rate=894, item_time=1.97, start_time=8.2),
     *_both(max_dim=128, block_k=64,  warps=12, stages=3, ping_pong=True, wide_rows=True,
            rate=840, item_time=1.97, start_time=8.2),
     *_both(max_dim=128, block_k=64,  warps=12, stages=4, ping_pong=True,
