@@ -738,6 +738,23 @@ def test_large_array_gradients(cupy, algo, engine):
     assert_arrays_close(grads[3:], ("bias",), *inputs[:4], **host)
 
 
+@pytest.mark.parametrize("keys", [704, 700])  # whose rows leave 16 bytes at a time, and do not
+@pytest.mark.parametrize("dim", [64, 96, 128])
+def test_large_array_gradients_of_halves_on_hopper(cupy, dim, keys):
+    """Tiles that a causal mask shows, cuts and hides, and elements that hide keys."""
+    bias = np.random.default_rng(6).standard_normal((4, 900, keys), np.float32)
+    bias[:, ::5, 30:60] = -np.inf
+    host = {"bias": bias.astype(numpy_dtype("bfloat16")), "causal": "top_left", "enable_gqa": True}
+    options = options_on_device(cupy, host)
+    inputs = gradients_of(cupy, "bfloat16", (3, 4, 900, dim), (3, 2, keys, dim), **options)
+    kernel = {"wrt": ("bias",), "engine": "wgmma"}
+    grads = cuflash.attention_backward(*inputs, **kernel, **options)
+    again = cuflash.attention_backward(*inputs, **kernel, **options)
+    assert all(same_bits(a, b) for a, b in zip(grads, again, strict=True))
+    assert_backward_close(grads[:3], *inputs[:4], **host)
+    assert_arrays_close(grads[3:], ("bias",), *inputs[:4], **host)
+
+
 @EACH_BACKWARD_KERNEL
 def test_the_sinks_gradient_without_keys(cupy, algo, engine):
     kernel, dtype, dim = wants(algo, engine)
