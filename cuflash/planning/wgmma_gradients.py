@@ -351,9 +351,9 @@ class WgmmaGradientTile(HopperGradientTile):
 
 
 _PLAIN = {"modified": False, "drops": False}
-# With dropout 64 queries at a time are so many times as fast as 96, full and causal (H200, 2026-11-27,
-# bf16, 16k tokens): head dim 32 0.94, 0.96, 48 1.01, 1.03, 64 of 512 tokens 1.13, 1.23, of 1k 1.06,
-# 1.12, of 4k 1.02, 1.03, of 16k 1.00.
+# With dropout 64 queries at a time are so many times as fast as 96, full and causal (H200,
+# 2026-11-27, bf16, 16k tokens): head dim 32 0.94, 0.96, 48 1.01, 1.03, 64 of 512 tokens 1.13, 1.23,
+# of 1k 1.06, 1.12, of 4k 1.02, 1.03, of 16k 1.00.
 ROWS = (
     *WgmmaGradientTile.rows_of(max_dim=64, block_q=128, **_PLAIN),
     *WgmmaGradientTile.rows_of(max_dim=32, block_q=96),

@@ -57,9 +57,7 @@ struct alignas(16) StepFacts {
     __device__ __forceinline__ u32 tile_number(int t) const {
         return tiles + __popc(shown() & (1u << t) - 1);
     }
-    __device__ __forceinline__ bool is_first(int t) const {
-        return (shown() & (1u << t) - 1) == 0;
-    }
+    __device__ __forceinline__ bool is_first(int t) const { return (shown() & (1u << t) - 1) == 0; }
     __device__ __forceinline__ bool is_last(int t) const { return shown() >> (t + 1) == 0; }
 
     static constexpr u32 ALL_TILES = (1u << ITEM_TILES) - 1;
@@ -120,7 +118,8 @@ struct SharedMemory {
     unsigned char Q[STAGES][QueryRows::BYTES];
     unsigned char dO[STAGES][GradientRows::BYTES];
     RowElement elements[ELEMENT_ROWS][ELEMENT_PITCH / sizeof(RowElement)];  // of a captured array
-    unsigned char gradient[CONSUMERS][2][GRADIENT_ROWS][SLAB * 2];  // on its way out
+    // What is on its way out, of 2 bytes each.
+    unsigned char gradient[CONSUMERS][2][GRADIENT_ROWS][SLAB * 2];
     alignas(16) float row_stats[STATS_SLOTS][ROW_STATS];
     Barriers barriers;
     int found_nonfinite[V_STAGES][SIDE_WARPS];  // in parts of V

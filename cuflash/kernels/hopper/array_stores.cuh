@@ -33,9 +33,8 @@ __device__ __forceinline__ void store_sums(const ArraySums& sums, const Scores& 
             const auto offset = [](int row, int unit) {
                 return row * ROW_BYTES + (unit ^ row % 8) * CHUNK_BYTES;
             };
-            const u32 target =
-                shared_address(turned) +
-                offset(tile.lane / 16 * 8 + tile.lane % 8, 2 * tile.warp + tile.lane / 8 % 2);
+            const u32 target = shared_address(turned) + offset(tile.lane / 16 * 8 + tile.lane % 8,
+                                                               2 * tile.warp + tile.lane / 8 % 2);
             const int row = 4 * tile.warp + tile.lane / 8, unit = tile.lane % 8;
             const unsigned char* const source = turned + offset(row, unit);
             E* row_of_lane = gradient + (q_begin + row) * q_step + k_begin + unit * CHUNK<E>;
