@@ -504,7 +504,8 @@ class Sweep:
         """Compile, check and time the candidates on one shape."""
         shape = Shape(self.case, sizes, self.deterministic)
         self.flops[shape.label] = shape.call.plan.flops
-        for i, reason in compile_all(shape, self.tiles).items():
+        rejected = compile_all(shape, self.tiles)  # such as rows for causal masks alone
+        for i, reason in rejected.items():
             self.skipped.setdefault(i, reason)
         reference, self.against, context = shape.reference()
         with context:
@@ -513,7 +514,7 @@ class Sweep:
             for i, tile in enumerate(self.tiles):
                 if _same(tile, shape.call.plan.tile):
                     self.chosen.add((i, shape.label))
-                if i in self.skipped:
+                if i in rejected:
                     continue
                 try:
                     runners[i] = self._checked_runner(shape, tile, expected)
@@ -559,10 +560,10 @@ class Sweep:
         return rows
 
     def report(self) -> None:
-        """Print the ranking, best first, and why the others were skipped."""
+        """Print the ranking, best first, and why candidates were skipped, for some shapes or all."""
         table = []
         for row in self.results():
-            if row["skipped"] or not row["shapes"]:
+            if not row["shapes"]:
                 continue
             found = [row["shapes"].get(label) for label in self.times]
             mean = statistics.geometric_mean(x["ratio"] for x in found if x)

@@ -176,8 +176,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
                 now.hide(S, TileBits(p, now.head, step.bits[t], consumer * SLAB, now.k_begin,
                                      now.q_begin));
             if constexpr (DOUBTS_NAN) now.hide_overflowed(S, elements);
-            settle(
-                S);  // or terms are worked out at the same time, for which there are no registers
+            settle(S);  // or terms are worked out meanwhile, for which there are no registers
             wait_products<0>(dP);
             if (CHECKS_VALUES && is_first) {
                 barriers.V_checked[V_slot].wait(parity_of<V_STAGES>(heads));
