@@ -14,10 +14,11 @@
 //     thread 0      copies tiles by TMA      K, V   [K_STAGES][BLOCK_K][D], [V_STAGES][BLOCK_K][DV]
 //                                            Q, dO  [STAGES][BLOCK_Q][D], [STAGES][BLOCK_Q][DV]
 //                   and what backward_rows has worked out of the queries
-//     warp 1        works out the steps: an item's heads, and which tiles they show
+//     warp 1        works out the steps: an item's heads, and which tiles they show; writes the zeros
+//                   of items that show nothing
 //     warps 2, 3    bring the elements of a captured array, and look for infinities and NaN among
 //                  the values
-//     consumers     compute S^T, dP^T and the sums; nothing ties them together
+//     consumers     compute S^T, dP^T and the sums; nothing ties one to the other
 //
 // Floor of a step of 128 keys and 192 queries, D = DV = 128 and 64: the tensor cores take 3072 and 1536
 // clocks, exponentials 1536, the issue slots about 1300 (a pair of a bias takes 4.5 instructions for its
