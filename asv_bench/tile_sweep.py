@@ -560,7 +560,7 @@ class Sweep:
         return rows
 
     def report(self) -> None:
-        """Print the ranking, best first, and why candidates were skipped, for some shapes or all."""
+        """Print the ranking, best first, and why some were skipped, on some shapes or on all."""
         table = []
         for row in self.results():
             if not row["shapes"]:
