@@ -35,8 +35,21 @@ def test_an_array_of_bool_has_the_tiles_of_plain_calls():
         plan = long_plan(dim)
         assert (plan.block_q, plan.block_k) == sizes
         assert "STAGES_BITS = true" in plan.source()
-        assert long_plan(dim, mask="").tile == plan.tile
-        assert "STAGES_BITS = false" in long_plan(dim, mask="").source()
+        plain = long_plan(dim, mask="", band=Band())
+        assert plain.tile == plan.tile
+        assert "STAGES_BITS = false" in plain.source()
+
+
+def test_plain_causal_calls_of_wide_heads_have_tiles_of_their_own():
+    for dim, sizes in ((64, (192, 128)), (72, (192, 64)), (128, (192, 64)), (136, (128, 80))):
+        plan = long_plan(dim, mask="")
+        assert (plan.block_q, plan.block_k) == sizes
+        assert plan.tile.causal == (64 < dim <= 128)
+    for more in (
+        {"mask": "elements"}, {"band": Band()}, {"band": Band(left=512, right=0)},
+        {"dropout": True}, {"score": softcap(30.0).form},
+    ):  # fmt: skip
+        assert not long_plan(128, **{"mask": "", **more}).tile.causal
 
 
 def test_what_else_changes_scores_has_tiles_of_powers_of_two():

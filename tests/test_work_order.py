@@ -15,9 +15,10 @@ CAUSAL = Problem("float16", (4, 16), 4096, 4096, 128, 128, heads=16, band=Band(r
 
 
 def plan_of(problem=CAUSAL, algo="fa3", device=H200, **changes):
-    """The plan with the tiles of CAUSAL."""
-    tile = make_plan(CAUSAL, device, algo, "wgmma").tile
-    return Plan(dataclasses.replace(problem, **changes), device, tile)
+    """The plan with the tiles of CAUSAL under the problem's band."""
+    problem = dataclasses.replace(problem, **changes)
+    long = dataclasses.replace(CAUSAL, band=problem.band)
+    return Plan(problem, device, make_plan(long, device, algo, "wgmma").tile)
 
 
 @pytest.mark.parametrize(
@@ -96,10 +97,10 @@ def test_items_of_packed_heads():
 
 
 def test_length_of_a_tile_of_queries():
-    """The last of 300 queries are in tiles of 192, and keys in tiles of 80."""
+    """The last of 300 queries are in tiles of 192, and keys in tiles of 64."""
     plan = plan_of(query_length=300, key_length=300, leading=(16, 16))
-    assert (plan.query_tiles, plan.block_q, plan.block_k) == (2, 192, 80)
-    seen = [[0, 1, 2], [3, 3, 4]]  # queries up to -21, 43, 107; 171, 235, 299
+    assert (plan.query_tiles, plan.block_q, plan.block_k) == (2, 192, 64)
+    seen = [[0, 1, 2], [3, 4, 5]]  # queries up to -21, 43, 107; 171, 235, 299
     for tile, (first, second, third) in enumerate(seen):
         mean = (first + second + third) / 3
         expected = FIXED * third + (1 - FIXED) * mean + ITEM_TILES
