@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import importlib
+import itertools
 import tempfile
 from pathlib import Path
 
@@ -19,29 +20,29 @@ from cuflash.planning.problem import SHARED_BYTES
 
 ENGINE = {"engine": "mma"}
 CELLS = 2 * len(LENGTHS) * len(WIDTHS)
+DTYPES = "bf16", "fp16"
 NAME = "fa2 mma"
+MEAN_TARGETS = {ANY_ORDER: 1.08, IN_ORDER: None}
 MODES = {IN_ORDER: {"deterministic": True}, ANY_ORDER: {"deterministic": False}}
 
 
 def half(s: Session) -> None:
     """Halves on the field's grid."""
-    cases = [(shape, "bf16", causal, "bnhd", 1.0) for shape, causal in s.field()]
-    cases.append(((4, 16, 4096, 128), "fp16", True, "bnhd", None))
+    cases = [(shape, x, causal, "bnhd", 1.0) for x in DTYPES for shape, causal in s.field()]
     cases += [((4, 48, 4096, 32), "fp16", causal, "bhnd", 0.95) for causal in (False, True)]
     for *kind, target in s.asked(cases):
         problem = Problem(*kind)
         versus_torch(s, "half", problem, ENGINE["engine"], FA2, target)
         del problem
         bench.release()
-    rows = [x for x in s.rows if x["group"] == "half" and "shape" in x]
-    grid = [x for x in rows if x["problem"].startswith("bf16")]
-    s.keep(mean_rows(grid, NAME, CELLS, targets={FA2[0]: 1.08}))
+    for dtype in DTYPES:
+        s.keep(mean_rows(_rows(s, "half", dtype), NAME, CELLS, _mean_of(dtype), {FA2[0]: 1.08}))
 
 
 def half_backward(s: Session) -> None:
     """Gradients of halves on the field's grid, each mode against FlashAttention-2's."""
-    for shape, causal in s.field():
-        problem = Backward(shape, "bf16", causal, "bnhd")
+    for dtype, (shape, causal) in itertools.product(DTYPES, s.field()):
+        problem = Backward(shape, dtype, causal, "bnhd")
         mine = {mode: problem.ours("fa2", **ENGINE, **options) for mode, options in MODES.items()}
         theirs = {mode: problem.torch_gradients(FA2[1], mode == IN_ORDER) for mode in MODES}
         contenders = {f"{NAME} {x}": call for x, call in mine.items()}
@@ -51,11 +52,21 @@ def half_backward(s: Session) -> None:
         s.compare_pairs("half_backward", problem, contenders, pairs)
         del problem, mine, theirs, contenders
         bench.release()
-    rows = [x for x in s.rows if x["group"] == "half_backward" and "shape" in x]
-    for mode, target in ((ANY_ORDER, 1.08), (IN_ORDER, None)):
+    for dtype, (mode, target) in itertools.product(DTYPES, MEAN_TARGETS.items()):
         name, peer = f"{NAME} {mode}", f"{FA2[0]} {mode}"
+        rows = _rows(s, "half_backward", dtype)
         of_mode = [x for x in rows if (x["name"], x["peer"]) == (name, peer)]
-        s.keep(mean_rows(of_mode, name, CELLS, targets={peer: target}))
+        s.keep(mean_rows(of_mode, name, CELLS, _mean_of(dtype), {peer: target}))
+
+
+def _rows(s: Session, group: str, dtype: str) -> list[dict]:
+    """Those of a group's problems of this type on the field's grid."""
+    rows = [x for x in s.rows if x["group"] == group and x.get("shape", [0])[-1] in WIDTHS]
+    return [x for x in rows if dtype in x["problem"]]
+
+
+def _mean_of(dtype: str) -> str:
+    return f"geometric mean {dtype}"
 
 
 def small_memory(s: Session) -> None:

@@ -491,7 +491,8 @@ class Sweep:
     def __init__(self, name: str, deterministic: bool):
         self.name, self.case, self.tiles = name, CASES[name], candidates(name)
         self.deterministic = deterministic  # of gradients
-        self.skipped: dict[int, str] = {}  # why, by candidate
+        self.skipped: dict[int, str] = {}  # why it failed, by candidate
+        self.rejected: dict[int, str] = {}  # why it cannot run, on some shape
         self.resources: dict[int, tuple[str, str]] = {}
         self.chosen: set[tuple[int, str]] = set()  # by the plan: candidate and shape
         self.against = ""
@@ -505,8 +506,7 @@ class Sweep:
         shape = Shape(self.case, sizes, self.deterministic)
         self.flops[shape.label] = shape.call.plan.flops
         rejected = compile_all(shape, self.tiles)  # such as rows for causal masks alone
-        for i, reason in rejected.items():
-            self.skipped.setdefault(i, reason)
+        self.rejected |= rejected
         reference, self.against, context = shape.reference()
         with context:
             expected = bench.all_values(reference())
@@ -514,7 +514,7 @@ class Sweep:
             for i, tile in enumerate(self.tiles):
                 if _same(tile, shape.call.plan.tile):
                     self.chosen.add((i, shape.label))
-                if i in rejected:
+                if i in rejected or i in self.skipped:
                     continue
                 try:
                     runners[i] = self._checked_runner(shape, tile, expected)
@@ -542,7 +542,7 @@ class Sweep:
         for i, tile in enumerate(self.tiles):
             registers, local = self.resources.get(i, ("?", "?"))
             row = {"case": self.name, "tile": describe(tile), "row": repr(tile), "shapes": {}}
-            row.update(registers=registers, local=local, skipped=self.skipped.get(i, ""))
+            row.update(registers=registers, local=local)
             if self.case.backward:
                 row["deterministic"] = self.deterministic
             for label, times in self.times.items():
@@ -556,14 +556,18 @@ class Sweep:
                         "reference_us": statistics.median(times[-1]),
                         "chosen": (i, label) in self.chosen,
                     }
+            why = self.skipped if row["shapes"] else self.rejected | self.skipped
+            row["skipped"] = why.get(i, "")
             rows.append(row)
         return rows
 
     def report(self) -> None:
-        """Print the ranking, best first, and why some were skipped, on some shapes or on all."""
-        table = []
+        """Print the ranking, best first, and why the others were skipped."""
+        table, skipped = [], []
         for row in self.results():
-            if not row["shapes"]:
+            if row["skipped"]:
+                skipped.append(f"  skipped {row['tile']}: {row['skipped']}")
+            if row["skipped"] or not row["shapes"]:
                 continue
             found = [row["shapes"].get(label) for label in self.times]
             mean = statistics.geometric_mean(x["ratio"] for x in found if x)
@@ -575,8 +579,8 @@ class Sweep:
         header = ["tile", "regs", "local", "mean", *self.times]
         name = self.name if self.deterministic else f"{self.name} in any order"
         bench.print_table(f"{name}: {self.against} time / candidate time", table, header)
-        for i, reason in self.skipped.items():
-            print(f"  skipped {describe(self.tiles[i])}: {reason}", flush=True)
+        for line in skipped:
+            print(line, flush=True)
 
 
 def _cell(x) -> str:

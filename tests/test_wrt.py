@@ -415,7 +415,7 @@ def test_hopper_kernels(name):
 
 
 def differentiate_items(length, schedule=0):
-    """More of them than blocks, among them some that nobody sees, or of which some tiles."""
+    """Of more items than blocks, among them some that nobody sees, or of which some tiles."""
     operand = operands("bfloat16", length, length, 64)
     bias = np.random.default_rng(2).standard_normal((4, length, length)).astype(operand[0].dtype)
     options = {"bias": bias, "window": (40, 0), "enable_gqa": True}
