@@ -14,7 +14,6 @@ The planning package's tables and constants are of an H200 with its clocks as th
 from __future__ import annotations
 
 import argparse
-import copy
 import functools
 import statistics
 import sys
@@ -23,12 +22,10 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks import gpu as bench
+from every_row import with_row
 
 import cuflash
-from cuflash.calls.arguments import Arguments, Options, forward_arrays
-from cuflash.calls.call import ForwardCall
-from cuflash.calls.run import find_call, launch_module
-from cuflash.planning.plan import TILES, Plan
+from cuflash.planning.plan import TILES
 
 ITEMS, KEY_TILES = (4, 16), (2, 34)
 DTYPES = {"wgmma": "bf16", "mma": "bf16", "simt": "fp32"}
@@ -45,16 +42,6 @@ def rows(engines, dtype=None):
             yield row, kind
 
 
-def call_with(tile, q, k, v, **options):
-    """A call of cuflash on CuPy arrays with this tile, whatever the plan would choose."""
-    arrays = forward_arrays(q, k, v, None, False, None, None, None)
-    arguments = Arguments(ForwardCall.operands, arrays)
-    call = copy.copy(find_call(ForwardCall, arguments, Options(**options)))
-    call.plan, call.launch = Plan(call.plan.problem, call.plan.device, tile), None
-    call.workspace_bytes = call.plan.workspace_bytes
-    return functools.partial(launch_module().run, call, arguments, 1)
-
-
 def work(row, dtype: str, items: int, key_tiles: int):
     """A call in which every block works on so many items of so many key tiles."""
     device = bench.need_gpu().cuda.Device()
@@ -62,7 +49,7 @@ def work(row, dtype: str, items: int, key_tiles: int):
     width, keys = row.max_dim, key_tiles * row.block_k
     q = bench.draw((1, heads, items * row.block_q, width), dtype)
     k, v = (bench.draw((1, 1, keys, width), dtype) for _ in range(2))
-    return call_with(row, q.cupy, k.cupy, v.cupy)
+    return with_row(row, functools.partial(cuflash.attention, q.cupy, k.cupy, v.cupy))
 
 
 def measure(row, dtype: str, milliseconds: float) -> tuple[float, float, float]:

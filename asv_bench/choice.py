@@ -13,12 +13,10 @@ compiled, on all cores: of 200 problems about 770.
 from __future__ import annotations
 
 import argparse
-import contextlib
+import functools
 import json
-import os
 import statistics
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 from benchmarks import gpu as bench
 from benchmarks.gpu import BOTTOM_RIGHT
-from calibrate import call_with
+from every_row import compile_kernels, with_row
 
 import cuflash
 from cuflash.calls.run import launch_module
@@ -114,22 +112,12 @@ def candidates(plan) -> list:
     return list(found.values())
 
 
-def compile_kernels(plans) -> None:
-    """Compile them side by side; what goes wrong is told by the call that needs it."""
-
-    def attempt(plan):
-        with contextlib.suppress(Exception):
-            launch_module().compile_all(plan, 0)
-
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(attempt, plans))
-
-
 def measure(case: Case, found, milliseconds: float) -> dict:
     """Times of the candidates `found`, and what the first of them, which is chosen, loses."""
     problem, timed = case.problem(), []
     for plan, time in found:
-        call = call_with(plan.tile, *problem.inputs, **problem.options)
+        function = functools.partial(cuflash.attention, *problem.inputs, **problem.options)
+        call = with_row(plan.tile, function)
         try:
             call()
             bench.need_gpu().cuda.Device().synchronize()

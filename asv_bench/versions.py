@@ -28,6 +28,7 @@ import shutil
 import statistics
 import sys
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -146,12 +147,8 @@ def time_in_turns(
     return agreed
 
 
-def main(arguments=None) -> int:
-    """Time the versions asked for."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("versions", nargs="+", metavar="VERSION", help="a revision or a folder")
+def add_problems(parser: argparse.ArgumentParser) -> None:
+    """The options that say which calls are timed, and how long."""
     parser.add_argument("--shapes", nargs="+", default=["4,16,4096,128"], metavar="B,H,N,D")
     parser.add_argument("--value-width", type=int, metavar="DV", help="by default D")
     parser.add_argument("--dtype", choices=bench.DTYPES, default="bf16")
@@ -162,30 +159,45 @@ def main(arguments=None) -> int:
     parser.add_argument("--engine")
     parser.add_argument("--scale", type=float, help="scores then vary by SCALE * sqrt(D), not by 1")
     parser.add_argument("--with", dest="feature", choices=(*FEATURES, ORDER), default="")
-    parser.add_argument("--ms", type=float, default=40, help="for each version and problem")
-    options = parser.parse_args(arguments)
+    parser.add_argument("--ms", type=float, default=40, help="for each call and problem")
+
+
+def problems(
+    options: argparse.Namespace, parser: argparse.ArgumentParser
+) -> Iterator[tuple[Call, Call | None]]:
+    """The calls asked for, each with the plain one that a feature is held against."""
     choice = {"algo": options.algo, "engine": options.engine, "scale": options.scale}
     if options.feature == ORDER and (options.any_order or not options.backward):
         parser.error(f"--with {ORDER} goes with --backward, without --any-order")
     gradients = {"deterministic": not options.any_order} if options.backward else None
     without = {"deterministic": False} if options.feature == ORDER else gradients
     feature = "" if options.feature == ORDER else options.feature
-    masks = {"no": [False], "yes": [True], "both": [False, True]}[options.causal]
-    shapes = [tuple(map(int, shape.split(","))) for shape in options.shapes]
+    for shape in options.shapes:
+        sizes = tuple(map(int, shape.split(",")))
+        for causal in {"no": [False], "yes": [True], "both": [False, True]}[options.causal]:
+            made = functools.partial(Call, sizes, options.dtype, causal)
+            plain = made(without, choice, options.value_width) if options.feature else None
+            yield made(gradients, choice, options.value_width, feature), plain
+
+
+def main(arguments=None) -> int:
+    """Time the versions asked for."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("versions", nargs="+", metavar="VERSION", help="a revision or a folder")
+    add_problems(parser)
+    options = parser.parse_args(arguments)
     meter = bench.meters.HostMeter() if xp is np else bench.meter()
     agreed = True
     with tempfile.TemporaryDirectory() as folder:
         names = dict.fromkeys(options.versions)
         versions = {name: load(name, i, Path(folder)) for i, name in enumerate(names)}
-        for shape in shapes:
-            for causal in masks:
-                made = functools.partial(Call, shape, options.dtype, causal)
-                call = made(gradients, choice, options.value_width, feature)
-                plain = made(without, choice, options.value_width) if options.feature else None
-                if xp is not np:
-                    with ThreadPoolExecutor(os.cpu_count()) as pool:
-                        list(pool.map(call.compile, versions.values()))
-                agreed &= time_in_turns(call, versions, meter, options.ms, plain)
+        for call, plain in problems(options, parser):
+            if xp is not np:
+                with ThreadPoolExecutor(os.cpu_count()) as pool:
+                    list(pool.map(call.compile, versions.values()))
+            agreed &= time_in_turns(call, versions, meter, options.ms, plain)
     return 0 if agreed else 1
 
 

@@ -775,27 +775,15 @@ def test_candidates_are_near_and_each_is_another_kernel(choice):
     assert several > 10
 
 
-def test_a_call_takes_the_tile_that_it_is_given(choice, monkeypatch):
-    calibrate = sys.modules["calibrate"]
-    launch = types.SimpleNamespace(run=lambda call, arguments, count: (call.plan, count))
-    monkeypatch.setattr(calibrate, "launch_module", lambda: launch)
-    x = np.zeros((1, 2, 8, 16), np.float32)
-    usual = cuflash.plan(x, x, x, causal=True)
-    other = dataclasses.replace(usual.tile, block_k=64)
-    plan, count = calibrate.call_with(other, x, x, x, causal=True)()
-    assert (plan.tile, plan.problem, count) == (other, usual.problem, 1)
-    assert cuflash.plan(x, x, x, causal=True).tile == usual.tile
-
-
 def test_what_a_choice_loses_is_told(choice, monkeypatch, tmp_path, capsys):
     """The second candidate takes a tenth less than the first, the third cannot run."""
     device = types.SimpleNamespace(synchronize=lambda: None)
     np_and_cuda = types.SimpleNamespace(cuda=types.SimpleNamespace(Device=lambda: device))
-    launch = types.SimpleNamespace(device_facts=lambda number: H200, compile_all=lambda *plan: None)
+    launch = types.SimpleNamespace(device_facts=lambda number: H200)
     case = choice.Case(1, 2, 4, 1, 4096, 64, False)
     tiles = [plan.tile for plan, _ in choice.candidates(case.plan(H200))]
 
-    def call_with(tile, *arrays, **options):
+    def with_row(tile, function):
         def call():
             if tile == tiles[2]:
                 raise RuntimeError("too many registers")
@@ -812,7 +800,8 @@ def test_what_a_choice_loses_is_told(choice, monkeypatch, tmp_path, capsys):
     problem = types.SimpleNamespace(label="small", inputs=(), options={})
     monkeypatch.setattr(choice.Case, "problem", lambda case: problem)
     monkeypatch.setattr(choice, "launch_module", lambda: launch)
-    monkeypatch.setattr(choice, "call_with", call_with)
+    monkeypatch.setattr(choice, "compile_kernels", len)
+    monkeypatch.setattr(choice, "with_row", with_row)
     monkeypatch.setattr(choice, "draw_cases", lambda count, seed: [case] * count)
     file = tmp_path / "rows.json"
     choice.main(["--count", "1", "--json", str(file)])
@@ -1306,3 +1295,88 @@ def test_versions_that_all_fail(versions, tmp_path, capsys):
     assert versions.main([altered(tmp_path, "    scale = 1 / 0\n"), *SMALL]) == 1
     (refused,) = capsys.readouterr().out.splitlines()
     assert refused.endswith("ZeroDivisionError: division by zero")
+
+
+# ------------------------------------------------------------------------------ rows in turns
+@pytest.fixture
+def every_row(suite, versions, monkeypatch):
+    """The script, for calls of NumPy arrays that are planned for an H200."""
+    monkeypatch.setattr(suite("gpu"), "need_gpu", lambda: np)
+    module = importlib.import_module("every_row")
+    monkeypatch.setattr(module, "find_call", functools.partial(module.find_call, device=H200))
+    return module
+
+
+@pytest.mark.parametrize("options", [{}, {"dropout_p": 0.5, "seed": 3}, {"bias": np.ones((8, 8))}])
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_call_takes_the_row_that_it_is_given(every_row, monkeypatch, options, backward):
+    launch = types.SimpleNamespace(run=lambda call, arguments, count: (call, arguments, count))
+    monkeypatch.setattr(every_row, "launch_module", lambda: launch)
+    x, lse = np.ones((1, 2, 8, 16), np.float16), np.ones((1, 2, 8), np.float32)
+    function = functools.partial(cuflash.attention, x, x, x, causal=True, **options)
+    if backward:
+        saved = x, x, x, x, x, lse
+        function = functools.partial(cuflash.attention_backward, *saved, causal=True, **options)
+    usual = cuflash.plan(x, x, x, causal=True, backward=backward, device=H200, **options)
+    other = dataclasses.replace(usual.tile, stages=7)
+    call, arguments, count = every_row.with_row(other, function)()
+    assert (call.plan.tile, call.plan.problem) == (other, usual.problem)
+    assert (count, call.launch) == (3 if backward else 1, None)
+    assert arguments.arrays["q"] is x
+    assert call.workspace_bytes == call.plan.workspace_bytes
+    assert every_row.taken(function)[0].plan.tile == usual.tile
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_rows_that_serve_a_call(every_row, backward):
+    x = np.zeros((4, 16, 4096, 64), np.float16)
+    plan = cuflash.plan(x, x, x, causal=True, backward=backward, device=H200)
+    first, *others = found = every_row.plans(plan)
+    assert first == plan
+    assert len(others) > 2
+    assert len({(other.source(), other.kernels) for other in found}) == len(found)
+    for other in found:
+        assert not other.tile.reject(plan.problem, H200)
+        assert (other.algo, other.engine, other.problem) == (plan.algo, plan.engine, plan.problem)
+
+
+def test_rows_take_turns(every_row, monkeypatch, tmp_path, capsys):
+    """The second row takes a tenth less than the chosen one, the third cannot run, the last one's
+    results are wrong.
+    """
+    x = np.zeros((1, 2, 512, 64), every_row.bench.DTYPES["bf16"])
+    plan = cuflash.plan(x, x, x, causal=True, device=H200)
+    rows = [found.tile for found in every_row.plans(plan)]
+    assert len(rows) > 3
+
+    def run(call, arguments, count):
+        if call.plan.tile == rows[2]:
+            raise RuntimeError("too many registers")
+        return [arguments.arrays["q"] * (2 if call.plan.tile == rows[-1] else 1)]
+
+    def measure(calls, milliseconds):
+        return [[18.0 if f.args[0].plan.tile == rows[1] else 20.0] * 5 for f in calls]
+
+    compiled = []
+    launch = types.SimpleNamespace(run=run, compile_all=lambda plan, _: compiled.append(plan.tile))
+    monkeypatch.setattr(every_row, "launch_module", lambda: launch)
+    for name, value in (
+        ("facts", lambda: {"device": "none"}), ("release", lambda: None),
+        ("meter", lambda: types.SimpleNamespace(measure=measure)), ("values", np.asarray),
+    ):  # fmt: skip
+        monkeypatch.setattr(every_row.bench, name, value)
+    file = tmp_path / "rows.json"
+    assert every_row.main(["--shapes", "1,2,512,64", "--causal", "yes", "--json", str(file)]) == 1
+    assert sorted(map(str, compiled)) == sorted(map(str, rows))
+    (problem,) = json.loads(file.read_text())["problems"]
+    ran = [str(row) for row in rows[:-1] if row != rows[2]]
+    assert [x["row"] for x in problem["rows"]] == ran
+    assert [x["ratio"] for x in problem["rows"][:2]] == [1.0, pytest.approx(20 / 18)]
+    lines = capsys.readouterr().out.splitlines()
+    label = lines.index("bf16 (1,2,512,64) causal")
+    fastest, second = lines[label + 2 : label + 4]
+    assert (fastest.split()[-1], second.split()[-1]) == ("1.111", "1.000")
+    assert "*" not in fastest
+    assert f"  left out: {rows[2]}: RuntimeError: too many registers" in lines
+    assert f"  left out: {rows[-1]}: ArithmeticError: results differ by" in "\n".join(lines)
+    assert lines[-1] == "lost: mean 11.1 %, worst 11.1 %: bf16 (1,2,512,64) causal"
