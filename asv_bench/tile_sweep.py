@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import functools
 import json
 import os
@@ -35,11 +34,9 @@ torch = bench.find_torch()  # before CuPy, which then finds the CUDA libraries t
 
 import cupy
 import numpy as np
+from every_row import taken, with_row
 
 import cuflash
-from cuflash.calls.arguments import Arguments, Options
-from cuflash.calls.call import BackwardCall, ForwardCall
-from cuflash.calls.run import find_call
 from cuflash.gpu import launch
 from cuflash.operands.dtypes import DOUBLE, HALF, SINGLE
 from cuflash.planning.mma import MmaTile
@@ -375,7 +372,7 @@ class Shape:
     def __init__(self, case: Case, shape, deterministic: bool):
         *sizes, self.causal = shape
         self.device_id = cupy.cuda.Device().id
-        self.case, self.sizes, self.deterministic = case, sizes, deterministic
+        self.case, self.sizes = case, sizes
         self.q, self.k, self.v, self.out = (self._draw() for _ in "qkvo")
         inputs = self.q.cupy, self.k.cupy, self.v.cupy
         if case.backward:
@@ -384,17 +381,15 @@ class Shape:
             kind = np.float64 if case.dtype == "fp64" else np.float32
             out = self.out.cupy, cupy.empty(sizes[:3], kind)
             cuflash.attention(*inputs, causal=self.causal, return_lse=True, out=out)
-            self.read = (self.dout.cupy, *inputs, *out)
-            kind, missing = BackwardCall, (None,)  # dlse
+            read = self.dout.cupy, *inputs, *out
+            written = {"grads_out": tuple(x.cupy for x in gradients)}
+            function = functools.partial(cuflash.attention_backward, deterministic=deterministic)
         else:
-            self.results, self.read = (self.out,), inputs
-            kind, missing = ForwardCall, ()
-        written = [x.cupy for x in self.results]
-        given = (*self.read, *missing, *written)
-        named = zip(kind.operands, given)
-        self.kind, self.arrays = kind, {name: x for name, x in named if x is not None}
-        options = Options(case.algo, case.engine, causal=self.causal, deterministic=deterministic)
-        self.call = find_call(kind, Arguments(kind.operands, self.arrays), options)
+            self.results, read, written = (self.out,), inputs, {"out": self.out.cupy}
+            function = cuflash.attention
+        options = {"algo": case.algo, "engine": case.engine, "causal": self.causal}
+        self.function = functools.partial(function, *read, **options, **written)
+        self.chosen = taken(self.function)[0].plan
 
     def _draw(self):
         return bench.draw(self.sizes, self.case.dtype, self.case.layout)
@@ -406,22 +401,7 @@ class Shape:
 
     def plan(self, tile: Tile) -> Plan:
         """The plan with that tile, whatever the table would choose."""
-        return Plan(self.call.plan.problem, self.call.plan.device, tile)
-
-    def runner(self, tile: Tile):
-        """A function without arguments that launches that tile."""
-        call = copy.copy(self.call)
-        call.plan = self.plan(tile)
-        call.launch = None
-        call.workspace_bytes = call.plan.workspace_bytes
-        work = call.workspace_bytes
-        workspace = cupy.empty((work,), cupy.uint8) if work else None
-        count = len(self.results)
-
-        def run():
-            launch.run(call, Arguments(self.kind.operands, self.arrays, None, workspace), count)
-
-        return run
+        return replace(self.chosen, tile=tile)
 
     def error(self, expected) -> float:
         """What the results differ by from those expected."""
@@ -440,16 +420,7 @@ class Shape:
                 tensors = self.q.torch, self.k.torch, self.v.torch
                 call = functools.partial(kernel, *tensors, is_causal=self.causal)
             return call, name, bench.only(backend)
-        options = {"algo": self.case.algo, "engine": self.case.engine, "causal": self.causal}
-        written = tuple(x.cupy for x in self.results)
-        if self.case.backward:
-            function = cuflash.attention_backward
-            options.update(grads_out=written, deterministic=self.deterministic)
-        else:
-            function = cuflash.attention
-            options.update(out=written[0])
-        call = functools.partial(function, *self.read, **options)
-        return call, "cuflash today", contextlib.nullcontext()
+        return self.function, "cuflash today", contextlib.nullcontext()
 
 
 def compile_all(shape: Shape, tiles: list[Tile]) -> dict[int, str]:
@@ -504,7 +475,7 @@ class Sweep:
     def run(self, sizes, timer, milliseconds: float) -> None:
         """Compile, check and time the candidates on one shape."""
         shape = Shape(self.case, sizes, self.deterministic)
-        self.flops[shape.label] = shape.call.plan.flops
+        self.flops[shape.label] = shape.chosen.flops
         rejected = compile_all(shape, self.tiles)  # such as rows for causal masks alone
         self.rejected |= rejected
         reference, self.against, context = shape.reference()
@@ -512,7 +483,7 @@ class Sweep:
             expected = bench.all_values(reference())
             runners = {-1: reference}
             for i, tile in enumerate(self.tiles):
-                if _same(tile, shape.call.plan.tile):
+                if _same(tile, shape.chosen.tile):
                     self.chosen.add((i, shape.label))
                 if i in rejected or i in self.skipped:
                     continue
@@ -527,7 +498,7 @@ class Sweep:
     def _checked_runner(self, shape: Shape, tile: Tile, expected):
         for operand in shape.results:
             bench.spoil(operand)
-        run = shape.runner(tile)
+        run = with_row(tile, shape.function)
         run()
         cupy.cuda.Device().synchronize()
         error = shape.error(expected)

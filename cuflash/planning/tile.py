@@ -29,6 +29,7 @@ from .array_gradients import (
 )
 from .launches import MASK_TILE_THREADS, Buffer, Launch, MapBox, mask_launches
 from .problem import Device, Problem
+from .score_costs import score_cost
 
 if TYPE_CHECKING:
     from ..typing import Algo, Engine
@@ -194,8 +195,15 @@ class Tile:
     def step_time(self, problem: Problem) -> float:
         """Microseconds of a block for a key tile, where all multiprocessors are busy."""
         columns = max(problem.head_dim + problem.value_dim, 1.5 * self.max_dim)  # else exponentials
-        flops = 2 * self.block_q * self.block_k * columns
-        return flops * self.blocks_per_multiprocessor * MULTIPROCESSORS / (self.rate * 1e6)
+        flops = 2 * self.block_q * self.block_k * self.blocks_per_multiprocessor * columns
+        return flops * MULTIPROCESSORS / (self.rate * 1e6) + self.score_times(problem)[0]
+
+    def score_times(self, problem: Problem) -> tuple[float, float]:
+        """Microseconds of a block that options take for a tile of scores, and more for the first
+        tile of an item.
+        """
+        scores = self.block_q * self.block_k * self.blocks_per_multiprocessor
+        return score_cost(problem).of_tiles(scores)
 
     def slowdown(self, device: Device) -> float:
         """How much longer a step takes than other rows' there, compared with an H200."""

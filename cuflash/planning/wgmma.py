@@ -14,6 +14,7 @@ from .hopper import BARRIER_BYTES, MOST_SHARED, WARPGROUP_ROWS, HopperTile, is_s
 from .launches import Buffer, Launch, MapBox
 from .problem import Device, Problem
 from .products import product
+from .score_costs import score_cost
 from .tile import MULTIPROCESSORS, ceil_div, round_up
 
 ROW_WARP = 16  # rows of a tile of scores that a warp has
@@ -23,6 +24,9 @@ SHORT_HEAD = 8  # tiles of queries; what longer heads gain under a causal mask w
 # clocks. Forward passes of (4, 8, 4096, D) that it bounds, D 88 to 248, took 5.3 to 5.7, D 120 5.2
 # (H200, 2026-11-26); with 5.4 the choices tried differ at D 104 and 1k alone: 64 keys.
 PANEL_ROW_TIME = 3.0e-3
+# Microseconds that options take more for an item's first tile where several blocks share a
+# multiprocessor: with score_costs.py, and by the same measurements.
+SHARED_FIRST_TIME = 1.1
 MANY_LOOKS = 8  # tiles of queries: so many looks cost more than a kernel that clears marks
 
 
@@ -43,6 +47,8 @@ class WgmmaTile(HopperTile):
         Whether it is measured with packed heads and split keys.
     wide_rows : bool
         Whether it is there for an array with four bytes for each query and key, alone.
+    pairs : bool
+        Whether it is fast with an array that has an element for each query and key.
     causal : bool
         Whether it is there for causal masks alone.
     """
@@ -55,10 +61,12 @@ class WgmmaTile(HopperTile):
     spans: bool = False
     varied: bool = True
     wide_rows: bool = False
+    pairs: bool = True
     causal: bool = False
 
     def __str__(self) -> str:
-        return super().__str__() + (", causal" if self.causal else "")
+        shared = f", {self.min_blocks} blocks" if self.min_blocks > 1 else ""
+        return super().__str__() + shared + (", causal" if self.causal else "")
 
     def reject(self, problem: Problem, device: Device) -> str:
         """Why this row cannot or should not serve, or an empty string."""
@@ -70,6 +78,8 @@ class WgmmaTile(HopperTile):
             return "is slow with a softcap"
         if self.wide_rows and problem.score.pair_bytes != 4:
             return "is for elements of four bytes"
+        if problem.score.pair_bytes and not self.pairs:
+            return "is slow with an element for each query and key"
         band = problem.band
         if self.causal and (problem.mask or band.left is not None or band.right is None):
             return "is for causal masks alone"
@@ -119,6 +129,15 @@ class WgmmaTile(HopperTile):
         panels = sum(ceil_div(width, 64) for width in self.row_widths(problem))
         other, longer = sorted((products, keys * panels * PANEL_ROW_TIME))
         return longer + OVERLAP * other
+
+    def score_times(self, problem: Problem) -> tuple[float, float]:
+        """Microseconds of a block that options take for a tile of scores, and more for the first
+        tile of an item.
+        """
+        blocks, warpgroups = self.min_blocks, self.warps // 4
+        scores = blocks * self.block_q * self.block_k
+        step, first = score_cost(problem).of_tiles(scores, blocks * warpgroups)
+        return step, first + SHARED_FIRST_TIME * (first > 0 and blocks > 1)
 
     def spans_blocks(self, problem: Problem) -> bool:
         """Whether its tiles may lie across the blocks of masks: of those that it evaluates, and of
@@ -286,15 +305,17 @@ ROWS = (
            modified=False, drops=False, spans=True, rate=657, item_time=1.63, start_time=8.2),
     *_both(max_dim=64,  block_k=96,  warps=12, stages=4, ping_pong=True,
            rate=638, item_time=1.50, start_time=8.2),
+    *_both(max_dim=64,  block_k=64,  warps=12, stages=4, ping_pong=True,
+           rate=590, item_time=1.70, start_time=7.3),
     *_both(max_dim=64,  block_k=128, warps=8,  stages=4, ping_pong=True,
            rate=529, item_time=1.41, start_time=7.8),
     *_both(max_dim=64,  block_k=112, warps=8,  stages=4, ping_pong=True, varied=False,
            rate=492, item_time=1.41, start_time=8.0),
-    *_both(max_dim=64,  block_k=128, warps=4,  stages=6,
+    *_both(max_dim=64,  block_k=128, warps=4,  stages=4,
            rate=373, item_time=1.28, start_time=6.5),
-    *_both(max_dim=64,  block_k=64,  warps=4,  stages=4, min_blocks=3, varied=False,
+    *_both(max_dim=64,  block_k=64,  warps=4,  stages=4, min_blocks=3, varied=False, pairs=False,
            rate=503, item_time=1.47, start_time=7.6),
-    *_both(max_dim=64,  block_k=80,  warps=4,  stages=3, min_blocks=3, varied=False,
+    *_both(max_dim=64,  block_k=80,  warps=4,  stages=3, min_blocks=3, varied=False, pairs=False,
            rate=537, item_time=1.48, start_time=7.7),
     *_both(max_dim=128, block_k=80,  warps=12, stages=4, ping_pong=True, loads=False, drops=False,
            spans=True, rate=867, item_time=1.97, start_time=8.2),
@@ -306,17 +327,19 @@ ROWS = (
            rate=840, item_time=1.97, start_time=8.2),
     *_both(max_dim=128, block_k=128, warps=8,  stages=3, ping_pong=True,
            rate=833, item_time=1.88, start_time=8.0),
+    *_both(max_dim=128, block_k=64,  warps=8,  stages=4, ping_pong=True,
+           rate=750, item_time=1.90, start_time=8.4),
     *_both(max_dim=128, block_k=128, warps=4,  stages=3,
            rate=578, item_time=1.54, start_time=7.9),
     *_both(max_dim=128, block_k=64,  warps=4,  stages=4,
            rate=494, item_time=1.30, start_time=7.8),
-    *_both(max_dim=128, block_k=48,  warps=4,  stages=3, min_blocks=2, varied=False,
+    *_both(max_dim=128, block_k=48,  warps=4,  stages=3, min_blocks=2, varied=False, pairs=False,
            rate=650, item_time=1.61, start_time=8.1),
-    *_both(max_dim=192, block_k=112, warps=8, loads=False,
+    *_both(max_dim=192, block_k=112, warps=8, loads=False, drops=False,
            rate=874, item_time=2.23, start_time=9.1),
     *_both(max_dim=192, block_k=64,  warps=4,  stages=4,
            rate=640, item_time=1.73, start_time=8.2),
-    *_both(max_dim=256, block_k=80,  warps=8, loads=False, capped=False,
+    *_both(max_dim=256, block_k=80,  warps=8, loads=False, capped=False, drops=False, pairs=False,
            rate=879, item_time=2.47, start_time=9.1),
     *_both(max_dim=256, block_k=64,  warps=8,
            rate=765, item_time=2.59, start_time=9.1),

@@ -49,6 +49,11 @@ LATE_QUERIES = 1 << 14
 # dims 128 and 96): full 256 queries 1.12, 1.08, 512 1.05, 1.06, 1k 0.98, 0.97; causal 512 1.12,
 # 1.13, 1k 1.03, 1.03.
 SHORT_HEADS = 512, 1024
+# The same of head dims up to 64 where scores are changed: 64 queries are so many times as fast as
+# 96 with a softcap, a bias and ALiBi (H200, 2026-11-27, bf16, 16k tokens, head dim 64): full 256
+# queries 1.06, 1.01, 1.02, 512 1.02, 0.97, 0.99; causal, softcap and bias, 256 1.16, 1.10,
+# 512 1.17, 1.08, 1k 1.05, 0.95.
+SHORT_CHANGED = 256, 512
 HEAD_BYTES = 128  # of where a head lies
 REGION_BYTES = 16  # of what it knows of its region, where sequences are packed
 # Heads have so many chains (masks/planned_sums.py) that each of these blocks, those of an H100 or
@@ -357,7 +362,7 @@ _PLAIN = {"modified": False, "drops": False}
 ROWS = (
     *WgmmaGradientTile.rows_of(max_dim=64, block_q=128, **_PLAIN),
     *WgmmaGradientTile.rows_of(max_dim=32, block_q=96),
-    *WgmmaGradientTile.rows_of(max_dim=64, block_q=96, drops=False),
+    *WgmmaGradientTile.rows_of(max_dim=64, block_q=96, drops=False, longer_than=SHORT_CHANGED),
     *WgmmaGradientTile.rows_of(max_dim=96, block_q=96, **_PLAIN, longer_than=SHORT_HEADS),
     *WgmmaGradientTile.rows_of(max_dim=128, block_q=80, **_PLAIN, longer_than=SHORT_HEADS),
     *WgmmaGradientTile.rows_of(max_dim=128, block_q=64),

@@ -1,0 +1,79 @@
+"""What options cost a forward pass of halves beside its products, for the choice among rows.
+
+asv_bench/every_row.py measured it on Hopper's engine (H200, 2026-11-27, bf16, head dims 64 and 128,
+256 to 16k tokens, full and causal). A row's time less its estimate without options is a step's cost
+for each tile and a first tile's for each item: that leaves 1 to 3 % of the time where two or three
+warpgroups compute. Within what that leaves open, costs are those with which the rows chosen lose
+least to the fastest ones (docs/few-queries.md). Of elements of four bytes it follows from what they
+cost whole calls (docs/features.md). Rows of other engines are taken to cost what two warpgroups do.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..operands.dtypes import ITEM_BYTES
+from .problem import Problem
+
+SCORES = 64 * 128  # that a cost is for
+ALONE = 2.0  # times the cost, where one warpgroup has a multiprocessor: nobody multiplies meanwhile
+
+
+class ScoreCost(NamedTuple):
+    """Microseconds that a multiprocessor takes longer for 64 x 128 scores (SCORES).
+
+    In each step, where two warpgroups compute and where three do; and in the first one on top,
+    where what is loaded comes late, and a softcap's scores are not known to be small.
+    """
+
+    two: float
+    three: float
+    first: float
+
+    def plus(self, other: ScoreCost) -> ScoreCost:
+        """That of both options."""
+        return ScoreCost(*(a + b for a, b in zip(self, other)))
+
+    def of_tiles(self, scores: int, warpgroups: int = 2) -> tuple[float, float]:
+        """Microseconds for tiles of a multiprocessor's blocks, of so many scores together, in a
+        step, and more in the first one.
+        """
+        step = self.two if warpgroups < 3 else self.three
+        factor = scores / SCORES * (ALONE if warpgroups == 1 else 1)
+        return factor * step, factor * self.first
+
+
+NONE = ScoreCost(0.0, 0.0, 0.0)
+DROPOUT = ScoreCost(0.34, 0.30, 0.3)
+SOFTCAP = ScoreCost(0.24, 0.18, 1.2)
+PAIRS = {2: ScoreCost(0.37, 0.25, 0.4), 4: ScoreCost(0.80, 0.63, 0.7)}  # by bytes of an element
+ELEMENTS = ScoreCost(0.18, 0.21, 0.8)  # one for a query or a key
+LINE = ScoreCost(0.06, 0.06, 0.5)
+CHANGED = ScoreCost(0.20, 0.16, 0.9)
+BITS = ScoreCost(0.16, 0.13, 0.6)
+
+
+def score_cost(problem: Problem) -> ScoreCost:
+    """Of all options together; none where it was not measured, of operands that are not halves."""
+    if ITEM_BYTES[problem.dtype] != 2:
+        return NONE
+    cost = _cost_of_score(problem)
+    if problem.dropout:
+        cost = cost.plus(DROPOUT)
+    if problem.mask == "elements":
+        cost = cost.plus(BITS)
+    return cost
+
+
+def _cost_of_score(problem: Problem) -> ScoreCost:
+    """Of what changes scores."""
+    score = problem.score
+    if not score.stages:
+        return NONE
+    if score.is_tanh:
+        return SOFTCAP
+    if score.pair_bytes:
+        return PAIRS[score.pair_bytes]
+    if score.loads:
+        return ELEMENTS
+    return CHANGED if score.line is None else LINE

@@ -1,0 +1,111 @@
+"""What options cost a forward pass, as the choice among rows reckons it."""
+
+import ml_dtypes
+import numpy as np
+import pytest
+from cases import H200
+
+import cuflash
+from cuflash.planning.estimate import estimate
+from cuflash.planning.plan import TILES
+from cuflash.planning.score_costs import NONE, score_cost
+
+BF16 = ml_dtypes.bfloat16
+
+
+def planned(shape, option="", dtype=BF16, **given):
+    """The plan of a call of (B, H, N, D) operands with one of OPTIONS, on an H200."""
+    batch, heads, length, dim = shape
+    stored = np.empty((batch, length, heads, dim), dtype)
+    x = stored.swapaxes(1, 2)
+    more = OPTIONS[option](*shape[:3]) if option else {}
+    return cuflash.plan(x, x, x, device=H200, **more, **given)
+
+
+def half(*shape):
+    return np.empty(shape, BF16)
+
+
+OPTIONS = {
+    "dropout": lambda b, h, n: {"dropout_p": 0.1},
+    "softcap": lambda b, h, n: {"softcap": 30.0},
+    "bias": lambda b, h, n: {"bias": half(h, n, n)},
+    "wide bias": lambda b, h, n: {"bias": np.empty((h, n, n), np.float32)},
+    "key bias": lambda b, h, n: {"bias": half(b, 1, 1, n)},
+    "alibi": lambda b, h, n: {"alibi_slopes": np.empty(h, np.float32)},
+    "mask": lambda b, h, n: {"mask": np.empty((b, 1, n, n), np.bool_)},
+}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("shape", [(3, 8, 300, 64), (1, 16, 2048, 128)])
+def test_an_option_takes_longer(shape, option, causal):
+    plain = planned(shape, causal=causal).problem
+    problem = planned(shape, option, causal=causal).problem
+    rows = [row for row in TILES if row.rate and not row.reject(problem, H200)]
+    rows = [row for row in rows if not row.reject(plain, H200)]
+    assert len({row.engine for row in rows}) > 1
+    for row in rows:
+        assert row.step_time(problem) > row.step_time(plain)
+        assert estimate(row, problem, H200) > estimate(row, plain, H200)
+
+
+def test_a_line_costs_less_than_other_changes():
+    line, other = (
+        score_cost(planned((1, 8, 512, 64), "alibi", causal=x).problem) for x in (True, False)
+    )
+    assert line.two < other.two
+    assert line.three < other.three
+
+
+def test_costs_of_several_options_add_up():
+    shape = 2, 4, 256, 64
+    alone = [score_cost(planned(shape, x).problem) for x in ("dropout", "bias", "mask")]
+    assert NONE not in alone
+    mask = OPTIONS["mask"](*shape[:3])
+    both = planned(shape, "bias", dropout_p=0.1, **mask).problem
+    assert score_cost(both) == pytest.approx(tuple(map(sum, zip(*alone))))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_nothing_is_known_of_other_types(dtype):
+    assert score_cost(planned((1, 4, 256, 64), "dropout", dtype).problem) == NONE
+    assert score_cost(planned((1, 4, 256, 64), "dropout").problem) != NONE
+
+
+# Tiles that were the fastest of all rows: without what options cost the plan took others.
+FASTEST = [
+    ((32, 32, 512, 64), "bias", True, (192, 64)),  # 64x64 takes 1.57 times as long
+    ((64, 32, 256, 64), "bias", True, (192, 64)),  # 64x64 1.36
+    ((64, 32, 256, 64), "softcap", True, (64, 64)),
+    ((16, 32, 1024, 64), "softcap", True, (192, 64)),  # 192x96 1.10
+    ((4, 32, 4096, 64), "softcap", True, (192, 96)),
+    ((64, 16, 256, 128), "bias", True, (128, 64)),  # 64x48 1.28
+    ((4, 16, 4096, 128), "dropout", False, (192, 64)),  # 128x128 1.05
+    ((4, 16, 4096, 128), "key bias", False, (128, 128)),
+    ((8, 16, 2048, 128), "softcap", True, (192, 64)),  # 192x80 1.06
+    ((4, 10, 4096, 192), "dropout", True, (128, 64)),  # 128x80 1.09
+    ((4, 8, 4096, 256), "dropout", False, (128, 64)),  # 128x80 1.11
+    ((4, 8, 4096, 256), "alibi", False, (128, 80)),
+]
+
+
+@pytest.mark.parametrize(("shape", "option", "causal", "tile"), FASTEST)
+def test_the_fastest_row_is_taken(shape, option, causal, tile):
+    plan = planned(shape, option, causal=causal)
+    assert (plan.engine, plan.block_q, plan.block_k) == ("wgmma", *tile)
+
+
+@pytest.mark.parametrize("option", ["softcap", "bias"])
+def test_gradients_of_short_heads_with_changed_scores(option):
+    """Up to 512 queries under a causal mask, and 256 without one, 64 at a time are faster."""
+    for length, causal, queries in (
+        (512, True, 64),
+        (513, True, 96),
+        (256, False, 64),
+        (257, False, 96),
+    ):
+        plan = planned((8, 16, length, 64), option, causal=causal, backward=True)
+        assert plan.block_q == queries, (length, causal)
+    assert planned((8, 16, 256, 64), causal=True, backward=True).block_q == 128
