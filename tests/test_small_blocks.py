@@ -1,5 +1,6 @@
-"""Rows of Hopper's forward pass of which a multiprocessor has several blocks, for short sequences:
-whatever else it serves, on tensors too small for the plan to choose them.
+"""Rows of Hopper's forward pass that serve short sequences and options, those of which a
+multiprocessor has several blocks among them: whatever else they serve, on tensors too small for the
+plan to choose them.
 """
 
 import cases
@@ -13,7 +14,11 @@ from test_planes import cupy as cupy
 from cuflash.planning.wgmma import ROWS
 
 emulated_only = pytest.mark.skipif(available() is not None, reason=str(available()))
-SMALL = [row for row in ROWS if row.min_blocks > 1]
+SEVERAL = [row for row in ROWS if row.min_blocks > 1]
+SHORT = [
+    row for row in ROWS
+    if (row.max_dim, row.block_q, row.block_k) in ((64, 192, 64), (128, 128, 64)) and row.rate
+]  # fmt: skip
 CASES = [x for x in cases.CASES if (x.algo, x.engine) == ("fa3", "wgmma")]
 PACKED_CASES = [
     x for x in packed_cases.CASES
@@ -22,10 +27,10 @@ PACKED_CASES = [
 GROUPS = dict(cases.groups(cases=CASES))
 
 
-@pytest.fixture
-def small_blocks():
-    with preferred(SMALL):
-        yield
+@pytest.fixture(params=[SEVERAL, SHORT], ids=["several", "short"])
+def small_blocks(request):
+    with preferred(request.param):
+        yield request.param
 
 
 @emulated_only
@@ -35,7 +40,7 @@ def test_emulator_cases(small_blocks, case):
 
     with cases.calls_of(case):
         check_forward(case)
-        assert_preferred(run(case, mode="fast").plan, SMALL)
+        assert_preferred(run(case, mode="fast").plan, small_blocks)
 
 
 @emulated_only
@@ -46,7 +51,7 @@ def test_emulator_packed_cases(small_blocks, case):
     arrays, options = case.arguments()
     result = emulated.attention_varlen(*arrays, device=FEW, **options)
     packed_cases.assert_sequences_close(case, result.out, result.lse, result.plan)
-    assert_preferred(result.plan, SMALL)
+    assert_preferred(result.plan, small_blocks)
 
 
 @pytest.mark.gpu
