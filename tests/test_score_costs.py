@@ -7,6 +7,7 @@ from cases import H200
 
 import cuflash
 from cuflash.planning.estimate import estimate
+from cuflash.planning.hopper import WITHOUT
 from cuflash.planning.plan import TILES
 from cuflash.planning.score_costs import NONE, score_cost
 
@@ -33,6 +34,7 @@ OPTIONS = {
     "wide bias": lambda b, h, n: {"bias": np.empty((h, n, n), np.float32)},
     "key bias": lambda b, h, n: {"bias": half(b, 1, 1, n)},
     "alibi": lambda b, h, n: {"alibi_slopes": np.empty(h, np.float32)},
+    "score_mod": lambda b, h, n: {"score_mod": lambda score, batch, head, q, k: score + q * k},
     "mask": lambda b, h, n: {"mask": np.empty((b, 1, n, n), np.bool_)},
 }
 
@@ -72,6 +74,27 @@ def test_costs_of_several_options_add_up():
 def test_nothing_is_known_of_other_types(dtype):
     assert score_cost(planned((1, 4, 256, 64), "dropout", dtype).problem) == NONE
     assert score_cost(planned((1, 4, 256, 64), "dropout").problem) != NONE
+
+
+LEFT = {
+    "scores": "score_mod", "elements": "key bias", "dropout": "dropout", "softcap": "softcap",
+    "pairs": "bias",
+}  # fmt: skip
+
+
+def test_rows_leave_known_options_to_others():
+    assert {x for row in TILES for x in getattr(row, "without", ())} == set(WITHOUT) == set(LEFT)
+
+
+@pytest.mark.parametrize("option", WITHOUT)
+def test_rows_say_which_options_they_leave_to_others(option):
+    rows = [x for x in TILES if option in getattr(x, "without", ()) and not x.backward]
+    shape = 2, 8, 512, 64
+    plain = planned(shape).problem
+    problem = planned(shape, LEFT[option]).problem
+    rows = [row for row in rows if not row.reject(plain, H200)]
+    assert rows
+    assert {row.reject(problem, H200) for row in rows} == {WITHOUT[option]}
 
 
 # Tiles that were the fastest of all rows: without what options cost the plan took others.

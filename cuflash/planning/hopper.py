@@ -4,6 +4,7 @@ brings (sm_90a).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -22,6 +23,14 @@ WARPGROUP_ROWS = 64
 MOST_SHARED = 232448  # bytes of a block's shared memory
 BARRIER_BYTES = 1024  # of shared memory, with what else is not tiles
 SUCCESSORS = (100, 103, 110)  # whose tensor cores have instructions of their own, tcgen05
+# Options that rows may leave to others, and why.
+WITHOUT = {
+    "scores": "has no registers for modified scores",
+    "elements": "has no registers for elements of arrays",
+    "dropout": "has no registers for dropout",
+    "softcap": "is slow with a softcap",
+    "pairs": "is slow with an element for each query and key",
+}
 
 
 def is_split(dim: int) -> bool:
@@ -37,12 +46,8 @@ class HopperTile(KernelTile):
 
     Parameters
     ----------
-    modified : bool
-        Whether there are registers to change scores in.
-    loads : bool
-        Whether there are registers to load an element of an array in for each query or key.
-    drops : bool
-        Whether there are registers for dropout.
+    without : tuple of str
+        Options that it is not for, among those of WITHOUT.
     """
 
     engine: ClassVar[Engine] = "wgmma"
@@ -50,9 +55,7 @@ class HopperTile(KernelTile):
     whole_panels: ClassVar[bool] = False  # whether the copy engine may bound it
 
     dtypes: tuple[str, ...] = HALF
-    modified: bool = True
-    loads: bool = True
-    drops: bool = True
+    without: tuple[str, ...] = ()
 
     @property
     def follows_lines(self) -> bool:
@@ -78,15 +81,25 @@ class HopperTile(KernelTile):
         """Whether its kernels find out which packed sequence a tile is of."""
         return True
 
+    def options_of(self, problem: Problem) -> Iterator[str]:
+        """What a problem asks of this row, in the words of WITHOUT."""
+        score = problem.score
+        if score.stages and not (self.follows_lines and score.line is not None):
+            yield "scores"
+        if score.loads and not self.stages_rows(problem):
+            yield "elements"
+        if problem.dropout:
+            yield "dropout"
+        if problem.has_near_scores:
+            yield "softcap"
+        if score.pair_bytes:
+            yield "pairs"
+
     def reject(self, problem: Problem, device: Device) -> str:
         """Why this row cannot or should not serve, or an empty string."""
-        follows_line = self.follows_lines and problem.score.line is not None
-        if problem.score.stages and not (self.modified or follows_line):
-            return "has no registers for modified scores"
-        if problem.score.loads and not (self.loads or self.stages_rows(problem)):
-            return "has no registers for elements of arrays"
-        if problem.dropout and not self.drops:
-            return "has no registers for dropout"
+        for option in self.options_of(problem):
+            if option in self.without:
+                return WITHOUT[option]
         return super().reject(problem, device)
 
     def constants(self, problem: Problem) -> dict[str, int | bool]:

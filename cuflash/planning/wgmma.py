@@ -38,8 +38,6 @@ class WgmmaTile(HopperTile):
     ----------
     ping_pong : bool
         Whether warpgroups take turns at issuing products.
-    capped : bool
-        Whether it is fast with a softcap of halves.
     spans : bool
         Whether it serves an array of bool, which alone changes scores, for tiles that are no power
         of 2.
@@ -47,8 +45,6 @@ class WgmmaTile(HopperTile):
         Whether it is measured with packed heads and split keys.
     wide_rows : bool
         Whether it is there for an array with four bytes for each query and key, alone.
-    pairs : bool
-        Whether it is fast with an array that has an element for each query and key.
     causal : bool
         Whether it is there for causal masks alone.
     """
@@ -57,11 +53,9 @@ class WgmmaTile(HopperTile):
 
     stages: int = 2
     ping_pong: bool = False
-    capped: bool = True
     spans: bool = False
     varied: bool = True
     wide_rows: bool = False
-    pairs: bool = True
     causal: bool = False
 
     def __str__(self) -> str:
@@ -72,14 +66,10 @@ class WgmmaTile(HopperTile):
         """Why this row cannot or should not serve, or an empty string."""
         if reason := super().reject(problem, device):
             return reason
-        if problem.mask_form.text and not (self.modified and self.loads):
+        if problem.mask_form.text and {"scores", "elements"} & {*self.without}:
             return "has no registers for a mask's function"
-        if problem.has_near_scores and not self.capped:
-            return "is slow with a softcap"
         if self.wide_rows and problem.score.pair_bytes != 4:
             return "is for elements of four bytes"
-        if problem.score.pair_bytes and not self.pairs:
-            return "is slow with an element for each query and key"
         band = problem.band
         if self.causal and (problem.mask or band.left is not None or band.right is None):
             return "is for causal masks alone"
@@ -302,7 +292,7 @@ _fa1 = partial(WgmmaTile, algo="fa1")
 # fmt: off
 ROWS = (
     *_both(max_dim=64,  block_k=128, warps=12, stages=4, ping_pong=True,
-           modified=False, drops=False, spans=True, rate=657, item_time=1.63, start_time=8.2),
+           without=("scores", "dropout"), spans=True, rate=657, item_time=1.63, start_time=8.2),
     *_both(max_dim=64,  block_k=96,  warps=12, stages=4, ping_pong=True,
            rate=638, item_time=1.50, start_time=8.2),
     *_both(max_dim=64,  block_k=64,  warps=12, stages=4, ping_pong=True,
@@ -313,14 +303,14 @@ ROWS = (
            rate=492, item_time=1.41, start_time=8.0),
     *_both(max_dim=64,  block_k=128, warps=4,  stages=4,
            rate=373, item_time=1.28, start_time=6.5),
-    *_both(max_dim=64,  block_k=64,  warps=4,  stages=4, min_blocks=3, varied=False, pairs=False,
-           rate=503, item_time=1.47, start_time=7.6),
-    *_both(max_dim=64,  block_k=80,  warps=4,  stages=3, min_blocks=3, varied=False, pairs=False,
-           rate=537, item_time=1.48, start_time=7.7),
-    *_both(max_dim=128, block_k=80,  warps=12, stages=4, ping_pong=True, loads=False, drops=False,
-           spans=True, rate=867, item_time=1.97, start_time=8.2),
-    WgmmaTile(algo="fa3", max_dim=128, block_k=64, warps=12, stages=4, causal=True, modified=False,
-              loads=False, drops=False, rate=894, item_time=1.97, start_time=8.2),
+    *_both(max_dim=64,  block_k=64,  warps=4,  stages=4, min_blocks=3, varied=False,
+           without=("pairs",), rate=503, item_time=1.47, start_time=7.6),
+    *_both(max_dim=64,  block_k=80,  warps=4,  stages=3, min_blocks=3, varied=False,
+           without=("pairs",), rate=537, item_time=1.48, start_time=7.7),
+    *_both(max_dim=128, block_k=80,  warps=12, stages=4, ping_pong=True, spans=True,
+           without=("elements", "dropout"), rate=867, item_time=1.97, start_time=8.2),
+    WgmmaTile(algo="fa3", max_dim=128, block_k=64, warps=12, stages=4, causal=True,
+              without=("scores", "elements", "dropout"), rate=894, item_time=1.97, start_time=8.2),
     *_both(max_dim=128, block_k=64,  warps=12, stages=3, ping_pong=True, wide_rows=True,
            rate=840, item_time=1.97, start_time=8.2),
     *_both(max_dim=128, block_k=64,  warps=12, stages=4, ping_pong=True,
@@ -333,25 +323,26 @@ ROWS = (
            rate=578, item_time=1.54, start_time=7.9),
     *_both(max_dim=128, block_k=64,  warps=4,  stages=4,
            rate=494, item_time=1.30, start_time=7.8),
-    *_both(max_dim=128, block_k=48,  warps=4,  stages=3, min_blocks=2, varied=False, pairs=False,
-           rate=650, item_time=1.61, start_time=8.1),
-    *_both(max_dim=192, block_k=112, warps=8, loads=False, drops=False,
+    *_both(max_dim=128, block_k=48,  warps=4,  stages=3, min_blocks=2, varied=False,
+           without=("pairs",), rate=650, item_time=1.61, start_time=8.1),
+    *_both(max_dim=192, block_k=112, warps=8, without=("elements", "dropout"),
            rate=874, item_time=2.23, start_time=9.1),
     *_both(max_dim=192, block_k=64,  warps=4,  stages=4,
            rate=640, item_time=1.73, start_time=8.2),
-    *_both(max_dim=256, block_k=80,  warps=8, loads=False, capped=False, drops=False, pairs=False,
+    *_both(max_dim=256, block_k=80,  warps=8, without=("elements", "dropout", "softcap", "pairs"),
            rate=879, item_time=2.47, start_time=9.1),
     *_both(max_dim=256, block_k=64,  warps=8,
            rate=765, item_time=2.59, start_time=9.1),
     *_both(max_dim=256, block_k=64,  warps=4,  stages=3,
            rate=726, item_time=2.21, start_time=8.0),
-    _fa1(max_dim=64,  block_k=768, step_k=128, warps=12, stages=1, ping_pong=True, modified=False,
-         drops=False),
-    _fa1(max_dim=64,  block_k=784, step_k=112, warps=12, stages=1, ping_pong=True, drops=False),
+    _fa1(max_dim=64,  block_k=768, step_k=128, warps=12, stages=1, ping_pong=True,
+         without=("scores", "dropout")),
+    _fa1(max_dim=64,  block_k=784, step_k=112, warps=12, stages=1, ping_pong=True,
+         without=("dropout",)),
     _fa1(max_dim=64,  block_k=768, step_k=128, warps=8,  stages=1, ping_pong=True),
     _fa1(max_dim=128, block_k=384, step_k=128, warps=8,  stages=1, ping_pong=True),
-    _fa1(max_dim=192, block_k=224, step_k=112, warps=8,  stages=1, drops=False),
-    _fa1(max_dim=256, block_k=160, step_k=80,  warps=8,  stages=1, drops=False),
+    _fa1(max_dim=192, block_k=224, step_k=112, warps=8,  stages=1, without=("dropout",)),
+    _fa1(max_dim=256, block_k=160, step_k=80,  warps=8,  stages=1, without=("dropout",)),
     _fa1(max_dim=256, block_k=128, step_k=64,  warps=8,  stages=1),
 )
 # fmt: on

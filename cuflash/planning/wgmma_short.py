@@ -21,8 +21,7 @@ class WgmmaShortTile(WgmmaKeysTile):
     queries. As two kernels they would not run beside each other.
     """
 
-    modified: bool = False
-    drops: bool = False
+    without: tuple[str, ...] = ("scores", "dropout")
 
     @property
     def kernel(self) -> str:
@@ -77,8 +76,7 @@ class WgmmaShortPackedTile(WgmmaKeysTile):
     The sums are those of the one kernel, so gradients of a batch have the same bits when packed.
     """
 
-    modified: bool = False
-    drops: bool = False
+    without: tuple[str, ...] = ("scores", "dropout")
 
     def reject(self, problem: Problem, device: Device) -> str:
         """Why this row cannot or should not serve, or an empty string."""

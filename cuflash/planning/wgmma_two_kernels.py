@@ -209,7 +209,9 @@ class WgmmaQueriesTile(HopperGradientTile):
 
 
 ROWS = (
-    *WgmmaKeysTile.rows_of(max_dim=192, block_q=112, drops=False, longer_than=LONG_WIDE_HEADS),
-    *WgmmaKeysTile.rows_of(max_dim=192, block_q=96, drops=False),
+    *WgmmaKeysTile.rows_of(
+        max_dim=192, block_q=112, without=("dropout",), longer_than=LONG_WIDE_HEADS
+    ),
+    *WgmmaKeysTile.rows_of(max_dim=192, block_q=96, without=("dropout",)),
     *WgmmaKeysTile.rows_of(max_dim=256, block_q=64),
 )

@@ -64,7 +64,7 @@ class WgmmaWideTile(WgmmaGradientTile):
 
 ROWS = tuple(
     WgmmaWideTile(
-        algo=algo, max_dim=192, block_q=48, modified=False, drops=False,
+        algo=algo, max_dim=192, block_q=48, without=("scores", "dropout"),
         fill=TILES_EACH, longer_than=LONG_HEADS,
     )
     for algo in ("fa3", "fa2")
