@@ -10,9 +10,11 @@ cost whole calls (docs/features.md). Rows of other engines are taken to cost wha
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from ..operands.dtypes import ITEM_BYTES
+from ..scores.score import ScoreForm
 from .problem import Problem
 
 SCORES = 64 * 128  # that a cost is for
@@ -57,7 +59,7 @@ def score_cost(problem: Problem) -> ScoreCost:
     """Of all options together; none where it was not measured, of operands that are not halves."""
     if ITEM_BYTES[problem.dtype] != 2:
         return NONE
-    cost = _cost_of_score(problem)
+    cost = _cost_of_score(problem.score)
     if problem.dropout:
         cost = cost.plus(DROPOUT)
     if problem.mask == "elements":
@@ -65,9 +67,9 @@ def score_cost(problem: Problem) -> ScoreCost:
     return cost
 
 
-def _cost_of_score(problem: Problem) -> ScoreCost:
+@functools.lru_cache(maxsize=256)
+def _cost_of_score(score: ScoreForm) -> ScoreCost:
     """Of what changes scores."""
-    score = problem.score
     if not score.stages:
         return NONE
     if score.is_tanh:

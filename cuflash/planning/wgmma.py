@@ -25,7 +25,7 @@ SHORT_HEAD = 8  # tiles of queries; what longer heads gain under a causal mask w
 # (H200, 2026-11-26); with 5.4 the choices tried differ at D 104 and 1k alone: 64 keys.
 PANEL_ROW_TIME = 3.0e-3
 # Microseconds that options take more for an item's first tile where several blocks share a
-# multiprocessor: with score_costs.py, and by the same measurements.
+# multiprocessor, measured with the costs of score_costs.py.
 SHARED_FIRST_TIME = 1.1
 MANY_LOOKS = 8  # tiles of queries: so many looks cost more than a kernel that clears marks
 
