@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 from . import simt
 
 if TYPE_CHECKING:
+    from .kernel_tile import KernelTile
     from .launches import Launch
     from .problem import Device, Problem
-    from .tile import KernelTile
 
 # Fewer queries in few blocks go to FMA units: seven launches take longer. On an H200, call behind
 # call, head dim 64: 101 us against 68 of 128 queries and 16 blocks, 62 against 135 of 256 and 64.

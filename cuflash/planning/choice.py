@@ -62,10 +62,11 @@ def _spans(tile: Tile, problem: Problem, device: Device) -> Iterable[int]:
     if problem.kv_lengths and tile.query_tiles(problem) <= 2 and keys > max(UNKNOWN_SPANS):
         return UNKNOWN_SPANS
     slots = device.multiprocessors * tile.blocks_per_multiprocessor
+    least = round_up(LEAST_SPAN, tile.block_k)
     spans = {0}
     for waves in WAVES:
         parts = min(MOST_PARTS, waves * slots // max(1, items))
-        span = round_up(ceil_div(keys, max(1, parts)), tile.block_k)
-        if parts > 1 and LEAST_SPAN <= span < keys:
+        span = max(least, round_up(ceil_div(keys, max(1, parts)), tile.block_k))
+        if parts > 1 and span < keys:
             spans.add(span)
     return sorted(spans)

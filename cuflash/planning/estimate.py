@@ -16,10 +16,6 @@ from .tile import Tile, ceil_div, round_up
 
 MERGE = 3.0  # microseconds of merge_parts, beside what it moves
 DRAM_RATE = 4.4e6  # bytes per microsecond
-# Of keys that a multiprocessor has under way at a time, so many bytes are enough; as many more make
-# memory this much slower. One query of each head, also with lengths and pages, at head dims 64 and
-# 128 (H200, 2026-11-27): 128 KB take 0.96 to 1.00 of the time of 192 KB.
-MUCH_UNDER_WAY, CROWDED = 1 << 17, 0.02
 CACHE_RATE = 7.0e6  # bytes per microsecond from the L2 cache to all multiprocessors
 PART_RATE = 2.0e6  # bytes per microsecond of what parts leave, written and read
 OVERLAP = 0.03  # of what takes second longest shows beside what takes longest
@@ -35,8 +31,7 @@ def estimate(tile: Tile, problem: Problem, device: Device) -> float:
     if not groups or not items:
         return tile.start_time
     slots = device.multiprocessors * tile.blocks_per_multiprocessor
-    _, first_tile = tile.score_times(problem)
-    between = tile.item_time + first_tile + tile.block_time
+    between = tile.item_time + tile.first_time(problem) + tile.block_time
     step = tile.step_time(problem) * tile.slowdown(device)
     times = sorted(
         ((step * n + between, groups * count) for n, count in items.items()), reverse=True
@@ -51,9 +46,7 @@ def estimate(tile: Tile, problem: Problem, device: Device) -> float:
     loaded = steps * tile.block_k * _key_bytes(problem) / CACHE_RATE
     key_heads = problem.head_count / problem.group
     stored = key_heads * problem.key_length * _key_bytes(problem) / DRAM_RATE
-    tiles_under_way = tile.stages * tile.blocks_per_multiprocessor
-    under_way = tiles_under_way * tile.block_k * _key_bytes(problem)
-    stored *= 1 + CROWDED * max(0.0, under_way / MUCH_UNDER_WAY - 1)
+    stored *= tile.crowding(problem)
     tiles = tile.query_tiles(problem) * tile.parts(problem)
     begun = min(ceil_div(slots, tiles), groups) * tile.parts(problem)  # parts that begin together
     first = begun * tile.block_k * _key_bytes(problem) / DRAM_RATE

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from ..operands.dtypes import HALF, ITEM_BYTES
+from .kernel_tile import KernelTile
 from .launches import MapBox
 from .mma import MmaTile
 from .problem import Device, Problem
-from .tile import KernelTile, round_up
+from .tile import round_up
 from .warps import WarpTile
 
 if TYPE_CHECKING:

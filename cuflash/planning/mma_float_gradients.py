@@ -11,13 +11,14 @@ from functools import partial
 
 from . import simt
 from .behind import few_queries, launches_behind, row_behind
+from .kernel_tile import KernelTile
 from .launches import Buffer, Launch
 from .mma import MmaTile
 from .mma_floats import OF_GRAPHICS, too_crowded
 from .planes import plane_buffers, plane_constants, plane_launches
 from .problem import Device, Problem
 from .query_lists import COLUMNS_OF_LIST, query_list_buffers, query_list_launches
-from .tile import KernelTile, round_up
+from .tile import round_up
 from .warps import PLANES_TICKETS, WarpTile
 
 NARROW = 32  # columns of a row

@@ -9,12 +9,12 @@ from functools import partial
 from importlib.resources import files
 
 from . import simt
+from .kernel_tile import KernelTile
 from .launches import Buffer, Launch
 from .mma import MmaTile
 from .occupancy import blocks_in_shared_memory
 from .planes import DEPENDS_ON_TILES, plane_constants, planes_time, tile_buffers, tile_launches
 from .problem import Device, Problem
-from .tile import KernelTile
 
 OF_GRAPHICS = 86, 89, 120, 121
 EXCHANGE_BYTES = 272  # two floats of each lane, four of the warp

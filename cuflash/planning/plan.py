@@ -429,7 +429,9 @@ def _chosen(problem: Problem, device: Device, algo: str | None, engine: str | No
 
 
 def _fastest(problem: Problem, device: Device, rows: Iterable[Tile]) -> Plan | None:
-    """The variant that is estimated to take least, of those rows that serve and have a rate."""
+    """The variant that is estimated to take least, of those rows that serve and have a rate. Of
+    those that take as long to the nanosecond the table's first one.
+    """
     rejected: list[tuple[Tile, str]] = []
     timed: list[tuple[float, Tile]] = []
     for row in rows:
@@ -439,7 +441,8 @@ def _fastest(problem: Problem, device: Device, rows: Iterable[Tile]) -> Plan | N
             timed += best_variants(row, problem, device)
     if not timed:
         return None
-    (_, best), *others = sorted(timed, key=lambda pair: pair[0])
+    timed = [pair for pair in timed if pair[1].knows_options(problem)] or timed
+    (_, best), *others = sorted(timed, key=lambda pair: round(pair[0], 3))
     swapped = tuple((tile, time) for time, tile in others)
     return Plan(problem, device, best, tuple(rejected), swapped)
 

@@ -12,10 +12,11 @@ from typing import Any
 
 from ..operands.dtypes import ITEM_BYTES
 from . import simt
+from .kernel_tile import KernelTile
 from .launches import Buffer, Launch, MapBox
 from .problem import PLANED, Device, Problem
 from .products import Planes, product
-from .tile import KernelTile, ceil_div, tiles_of
+from .tile import ceil_div, tiles_of
 from .warps import AGAIN_ROWS
 from .wgmma import WgmmaTile
 
@@ -157,6 +158,10 @@ class PlanesTile(WgmmaTile):
     def finds_regions(self) -> bool:
         """Whether it serves packed sequences, for which 48 keys of wide rows leave no registers."""
         return self.max_dim <= 128 or self.block_k < 48
+
+    def crowding(self, problem: Problem) -> float:
+        """Not known of planes."""
+        return 1.0
 
     def clean_parts(self, problem: Problem) -> int:
         """None: planes hold neither infinities nor NaN."""

@@ -13,12 +13,12 @@ from ..operands.dtypes import ITEM_BYTES
 from . import simt
 from .behind import few_queries, launches_behind, row_behind
 from .hopper import WARPGROUP_ROWS
+from .kernel_tile import KernelTile
 from .launches import Buffer, Launch, MapBox
 from .planes import LARGE, SMALL, plane_buffers, plane_constants, plane_launches, summed_at_once
 from .problem import Device, Problem
 from .products import product
 from .query_lists import COLUMNS_OF_LIST
-from .tile import KernelTile
 from .warps import PLANES_TICKETS, WarpTile
 from .wgmma_gradients import REGION_BYTES
 from .wgmma_two_kernels import QUERIES, WgmmaKeysTile, WgmmaQueriesTile

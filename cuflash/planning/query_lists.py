@@ -8,8 +8,8 @@ from .launches import MASK_LIST_THREADS, Buffer, Launch
 from .tile import ceil_div
 
 if TYPE_CHECKING:
+    from .kernel_tile import KernelTile
     from .problem import Problem
-    from .tile import KernelTile
 
 COLUMNS_OF_LIST = 2  # a tile of queries is so many tiles of the mask wide
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from ..operands.dtypes import CHUNK_BYTES, ITEM_BYTES
+from .kernel_tile import KernelTile
 from .launches import Buffer, Launch
 from .problem import Problem
-from .tile import KernelTile, ceil_div
+from .tile import ceil_div
 
 AGAIN_ROWS = 128  # queries that are worked on again together (planes.py)
 PLANES_TICKETS = 3  # of the kernels of gradients on planes, and of the one behind them

@@ -27,6 +27,11 @@ PANEL_ROW_TIME = 3.0e-3
 # Microseconds that options take more for an item's first tile where several blocks share a
 # multiprocessor, measured with the costs of score_costs.py.
 SHARED_FIRST_TIME = 1.1
+# Of keys that a multiprocessor has under way at a time, so many bytes are enough, and as many more
+# make memory this much slower: one query of each head, also with lengths and pages, 128 KB take
+# 0.96 to 1.00 of the time of 192 KB (H200, 2026-11-27, head dims 64 and 128). Of wider keys, in
+# bytes with their values, that was not measured.
+MUCH_UNDER_WAY, CROWDED, WIDEST_KEY = 1 << 17, 0.02, 512
 MANY_LOOKS = 8  # tiles of queries: so many looks cost more than a kernel that clears marks
 
 
@@ -108,26 +113,38 @@ class WgmmaTile(HopperTile):
         return self.block_q, self.step_k
 
     def step_time(self, problem: Problem) -> float:
-        """Microseconds of a block for a key tile, where all multiprocessors are busy: of products,
-        or of the copy engine where it splits rows; else it never bounds the kernel.
+        """Microseconds of a block for a key tile, where all multiprocessors are busy: of products
+        and options, or of the copy engine where it splits rows; else it never bounds the kernel.
         """
-        products = super().step_time(problem)
+        step, _ = self._score_times(problem)
+        computed = super().step_time(problem) + step
         if not (is_split(problem.head_dim) or is_split(problem.value_dim)):
-            return products
+            return computed
         length = max(1, problem.key_length)
         keys = self.block_k * length / round_up(length, self.block_k)  # those that exist
         panels = sum(ceil_div(width, 64) for width in self.row_widths(problem))
-        other, longer = sorted((products, keys * panels * PANEL_ROW_TIME))
+        other, longer = sorted((computed, keys * panels * PANEL_ROW_TIME))
         return longer + OVERLAP * other
 
-    def score_times(self, problem: Problem) -> tuple[float, float]:
-        """Microseconds of a block that options take for a tile of scores, and more for the first
-        tile of an item.
-        """
-        blocks, warpgroups = self.min_blocks, self.warps // 4
-        scores = blocks * self.block_q * self.block_k
-        step, first = score_cost(problem).of_tiles(scores, blocks * warpgroups)
-        return step, first + SHARED_FIRST_TIME * (first > 0 and blocks > 1)
+    def first_time(self, problem: Problem) -> float:
+        """Microseconds that options take longer for an item's first key tile."""
+        _, first = self._score_times(problem)
+        return first + SHARED_FIRST_TIME * (first > 0 and self.min_blocks > 1)
+
+    def knows_options(self, problem: Problem) -> bool:
+        """Whether its times are those with the options of a problem."""
+        return True
+
+    def _score_times(self, problem: Problem) -> tuple[float, float]:
+        """Microseconds of a block that options take for a key tile, and more for the first one."""
+        scores = self.min_blocks * self.block_q * self.block_k
+        return score_cost(problem).of_tiles(scores, self.min_blocks * self.warps // 4)
+
+    def crowding(self, problem: Problem) -> float:
+        """How much longer memory takes with as many keys under way as the row has."""
+        key = sum(self.widths(problem)) * ITEM_BYTES[problem.dtype]
+        under_way = self.min_blocks * self.stages * self.block_k * key
+        return 1 + CROWDED * max(0.0, under_way / MUCH_UNDER_WAY - 1) * (key <= WIDEST_KEY)
 
     def spans_blocks(self, problem: Problem) -> bool:
         """Whether its tiles may lie across the blocks of masks: of those that it evaluates, and of

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from ..operands.dtypes import CHUNK_BYTES, HALF, ITEM_BYTES
 from .array_gradients import Wanted, walk_name
 from .hopper import BARRIER_BYTES, HopperGradientTile
+from .kernel_tile import KernelTile
 from .launches import Buffer, Launch
 from .problem import Device, Problem
 from .products import product
-from .tile import KernelTile, ceil_div
+from .tile import ceil_div
 
 WGMMA_WALK = "hopper_array_gradients"  # the file of its kernel
 QUERIES = 192  # of an item, whose sums a thread's registers hold

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 from ..operands.dtypes import CHUNK_BYTES, ITEM_BYTES
 from .array_gradients import Wanted, array_of, file_of
 from .hopper import BARRIER_BYTES, WARPGROUP_ROWS, HopperGradientTile
+from .kernel_tile import KernelTile
 from .launches import Buffer, Launch
 from .problem import Device, Problem
 from .products import product
 from .sections import section_in_any_order, section_in_order
-from .tile import KernelTile, ceil_div, round_up
+from .tile import ceil_div, round_up
 from .wgmma_arrays import WGMMA_WALK, WgmmaArrayTile, walked
 
 if TYPE_CHECKING:

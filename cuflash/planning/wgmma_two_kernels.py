@@ -10,11 +10,11 @@ from typing import ClassVar
 from ..operands.dtypes import ITEM_BYTES
 from .array_gradients import WALK, Wanted
 from .hopper import BARRIER_BYTES, WARPGROUP_ROWS, HopperGradientTile
+from .kernel_tile import KernelTile
 from .launches import Buffer, Launch
 from .problem import Device, Problem
 from .products import product
 from .query_lists import query_list_buffers, query_list_launches
-from .tile import KernelTile
 from .wgmma_gradients import WgmmaGradientTile
 
 QUERIES = 2 * WARPGROUP_ROWS  # of a block of the second kernel
