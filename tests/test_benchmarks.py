@@ -767,7 +767,7 @@ def test_candidates_are_near_and_each_is_another_kernel(choice):
         assert plan.problem.group == case.group
         (first, own), *others = choice.candidates(plan)
         assert first == plan
-        assert all(own <= time <= 1.5 * own for _, time in others)
+        assert all(own - 1e-3 <= time <= 1.5 * own for _, time in others)  # to the nanosecond
         kernels = {(first.source(), first.kernels)}
         kernels |= {(other.source(), other.kernels) for other, _ in others}
         assert len(kernels) == 1 + len(others) <= 7
