@@ -3,6 +3,7 @@
     python asv_bench/every_row.py --shapes 4,16,4096,128 1,16,16384,128 --causal both
     python asv_bench/every_row.py --with dropout --backward --shapes 16,32,1024,64 [--any-order]
     python asv_bench/every_row.py --engine mma --dtype fp32 [--json FILE]
+    python asv_bench/every_row.py --shapes 16,32,8192,64 --queries 1 --key-heads 8 --with alibi
 
 Rows are those of the algorithm and engine that the plan chooses; each kernel is timed once. Printed
 are, fastest first, their times and the chosen row's time / each one's: above 1 it is faster than
@@ -10,8 +11,8 @@ what the plan takes, which a `*` marks. In the end stands what the choice loses 
 Before that all kernels are compiled, on all cores. The exit status is 1 if a row fails or its
 results differ from the chosen one's.
 
-Heads that are packed and keys that are split are choice.py's, rows that the table does not have
-tile_sweep.py's.
+Each row packs heads and splits keys as is estimated to be best for it; other ways are choice.py's,
+rows that the table does not have tile_sweep.py's.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from benchmarks import gpu as bench
 
 import cuflash
 from cuflash.calls.run import find_call, launch_module
+from cuflash.planning.choice import best_variants
 from cuflash.planning.plan import TILES, Plan
 
 
@@ -76,10 +78,15 @@ def each_kernel_once(plan: Plan, rows: Iterable[Any]) -> list[Plan]:
 
 
 def plans(plan: Plan) -> list[Plan]:
-    """The plan, and those with other rows of the table that serve its problem as well."""
+    """The plan, and those with other rows of the table that serve its problem as well, with heads
+    packed and keys split as is estimated to be best.
+    """
     kind = plan.algo, plan.engine, plan.problem.backward
     rows = (row for row in TILES if (row.algo, row.engine, row.backward) == kind)
-    return each_kernel_once(plan, (x for x in rows if not x.reject(plan.problem, plan.device)))
+    given = plan.problem, plan.device
+    served = (row for row in rows if not row.reject(*given))
+    best = (best_variants(x, *given)[0][1] if x.rate else x for x in served)
+    return each_kernel_once(plan, best)
 
 
 def compile_kernels(found: Iterable[Plan]) -> None:

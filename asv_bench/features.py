@@ -1,6 +1,6 @@
 """What a call may be asked for beside attention alone, and what that may cost beside a plain call.
 
-Options are made of a problem's (B, H, N, D), as arrays of CuPy or, where there is none, of NumPy.
+Options are made of a problem's sizes, as arrays of CuPy or, where there is none, of NumPy.
 """
 
 from __future__ import annotations
@@ -16,10 +16,15 @@ SOFTCAP = 30.0
 class Feature(NamedTuple):
     """Options of a call, and the times of a plain call that it may take, by head dim."""
 
-    options: Any  # of the problem's shape
+    made: Any  # of batch entries, heads, queries and keys
     forward: dict[int, float] | None = None
     backward: dict[int, float] | None = None
     wrt: tuple[str, ...] = ()  # of the gradients alone
+
+    def options(self, shape, queries: int | None = None) -> dict[str, Any]:
+        """Those of a problem of shape (B, H, N, D), by default with as many queries as keys."""
+        batch, heads, length, _ = shape
+        return self.made((batch, heads, queries or length, length))
 
 
 def _times(wide: float, narrow: float | None = None) -> dict[int, float]:
@@ -35,25 +40,25 @@ def slopes(heads: int):
     return _xp().asarray(0.5 ** (8 * np.arange(1, heads + 1) / heads), np.float32)
 
 
-def _shown(shape):
+def _shown(sizes):
     """One bool per pair, for each batch entry; one in ten hidden at random."""
-    batch, _, length, _ = shape
-    return _xp().random.random((batch, 1, length, length)) < 0.9
+    batch, _, queries, keys = sizes
+    return _xp().random.random((batch, 1, queries, keys)) < 0.9
 
 
-def _bias(shape, dtype="bfloat16"):
-    _, heads, length, _ = shape
-    return bench.meters.draw(_xp(), (heads, length, length), dtype, 7)
+def _bias(sizes, dtype="bfloat16"):
+    _, *pairs = sizes
+    return bench.meters.draw(_xp(), pairs, dtype, 7)
 
 
-def _key_bias(shape, dtype):
-    batch, _, length, _ = shape
-    return bench.meters.draw(_xp(), (batch, 1, 1, length), dtype, 7)
+def _key_bias(sizes, dtype):
+    batch, *_, keys = sizes
+    return bench.meters.draw(_xp(), (batch, 1, 1, keys), dtype, 7)
 
 
-def distance(shape):
+def distance(sizes):
     """A function of scores that does as ALiBi's slopes do."""
-    slope = slopes(shape[1])
+    slope = slopes(sizes[1])
     return lambda score, batch, head, q, k: score + slope[head] * (k - q)
 
 

@@ -5,6 +5,7 @@
     python asv_bench/versions.py main . --with dropout --causal yes --backward
     python asv_bench/versions.py main . --shapes 4,16,4096,192 --value-width 128 --backward
     python asv_bench/versions.py . --backward --causal both --with order
+    python asv_bench/versions.py main . --shapes 16,32,8192,64 --queries 1 --key-heads 8
 
 A version is a revision of this repository, or a folder that holds the package: "." is the working
 tree. What is printed is the first version's time / each one's: above 1 it is faster than the first.
@@ -63,33 +64,43 @@ def load(version: str, number: int, folder: Path):
     return importlib.import_module(name)
 
 
+def _both(first: int | None, second: int | None) -> str:
+    """Sizes of queries and of keys, or the one that is given for both."""
+    return "/".join(str(x) for x in (first, second) if x)
+
+
 class Call:
     """One problem: operands, and what each version is to do with them."""
 
     def __init__(
         self, shape, dtype: str, causal: bool, gradients: dict | None, choice: dict,
-        value_width: int | None = None, feature: str = "",
+        value_width: int | None = None, feature: str = "", queries: int | None = None,
+        key_heads: int | None = None,
     ):  # fmt: skip
         backward = gradients is not None
         name = bench.DTYPES[dtype].name
         batch, heads, length, width = shape
         values = value_width or width
+        rows = (batch, heads, queries or length), (batch, key_heads or heads, length)
         draw = functools.partial(bench.meters.draw, xp)
-        widths = width, width, values, values  # of q, k, v and dout
-        drawn = [draw((*shape[:3], x), name, seed) for seed, x in enumerate(widths)]
+        sizes = (*rows[0], width), (*rows[1], width), (*rows[1], values), (*rows[0], values)
+        drawn = [draw(x, name, seed) for seed, x in enumerate(sizes)]  # q, k, v and dout
         self.operands, self.dout = drawn[:3], drawn[3] if backward else None
         self.saved, self.gradients = (), gradients
-        self.options = {"causal": causal, **choice}
+        self.options = {"causal": bench.BOTTOM_RIGHT if causal and queries else causal, **choice}
+        self.options |= {"enable_gqa": True} if key_heads else {}
         if feature:
-            self.options |= FEATURES[feature].options(shape)
+            self.options |= FEATURES[feature].options(shape, queries)
             if backward and FEATURES[feature].wrt:
                 self.gradients = gradients | {"wrt": FEATURES[feature].wrt}
-        self.label = ("backward " if backward else "") + f"{dtype} ({','.join(map(str, shape))})"
+        sizes = batch, _both(heads, key_heads), _both(queries, length), width
+        self.label = ("backward " if backward else "") + f"{dtype} ({','.join(map(str, sizes))})"
         self.label += f" values of {values}" if values != width else ""
         self.label += " causal" if causal else ""
         self.label += f" {feature}" if feature else ""
-        work = Work(name, (batch, heads), length, length, width, values, backward=backward)
-        self.flops = work.flops * ((length + 1) / (2 * length) if causal else 1)
+        count = queries or length
+        work = Work(name, (batch, heads), count, length, width, values, backward=backward)
+        self.flops = work.flops * (1 - (count - 1) / (2 * length) if causal else 1)
         self.tolerance = (bench.GRADIENT_TOLERANCE if backward else bench.TOLERANCE)[dtype]
 
     def of(self, version):
@@ -150,6 +161,8 @@ def time_in_turns(
 def add_problems(parser: argparse.ArgumentParser) -> None:
     """The options that say which calls are timed, and how long."""
     parser.add_argument("--shapes", nargs="+", default=["4,16,4096,128"], metavar="B,H,N,D")
+    parser.add_argument("--queries", type=int, metavar="N", help="the last N of a sequence alone")
+    parser.add_argument("--key-heads", type=int, metavar="H", help="of k and v, by default all")
     parser.add_argument("--value-width", type=int, metavar="DV", help="by default D")
     parser.add_argument("--dtype", choices=bench.DTYPES, default="bf16")
     parser.add_argument("--causal", choices=("no", "yes", "both"), default="no")
@@ -175,9 +188,12 @@ def problems(
     for shape in options.shapes:
         sizes = tuple(map(int, shape.split(",")))
         for causal in {"no": [False], "yes": [True], "both": [False, True]}[options.causal]:
-            made = functools.partial(Call, sizes, options.dtype, causal)
-            plain = made(without, choice, options.value_width) if options.feature else None
-            yield made(gradients, choice, options.value_width, feature), plain
+            made = functools.partial(
+                Call, sizes, options.dtype, causal, choice=choice, value_width=options.value_width,
+                queries=options.queries, key_heads=options.key_heads,
+            )  # fmt: skip
+            plain = made(gradients=without) if options.feature else None
+            yield made(gradients=gradients, feature=feature), plain
 
 
 def main(arguments=None) -> int:

@@ -1252,6 +1252,23 @@ def test_versions_with_values_of_another_width(versions, capsys):
     assert capsys.readouterr().out.startswith("backward fp32 (1,2,64,16) values of 8 ")
 
 
+@pytest.mark.parametrize("feature", ["bool mask", "bias, dbias", "key bias"])
+def test_versions_of_few_queries(versions, capsys, feature):
+    options = "--queries", "3", "--key-heads", "1", "--causal", "yes", "--with", feature
+    name = [str(BENCH.parent), *SMALL, *options]
+    assert versions.main(name) == versions.main([*name, "--backward"]) == 0
+    label = rf"fp32 \(1,2/1,3/64,16\) causal {feature} "
+    assert len(re.findall(label, capsys.readouterr().out)) == 2
+
+
+def test_the_flops_of_few_queries(versions):
+    made = functools.partial(versions.Call, (1, 2, 64, 16), "fp32", True, None, {})
+    pairs = {64: 64 * 65 / 2, 3: 62 + 63 + 64, 1: 64}
+    for queries, visible in pairs.items():
+        assert made(queries=queries).flops == pytest.approx(2 * 4 * 16 * visible)
+    assert made().flops == made(queries=64).flops
+
+
 FORM = r"(backward )?fp32 \(1,2,64,16\) FEATURE +\S+ +\S+ TFLOP/s  1\.000  (\S+) of plain\n"
 
 
@@ -1338,6 +1355,15 @@ def test_rows_that_serve_a_call(every_row, backward):
     for other in found:
         assert not other.tile.reject(plan.problem, H200)
         assert (other.algo, other.engine, other.problem) == (plan.algo, plan.engine, plan.problem)
+
+
+def test_rows_pack_heads_and_split_keys(every_row):
+    q, k = np.zeros((16, 32, 1, 64), np.float16), np.zeros((16, 8, 8192, 64), np.float16)
+    found = every_row.plans(cuflash.plan(q, k, k, enable_gqa=True, device=H200))
+    assert len(found) > 5
+    assert sum(other.tile.packed == 4 for other in found) > 3
+    few = every_row.plans(cuflash.plan(q[:1, :1], k[:1, :1], k[:1, :1], device=H200))
+    assert sum(other.tile.span == 256 for other in few) > 3
 
 
 def test_rows_take_turns(every_row, monkeypatch, tmp_path, capsys):
