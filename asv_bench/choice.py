@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import argparse
 import functools
+import itertools
 import json
 import statistics
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import numpy as np
 from benchmarks import gpu as bench
 from benchmarks.gpu import BOTTOM_RIGHT
-from every_row import compile_kernels, with_row
+from every_row import compile_kernels, each_kernel_once, with_row
 
 import cuflash
 from cuflash.calls.run import launch_module
@@ -103,13 +103,9 @@ def candidates(plan) -> list:
     Each with the microseconds estimated.
     """
     own = estimate(plan.tile, plan.problem, plan.device)
-    found = {}
-    for tile, time in ((plan.tile, own), *plan.others):
-        if time > NEAR * own or len(found) > MOST:
-            break
-        other = replace(plan, tile=tile)
-        found.setdefault((other.source(), other.kernels), (other, time))
-    return list(found.values())
+    times = {plan.tile: own} | {tile: time for tile, time in plan.others if time <= NEAR * own}
+    found = itertools.islice(each_kernel_once(plan, times), 1 + MOST)
+    return [(other, times[other.tile]) for other in found]
 
 
 def measure(case: Case, found, milliseconds: float) -> dict:

@@ -21,11 +21,12 @@ import argparse
 import contextlib
 import copy
 import functools
+import itertools
 import json
 import os
 import statistics
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -68,13 +69,15 @@ def with_row(row, function):
     return functools.partial(launch_module().run, call, arguments, count)
 
 
-def each_kernel_once(plan: Plan, rows: Iterable[Any]) -> list[Plan]:
+def each_kernel_once(plan: Plan, rows: Iterable[Any]) -> Iterator[Plan]:
     """The plan, and the same with these rows, where that comes to other kernels."""
-    found: dict[object, Plan] = {}
-    for row in (plan.tile, *rows):
+    seen = set()
+    for row in itertools.chain([plan.tile], rows):
         other = replace(plan, tile=row)
-        found.setdefault((other.source(), other.kernels), other)
-    return list(found.values())
+        kernels = other.source(), other.kernels
+        if kernels not in seen:
+            seen.add(kernels)
+            yield other
 
 
 def plans(plan: Plan) -> list[Plan]:
@@ -86,7 +89,7 @@ def plans(plan: Plan) -> list[Plan]:
     given = plan.problem, plan.device
     served = (row for row in rows if not row.reject(*given))
     best = (best_variants(x, *given)[0][1] if x.rate else x for x in served)
-    return each_kernel_once(plan, best)
+    return list(each_kernel_once(plan, best))
 
 
 def compile_kernels(found: Iterable[Plan]) -> None:

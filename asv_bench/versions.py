@@ -29,7 +29,7 @@ import shutil
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -177,8 +177,8 @@ def add_problems(parser: argparse.ArgumentParser) -> None:
 
 def problems(
     options: argparse.Namespace, parser: argparse.ArgumentParser
-) -> Iterator[tuple[Call, Call | None]]:
-    """The calls asked for, each with the plain one that a feature is held against."""
+) -> Iterator[tuple[Call, Callable[[], Call] | None]]:
+    """The calls asked for, each with what makes the plain one that a feature is held against."""
     choice = {"algo": options.algo, "engine": options.engine, "scale": options.scale}
     if options.feature == ORDER and (options.any_order or not options.backward):
         parser.error(f"--with {ORDER} goes with --backward, without --any-order")
@@ -192,7 +192,7 @@ def problems(
                 Call, sizes, options.dtype, causal, choice=choice, value_width=options.value_width,
                 queries=options.queries, key_heads=options.key_heads,
             )  # fmt: skip
-            plain = made(gradients=without) if options.feature else None
+            plain = functools.partial(made, gradients=without) if options.feature else None
             yield made(gradients=gradients, feature=feature), plain
 
 
@@ -213,7 +213,7 @@ def main(arguments=None) -> int:
             if xp is not np:
                 with ThreadPoolExecutor(os.cpu_count()) as pool:
                     list(pool.map(call.compile, versions.values()))
-            agreed &= time_in_turns(call, versions, meter, options.ms, plain)
+            agreed &= time_in_turns(call, versions, meter, options.ms, plain and plain())
     return 0 if agreed else 1
 
 

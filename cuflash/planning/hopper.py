@@ -32,6 +32,7 @@ WITHOUT = {
     "softcap": "is slow with a softcap",
     "pairs": "is slow with an element for each query and key",
 }
+PLAIN = "scores", "dropout"  # what rows for plain scores leave to others
 
 
 def is_split(dim: int) -> bool:

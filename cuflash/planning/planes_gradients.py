@@ -12,7 +12,7 @@ from typing import Any
 from ..operands.dtypes import ITEM_BYTES
 from . import simt
 from .behind import few_queries, launches_behind, row_behind
-from .hopper import WARPGROUP_ROWS
+from .hopper import PLAIN, WARPGROUP_ROWS
 from .kernel_tile import KernelTile
 from .launches import Buffer, Launch, MapBox
 from .planes import LARGE, SMALL, plane_buffers, plane_constants, plane_launches, summed_at_once
@@ -229,7 +229,7 @@ def _both(**sizes: Any) -> tuple[PlanesKeysTile, PlanesKeysTile]:
 
 
 ROWS = (
-    *_both(max_dim=64, block_q=128, fill=2.0, without=("scores", "dropout")),
+    *_both(max_dim=64, block_q=128, fill=2.0, without=PLAIN),
     *_both(max_dim=128, block_q=64, fill=2.0),
     # The second kernel takes 64 keys at a time, with one tile of V. Of 32 keys and two tiles all
     # takes 1.10 times as long at D 192, 1.16 to 1.18 at D 160 (H200, 2026-11-26).

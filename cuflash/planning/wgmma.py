@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from ..dropout import QUERY_BLOCK as DROPOUT_BLOCK
 from ..operands.dtypes import ITEM_BYTES
 from .estimate import OVERLAP
-from .hopper import BARRIER_BYTES, MOST_SHARED, WARPGROUP_ROWS, HopperTile, is_split
+from .hopper import BARRIER_BYTES, MOST_SHARED, PLAIN, WARPGROUP_ROWS, HopperTile, is_split
 from .launches import Buffer, Launch, MapBox
 from .problem import Device, Problem
 from .products import product
@@ -309,7 +309,7 @@ _fa1 = partial(WgmmaTile, algo="fa1")
 # fmt: off
 ROWS = (
     *_both(max_dim=64,  block_k=128, warps=12, stages=4, ping_pong=True,
-           without=("scores", "dropout"), spans=True, rate=657, item_time=1.63, start_time=8.2),
+           without=PLAIN, spans=True, rate=657, item_time=1.63, start_time=8.2),
     *_both(max_dim=64,  block_k=96,  warps=12, stages=4, ping_pong=True,
            rate=638, item_time=1.50, start_time=8.2),
     *_both(max_dim=64,  block_k=64,  warps=12, stages=4, ping_pong=True,
@@ -353,7 +353,7 @@ ROWS = (
     *_both(max_dim=256, block_k=64,  warps=4,  stages=3,
            rate=726, item_time=2.21, start_time=8.0),
     _fa1(max_dim=64,  block_k=768, step_k=128, warps=12, stages=1, ping_pong=True,
-         without=("scores", "dropout")),
+         without=PLAIN),
     _fa1(max_dim=64,  block_k=784, step_k=112, warps=12, stages=1, ping_pong=True,
          without=("dropout",)),
     _fa1(max_dim=64,  block_k=768, step_k=128, warps=8,  stages=1, ping_pong=True),

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..operands.dtypes import CHUNK_BYTES, ITEM_BYTES
 from .array_gradients import Wanted, array_of, file_of
-from .hopper import BARRIER_BYTES, WARPGROUP_ROWS, HopperGradientTile
+from .hopper import BARRIER_BYTES, PLAIN, WARPGROUP_ROWS, HopperGradientTile
 from .kernel_tile import KernelTile
 from .launches import Buffer, Launch
 from .problem import Device, Problem
@@ -356,17 +356,16 @@ class WgmmaGradientTile(HopperGradientTile):
             yield cls(algo="fa2", fill=fill, grouped=grouped, **sizes)
 
 
-_PLAIN: dict[str, Any] = {"without": ("scores", "dropout")}
 # With dropout 64 queries at a time are so many times as fast as 96, full and causal (H200,
 # 2026-11-27, bf16, 16k tokens): head dim 32 0.94, 0.96, 48 1.01, 1.03, 64 of 512 tokens 1.13, 1.23,
 # of 1k 1.06, 1.12, of 4k 1.02, 1.03, of 16k 1.00.
 ROWS = (
-    *WgmmaGradientTile.rows_of(max_dim=64, block_q=128, **_PLAIN),
+    *WgmmaGradientTile.rows_of(max_dim=64, block_q=128, without=PLAIN),
     *WgmmaGradientTile.rows_of(max_dim=32, block_q=96),
     *WgmmaGradientTile.rows_of(
         max_dim=64, block_q=96, without=("dropout",), longer_than=SHORT_CHANGED
     ),
-    *WgmmaGradientTile.rows_of(max_dim=96, block_q=96, **_PLAIN, longer_than=SHORT_HEADS),
-    *WgmmaGradientTile.rows_of(max_dim=128, block_q=80, **_PLAIN, longer_than=SHORT_HEADS),
+    *WgmmaGradientTile.rows_of(max_dim=96, block_q=96, without=PLAIN, longer_than=SHORT_HEADS),
+    *WgmmaGradientTile.rows_of(max_dim=128, block_q=80, without=PLAIN, longer_than=SHORT_HEADS),
     *WgmmaGradientTile.rows_of(max_dim=128, block_q=64),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .hopper import PLAIN
 from .launches import Buffer
 from .problem import Device, Problem
 from .wgmma_two_kernels import QUERIES, WgmmaKeysTile
@@ -21,7 +22,7 @@ class WgmmaShortTile(WgmmaKeysTile):
     queries. As two kernels they would not run beside each other.
     """
 
-    without: tuple[str, ...] = ("scores", "dropout")
+    without: tuple[str, ...] = PLAIN
 
     @property
     def kernel(self) -> str:
@@ -76,7 +77,7 @@ class WgmmaShortPackedTile(WgmmaKeysTile):
     The sums are those of the one kernel, so gradients of a batch have the same bits when packed.
     """
 
-    without: tuple[str, ...] = ("scores", "dropout")
+    without: tuple[str, ...] = PLAIN
 
     def reject(self, problem: Problem, device: Device) -> str:
         """Why this row cannot or should not serve, or an empty string."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from .hopper import PLAIN
 from .wgmma_gradients import WgmmaGradientTile
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class WgmmaWideTile(WgmmaGradientTile):
 
 ROWS = tuple(
     WgmmaWideTile(
-        algo=algo, max_dim=192, block_q=48, without=("scores", "dropout"),
+        algo=algo, max_dim=192, block_q=48, without=PLAIN,
         fill=TILES_EACH, longer_than=LONG_HEADS,
     )
     for algo in ("fa3", "fa2")
