@@ -139,6 +139,25 @@ def test_the_fastest_row_is_taken(shape, option, causal, tile):
     assert (plan.engine, plan.block_q, plan.block_k) == ("wgmma", *tile)
 
 
+# The same of one query and four heads a key, with two warpgroups of which one has queries.
+FASTEST_DECODING = [
+    ((16, 32, 8192, 64), "softcap", (128, 128)),  # 64x128 1.11
+    ((128, 32, 4096, 64), "softcap", (128, 128)),  # 64x128 1.07
+    ((128, 32, 4096, 128), "dropout", (128, 64)),  # 64x64 1.06
+    ((128, 32, 4096, 64), "dropout", (128, 128)),  # 64x128 1.18
+    ((128, 32, 4096, 128), "softcap", (64, 64)),
+]
+
+
+@pytest.mark.parametrize(("shape", "option", "tile"), FASTEST_DECODING)
+def test_the_fastest_row_decodes(shape, option, tile):
+    batch, heads, length, dim = shape
+    q, k = half(batch, heads, 1, dim), half(batch, heads // 4, length, dim)
+    given = OPTIONS[option](batch, heads, length)
+    plan = cuflash.plan(q, k, k, enable_gqa=True, device=H200, **given)
+    assert (plan.engine, plan.block_q, plan.block_k) == ("wgmma", *tile)
+
+
 @pytest.mark.parametrize("option", ["softcap", "bias"])
 def test_gradients_of_short_heads_with_changed_scores(option):
     """Up to 512 queries under a causal mask, and 256 without one, 64 at a time are faster."""

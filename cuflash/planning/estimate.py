@@ -12,7 +12,7 @@ from collections import Counter
 
 from ..operands.dtypes import ITEM_BYTES
 from .problem import Device, Problem
-from .tile import Tile, ceil_div, round_up
+from .tile import Tile, ceil_div, round_up, share_of_time
 
 MERGE = 3.0  # microseconds of merge_parts, beside what it moves
 DRAM_RATE = 4.4e6  # bytes per microsecond
@@ -20,8 +20,6 @@ CACHE_RATE = 7.0e6  # bytes per microsecond from the L2 cache to all multiproces
 PART_RATE = 2.0e6  # bytes per microsecond of what parts leave, written and read
 OVERLAP = 0.03  # of what takes second longest shows beside what takes longest
 MOST_TILES = 64  # of a head's tiles of queries so many are looked at
-# Of a key tile's time, the part that does not depend on how many of a tile's queries there are.
-FIXED = 0.45
 
 
 def estimate(tile: Tile, problem: Problem, device: Device) -> float:
@@ -31,10 +29,14 @@ def estimate(tile: Tile, problem: Problem, device: Device) -> float:
     if not groups or not items:
         return tile.start_time
     slots = device.multiprocessors * tile.blocks_per_multiprocessor
-    between = tile.item_time + tile.first_time(problem) + tile.block_time
-    step = tile.step_time(problem) * tile.slowdown(device)
+    between, slowdown = tile.item_time + tile.block_time, tile.slowdown(device)
+
+    def time_of(tiles: int, filled: float) -> float:
+        steps = tiles * tile.step_time(problem, filled) * slowdown
+        return steps + tile.first_time(problem, filled) + between
+
     times = sorted(
-        ((step * n + between, groups * count) for n, count in items.items()), reverse=True
+        ((time_of(*item), groups * count) for item, count in items.items()), reverse=True
     )
     makespan = sum(time * count for time, count in times) / slots
     longer = 0
@@ -42,7 +44,7 @@ def estimate(tile: Tile, problem: Problem, device: Device) -> float:
         longer += count  # that take at least this long: some block has several of them
         makespan = max(makespan, ceil_div(longer, slots) * time)
     makespan -= tile.block_time  # of a block's first item
-    steps = groups * sum(n * count for n, count in items.items())
+    steps = groups * sum(n * share_of_time(filled) * count for (n, filled), count in items.items())
     loaded = steps * tile.block_k * _key_bytes(problem) / CACHE_RATE
     key_heads = problem.head_count / problem.group
     stored = key_heads * problem.key_length * _key_bytes(problem) / DRAM_RATE
@@ -63,13 +65,14 @@ def _key_bytes(problem: Problem) -> int:
     return (problem.head_dim + problem.value_dim) * ITEM_BYTES[problem.dtype]
 
 
-def _items(tile: Tile, problem: Problem) -> Counter[float]:
-    """How many items of one head, or group of packed heads, take as long as how many key tiles.
+def _items(tile: Tile, problem: Problem) -> Counter[tuple[int, float]]:
+    """How many items of one head, or group of packed heads, visit how many key tiles, with how much
+    of their tile of queries there.
 
     Where the diagonal is given it counts as the bottom right one: the row that is chosen must not
     depend on it.
     """
-    lengths: Counter[float] = Counter()
+    lengths: Counter[tuple[int, float]] = Counter()
     tiles = tile.query_tiles(problem) // tile.group_tiles(problem)
     looked_at = range(0, tiles, max(1, ceil_div(tiles, MOST_TILES)))
     band, shift = problem.band, problem.key_length - problem.query_length
@@ -78,12 +81,12 @@ def _items(tile: Tile, problem: Problem) -> Counter[float]:
     for index in looked_at:
         begin, end = tile.query_range(problem, index)
         rows = min(round_up((end - begin) * tile.packed, tile.slab_rows), tile.block_q)
-        share = FIXED + (1 - FIXED) * rows / tile.block_q
+        filled = rows / tile.block_q
         first, last = band.key_range(begin, end, shift, problem.key_length)
         span = tile.span or problem.key_length
         while first < last:
             part = min(last, (first // span + 1) * span)
-            lengths[share * (ceil_div(part, tile.block_k) - first // tile.block_k)] += 1
+            lengths[ceil_div(part, tile.block_k) - first // tile.block_k, filled] += 1
             first = part
     weight = tiles / max(1, len(looked_at))
-    return Counter({n: round(count * weight) for n, count in lengths.items()})
+    return Counter({item: round(count * weight) for item, count in lengths.items()})

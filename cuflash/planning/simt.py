@@ -59,9 +59,9 @@ class SimtTile(WarpTile):
         chunk, across = self._chunk(problem), self.warps * 32 * 4 // self.block_q
         return 4 * chunk * ceil_div(self.widths(problem)[0], chunk * across)
 
-    def step_time(self, problem: Problem) -> float:
+    def step_time(self, problem: Problem, filled: float = 1.0) -> float:
         """Of doubles the units multiply half as many."""
-        return super().step_time(problem) * (2 if problem.dtype in DOUBLE else 1)
+        return super().step_time(problem, filled) * (2 if problem.dtype in DOUBLE else 1)
 
     def constants(self, problem: Problem) -> dict[str, int | bool]:
         """Sizes that the kernels read."""

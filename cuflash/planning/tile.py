@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from ..typing import Algo, Engine
 
 MULTIPROCESSORS = 132  # of the device that rates are of
+# Of a key tile's time, the part that does not depend on how many of a tile's queries there are.
+FIXED = 0.45
 
 
 def ceil_div(value: int, size: int) -> int:
@@ -29,6 +31,11 @@ def ceil_div(value: int, size: int) -> int:
 def round_up(value: int, multiple: int) -> int:
     """The smallest multiple that is not below `value`."""
     return ceil_div(value, multiple) * multiple
+
+
+def share_of_time(filled: float) -> float:
+    """That a key tile takes where so much of a tile of queries is there."""
+    return FIXED + (1 - FIXED) * filled
 
 
 def tiles_of(problem: Problem, rows: int, size: int) -> int:
@@ -174,13 +181,16 @@ class Tile:
         """Rows of a tile that take as long together as one of them."""
         return self.block_q
 
-    def step_time(self, problem: Problem) -> float:
-        """Microseconds of a block for a key tile, where all multiprocessors are busy."""
+    def step_time(self, problem: Problem, filled: float = 1.0) -> float:
+        """Microseconds of a block for a key tile, where all multiprocessors are busy and so much of
+        its tile of queries is there.
+        """
         columns = max(problem.head_dim + problem.value_dim, 1.5 * self.max_dim)  # else exponentials
         flops = 2 * self.block_q * self.block_k * columns
-        return flops * self.blocks_per_multiprocessor * MULTIPROCESSORS / (self.rate * 1e6)
+        full = flops * self.blocks_per_multiprocessor * MULTIPROCESSORS / (self.rate * 1e6)
+        return full * share_of_time(filled)
 
-    def first_time(self, problem: Problem) -> float:
+    def first_time(self, problem: Problem, filled: float = 1.0) -> float:
         """Microseconds that an item's first key tile takes longer than others."""
         return 0.0
 

@@ -15,7 +15,7 @@ from .launches import Buffer, Launch, MapBox
 from .problem import Device, Problem
 from .products import product
 from .score_costs import score_cost
-from .tile import MULTIPROCESSORS, ceil_div, round_up
+from .tile import MULTIPROCESSORS, ceil_div, round_up, share_of_time
 
 ROW_WARP = 16  # rows of a tile of scores that a warp has
 ROW_GROUP = 8  # elements between rows of them in shared memory
@@ -112,24 +112,34 @@ class WgmmaTile(HopperTile):
         """Rows and columns of a tile of a mask's lists."""
         return self.block_q, self.step_k
 
-    def step_time(self, problem: Problem) -> float:
+    def step_time(self, problem: Problem, filled: float = 1.0) -> float:
         """Microseconds of a block for a key tile, where all multiprocessors are busy: of products
         and options, or of the copy engine where it splits rows; else it never bounds the kernel.
         """
         step, _ = self._score_times(problem)
-        computed = super().step_time(problem) + step
+        share = share_of_time(filled)
+        computed = super().step_time(problem, filled) + step * self._changed(problem, filled, share)
         if not (is_split(problem.head_dim) or is_split(problem.value_dim)):
             return computed
         length = max(1, problem.key_length)
         keys = self.block_k * length / round_up(length, self.block_k)  # those that exist
         panels = sum(ceil_div(width, 64) for width in self.row_widths(problem))
-        other, longer = sorted((computed, keys * panels * PANEL_ROW_TIME))
+        other, longer = sorted((computed, keys * panels * PANEL_ROW_TIME * share))
         return longer + OVERLAP * other
 
-    def first_time(self, problem: Problem) -> float:
+    def first_time(self, problem: Problem, filled: float = 1.0) -> float:
         """Microseconds that options take longer for an item's first key tile."""
         _, first = self._score_times(problem)
+        first *= self._changed(problem, filled, 1.0)
         return first + SHARED_FIRST_TIME * (first > 0 and self.min_blocks > 1)
+
+    def _changed(self, problem: Problem, filled: float, otherwise: float) -> float:
+        """What part of a tile's scores options take time for. Of few queries it is those that are
+        there: warpgroups without any pass by. Longer problems, by which costs were set, mostly have
+        tiles that are full: of their last one it is `otherwise`.
+        """
+        alone = self.query_tiles(problem) == self.group_tiles(problem)
+        return filled if alone else otherwise
 
     def knows_options(self, problem: Problem) -> bool:
         """Whether its times are those with the options of a problem."""
