@@ -1,5 +1,6 @@
 """Elements of a bias that kernels load together: of a row that queries share, and of float32."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -16,6 +17,8 @@ from emulator import available
 from test_emulator_catches import must_be_caught
 from tolerance import assert_backward_close, assert_forward_close
 
+from cuflash.planning.plan import TILES
+
 pytestmark = pytest.mark.skipif(available() is not None, reason=str(available()))
 KEYS = 150
 
@@ -30,9 +33,11 @@ def rows_of(shape, kind="aligned", dtype=ml_dtypes.bfloat16):
 
 def check(
     engine="wgmma", dim=64, queries=70, kind="aligned", each_head=False, group=1, rows=1,
-    overflows=False, **more
+    overflows=False, row=None, **more
 ):  # fmt: skip
-    """Two entries with two heads of keys each, which `group` heads share; a bias of `rows` rows."""
+    """Two entries with two heads of keys each, which `group` heads share; a bias of `rows` rows.
+    `row` of the table is the forward's.
+    """
     dtype = more.pop("dtype", ml_dtypes.bfloat16)
     rng = np.random.default_rng(6)
     heads = 2 * group
@@ -45,7 +50,7 @@ def check(
     elif dtype != np.float32:  # whose planes hold neither
         k[:, :, 7], v[:, :, 14] = np.nan, np.inf  # likewise
     options = {"bias": bias, "enable_gqa": True, "engine": engine} | more
-    out, lse, plan, _ = attention(q, k, v, **options)
+    out, lse, plan, _ = attention(q, k, v, row=row, **options)
     grads = attention_backward(dout, q, k, v, out, lse, **options)
     shared = f"QUERIES_SHARE_ROW = {str(rows == 1).lower()}"
     assert all(shared in x.source() for x in (plan, grads.plan))
@@ -138,7 +143,9 @@ def test_rows_of_float32_of_packed_sequences(engine):
 def check_packed_heads(engine="wgmma", rows=1):
     """A tile has rows of several heads, whose elements differ."""
     more = {"rows": rows, "of": np.float32} if rows > 1 else {}
-    plan = check(engine, queries=3, each_head=True, group=2, **more)
+    row = next(x for x in TILES if x.engine == engine and x.has_variants and x.max_dim == 64)
+    row = dataclasses.replace(row, packed=2)
+    plan = check(engine, queries=3, each_head=True, group=2, row=row, **more)
     assert "PACKED = 2" in plan.source()
 
 
