@@ -890,6 +890,13 @@ class _Cases:
         window = {"window": (m // 2, None), "q_offset": 40}
         self.add("scores of an expression", self.dtypes[0], q, k, score_mod=mod, enable_gqa=True,
                  alibi_slopes=slopes, **window)  # fmt: skip
+        if self.algo != "fa1" and not self.backward:
+            m = 3 * self.tile(dtype).block_k + 13
+            bias = rng.standard_normal((2, 8, 1, m)).astype(numpy_dtype(dtype))
+            bias[..., 3::7] = -np.inf
+            for of, given in (("keys", bias), ("float32 of keys", bias.astype(np.float32))):
+                self.add(f"scores bias {of}, one query", dtype, (2, 8, 1, dim), (2, 2, m, dim),
+                         bias=given, enable_gqa=True)  # fmt: skip
 
     def dropout(self):
         """Dropout with bands, lengths, groups, masks, changed scores and split keys."""

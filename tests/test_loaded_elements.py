@@ -140,13 +140,19 @@ def test_rows_of_float32_of_packed_sequences(engine):
         assert_backward_close(own[5:], own[3], *own[:3], bias=bias)
 
 
-def check_packed_heads(engine="wgmma", rows=1):
+def packed_row(engine="wgmma", packed=2, **sizes):
+    """A row of the table of these sizes, with so many heads side by side."""
+    fits = {"engine": engine, "has_variants": True, "max_dim": 64, **sizes}
+    rows = (x for x in TILES if all(getattr(x, name) == size for name, size in fits.items()))
+    return dataclasses.replace(next(rows), packed=packed)
+
+
+def check_packed_heads(engine="wgmma", rows=1, packed=2, **more):
     """A tile has rows of several heads, whose elements differ."""
-    more = {"rows": rows, "of": np.float32} if rows > 1 else {}
-    row = next(x for x in TILES if x.engine == engine and x.has_variants and x.max_dim == 64)
-    row = dataclasses.replace(row, packed=2)
-    plan = check(engine, queries=3, each_head=True, group=2, row=row, **more)
-    assert "PACKED = 2" in plan.source()
+    more = {"rows": rows, "of": np.float32} | more if rows > 1 else more
+    row = packed_row(engine, packed)
+    plan = check(engine, queries=3, each_head=True, group=packed, row=row, **more)
+    assert f"PACKED = {packed}" in plan.source()
 
 
 @pytest.mark.one_in(2)
@@ -156,13 +162,45 @@ def test_so_they_are_of_heads_side_by_side(engine, rows):
     check_packed_heads(engine, rows)
 
 
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("engine", ["wgmma", "mma"])
+@pytest.mark.parametrize("packed", [8, 16])
+def test_so_they_are_of_many_heads_side_by_side(engine, packed):
+    """Up to 8 a lane's rows are of one head."""
+    check_packed_heads(engine, packed=packed, kind="odd")
+
+
+def check_ahead(packed=4, group=None, span=0, **more):
+    """Elements of a tile of few queries are asked for while the tile before is worked on."""
+    row = packed_row(packed=packed, max_dim=128, warps=4, block_k=64, min_blocks=1)
+    row = dataclasses.replace(row, span=span)
+    check(queries=1, each_head=True, group=group or packed, row=row, **more)
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("kind", ["aligned", "odd", "shifted"])
+@pytest.mark.parametrize("packed", [1, 4])
+@pytest.mark.parametrize("of", [np.float32, ml_dtypes.bfloat16])
+def test_those_of_few_queries_come_ahead(packed, kind, of):
+    check_ahead(packed, kind=kind, of=of)
+
+
+def test_so_they_do_with_other_options():
+    """Of a group of three, which leaves rows without a head; with dropout; with parts of keys."""
+    check_ahead(group=3, window=(None, 0), dropout_p=0.2, seed=5)
+    check_ahead(span=64)
+
+
 PLANTED = [
-    ("heads side by side share a row", "QUERIES_SHARE_ROW && PACKED == 1", "QUERIES_SHARE_ROW",
-     check_packed_heads),
+    ("heads side by side share a row", r"find_rows\(row_head\(head, row_begin \+ tile\.row\(0\)\)",
+     "find_rows(head", check_packed_heads),
+    ("many heads side by side share a row", "QUERIES_SHARE_ROW && 8 % PACKED == 0",
+     "QUERIES_SHARE_ROW", functools.partial(check_packed_heads, packed=16)),
+    ("elements are those of the tile before", r"bring_rows\(keys\[i \+ 1\]\)",
+     "bring_rows(keys[i])", check_ahead),
     ("keys of a lane share an element", r"row\.bits\(k_begin \+ tile\.row\(i\)\)",
      "row.bits(k_begin + tile.row(0))", check),
-    ("halves of a word are exchanged", r"numbers\[2 \* m \+ 1\] = row\.number\(Bits\(word >> ",
-     "numbers[2 * m + 1] = row.number(Bits(word >> 0 * ", check),
+    ("a word's halves are the same", r"words\[m\] >> BITS", "words[m]", check),
     ("pairs of columns do not begin anew", r"\? 8 : 8 - 4 \* COLUMNS", "? 8 : 8",
      check_overflow),
     ("a pair's second query is its first", r"source \+ e \* stride", "source", check_wide),

@@ -128,16 +128,22 @@ __device__ __forceinline__ void attend(const Params& p, int number) {
 #pragma unroll 1
         for (int step = 0; step < BLOCK_K; step += STEP_K) {
             Accumulator S_regs[Tile::ROWS][Tile::COLUMNS], rescale[Tile::ROWS];
+            LoadedRows<Tile, Tile::ROWS, Tile::COLUMNS> rows;  // of a captured array
+            rows.fetch(tile, p, head, row_begin, k_begin + step);
             const auto score_beside = [&](const auto&... beside) {
                 if constexpr (SPREADS)
                     tile.score(S_regs, K_smem + stage * K_TILE, beside...);
                 else
                     tile.score(S_regs, K_smem + stage * K_TILE + step * Tile::PITCH);
-                modify_scores(S_regs, tile, p, head, row_begin, k_begin + step, !cut);
+                rows.take(tile, p, head, row_begin, k_begin + step);
+                modify_scores(S_regs, tile, p, head, row_begin, k_begin + step, rows, !cut);
                 if (cut) mask_scores(S_regs, tile, p, head, row_begin, k_begin + step, bits, step);
                 missing.hide(S_regs, tile, step);
             };
-            const auto score = [&] { score_beside(); };
+            const auto score = [&] {
+                rows.fetch(tile, p, head, row_begin, k_begin + step);
+                score_beside();
+            };
             if constexpr (SPREADS) {
                 const int next = i + STAGES - 1, ahead = next % STAGES;
                 const bool more = next < tiles.count();
@@ -150,7 +156,7 @@ __device__ __forceinline__ void attend(const Params& p, int number) {
                 });
                 commit_copies();
             } else {
-                score();
+                score_beside();
             }
             if (update(softmax, tile, S_regs, multiplier, rescale, score))
                 scale_rows(O_regs, rescale);

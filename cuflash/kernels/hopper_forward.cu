@@ -150,13 +150,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     LoadedBits<Columns, Tile::ROWS, Tile::COLUMNS> bits;  // of the mask
     ScoreLine<Tile> line;
     RowCalls<Tile::ROWS> calls;  // of dropout
-    const auto find_rows_of_warp = [&] { rows.find(p, head, row_begin + tile.row(0) / 8 * 8); };
+    const auto find_rows_of_warp = [&] { rows.find(tile, p, head, row_begin); };
     const auto bring_rows = [&](const Visit& visit) {
         if (DROPS) find_rows_of_warp();  // dropout leaves no registers to hold them
-        rows.bring(p, head, row_begin + tile.row(0) / 8 * 8, visit.tile * BLOCK_K);
+        rows.bring(tile, p, head, row_begin, visit.tile * BLOCK_K);
     };
-    const auto load_rows = [&](const Visit& visit) {
-        rows.load(tile, p, head, row_begin, visit.tile * BLOCK_K);
+    const auto take_rows = [&](const Visit& visit) {
+        rows.take(tile, p, head, row_begin, visit.tile * BLOCK_K);
     };
     const auto bits_of = [&](const Visit& visit) {
         return TileBits(p, head, visit.bits, consumer * SLAB, row_begin, visit.tile * BLOCK_K);
@@ -202,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 },
                 shared_address(smem.K[now.slot]));
             __syncwarp();  // all lanes have read K
-            load_rows(visit);
+            rows.load(tile, p, head, row_begin, visit.tile * BLOCK_K);
             load_bits(visit);
             adjust_scores(visit, rows.exact());
             load_next_bits(i);
@@ -290,7 +290,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             score();
             turns.hand_over();
             const Visit visit = visit_at(0);
-            load_rows(visit);
+            take_rows(visit);
             load_bits(visit);
             wait_products<0>(S_regs);
             exponentiate(0, visit);
@@ -304,7 +304,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 accumulate();
                 turns.hand_over();
                 const Visit visit = visit_at(i);
-                load_rows(visit);
+                take_rows(visit);
                 wait_products<1>(S_regs);
                 const int freed = now.previous().slot;
                 // Asks for the next keys ahead of the softmax, since the answer takes 40 clocks.

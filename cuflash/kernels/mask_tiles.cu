@@ -4,7 +4,8 @@
 // columns lie side by side in memory it reads 16 bytes at a time; where rows do, a warp reads 32 rows and
 // columns so. mask_lists runs after this kernel and makes lists of it.
 // Tiles are as large as the attention kernel scores them at a time; for backward, which walks over
-// the mask's transpose, the strides of its rows and columns are exchanged.
+// the mask's transpose, the strides of its rows and columns are exchanged. Where a tile has rows of
+// PACKED heads side by side, which share the mask, each row of it stands there so many times.
 //
 // Reads every element of the array once, where that is broadcast every element of what is there; but not
 // tiles that the band hides.
@@ -13,13 +14,14 @@
 
 constexpr int AT_ONCE = 2;  // runs of a thread that are under way
 
-// Whether the band hides a tile of the mask from all heads: where these have the arrays' own lengths.
-__device__ __forceinline__ bool is_hidden(const Params& p, i64 row_begin, i64 column_begin) {
+// Whether the band hides a tile from all heads: where these have the arrays' own lengths.
+__device__ __forceinline__ bool is_hidden(const Params& p, int tile_row, i64 column_begin) {
     if (VARLEN || p.q_lengths != nullptr || p.kv_lengths != nullptr || p.q_offset != nullptr)
         return false;
     Head head;
     find_lengths(p, head, 0, 0, 0);
-    const i64 row_last = row_begin + MASK_ROWS - 1, column_last = column_begin + MASK_COLUMNS - 1;
+    const i64 row_begin = query_of(tile_row), row_last = query_of(tile_row + MASK_ROWS - 1);
+    const i64 column_last = column_begin + MASK_COLUMNS - 1;
     const i64 nearest = ROWS_ARE_KEYS ? row_begin - column_last : column_begin - row_last;
     const i64 farthest = ROWS_ARE_KEYS ? row_last - column_begin : column_last - row_begin;
     return nearest > i64(head.shift) + p.band_right || farthest < i64(head.shift) - p.band_left;
@@ -114,13 +116,13 @@ extern "C" __global__ void __launch_bounds__(MASK_TILE_THREADS)
     const int column_tile = blockIdx.x % p.mask_columns, row = blockIdx.x / p.mask_columns;
     const int row_tile = row % p.mask_rows, lane = threadIdx.x % 32;
     const i64 column_begin = i64(column_tile) * MASK_COLUMNS;
-    const i64 row_begin = i64(row_tile) * MASK_ROWS;
+    const int row_begin = row_tile * MASK_ROWS;
     if (is_hidden(p, row_begin, column_begin)) {
         if (threadIdx.x == 0) p.mask_states[blockIdx.x] = OUTSIDE;
         return;
     }
     const unsigned char* const mask = p.mask + locate_list(p, row / p.mask_rows) +
-                                      row_begin * p.mask_row_stride +
+                                      query_of(row_begin) * p.mask_row_stride +
                                       column_begin * p.mask_column_stride;
     bool some = false, all = true;
     const auto store = [&](int r, int word, const Word& found) {
@@ -129,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(MASK_TILE_THREADS)
         all &= found.is_full();
     };
     // Rows and columns that exist.
-    const int rows = int(min(i64(MASK_ROWS), p.mask_height - row_begin));
+    const int rows = int(min(i64(MASK_ROWS), i64(p.mask_height) * PACKED - row_begin));
     const int columns = int(min(i64(MASK_COLUMNS), p.mask_width - column_begin));
     const auto width_of = [&](int word) { return max(0, min(WIDTH, columns - word * 32)); };
     const auto width_in_row = [&](int r, int word) { return r < rows ? width_of(word) : 0; };
@@ -139,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(MASK_TILE_THREADS)
     constexpr int WARPS_OF_TILE = MASK_TILE_THREADS / 32;
     Run runs[AT_ONCE];
     // Of backward's tiles rows lie side by side, not columns.
-    if (MASK_ROWS % 32 == 0 && p.mask_row_stride == 1 && rows == MASK_ROWS &&
+    if (PACKED == 1 && MASK_ROWS % 32 == 0 && p.mask_row_stride == 1 && rows == MASK_ROWS &&
         is_aligned(p.mask_column_stride)) {
         each_unit<MASK_ROWS / 32 * WORDS, WARPS_OF_TILE, AT_ONCE>(
             threadIdx.x / 32,
@@ -157,7 +159,7 @@ extern "C" __global__ void __launch_bounds__(MASK_TILE_THREADS)
         each_unit<MASK_ROWS * WORDS, MASK_TILE_THREADS, AT_ONCE>(
             threadIdx.x,
             [&](int i, int unit) {
-                runs[i].load(mask + unit / WORDS * p.mask_row_stride + unit % WORDS * 32,
+                runs[i].load(mask + query_of(unit / WORDS) * p.mask_row_stride + unit % WORDS * 32,
                              width(unit));
             },
             [&](int i, int unit) {
@@ -167,7 +169,7 @@ extern "C" __global__ void __launch_bounds__(MASK_TILE_THREADS)
         for (int unit = threadIdx.x; unit < MASK_ROWS * WORDS; unit += MASK_TILE_THREADS) {
             const int r = unit / WORDS, word = unit % WORDS;
             const unsigned char* const source =
-                mask + r * p.mask_row_stride + word * 32 * p.mask_column_stride;
+                mask + query_of(r) * p.mask_row_stride + word * 32 * p.mask_column_stride;
             store(r, word, read_row(source, p.mask_column_stride, width_in_row(r, word)));
         }
     }

@@ -46,11 +46,14 @@ def _variants(row: Tile, problem: Problem, device: Device) -> Iterator[Tile]:
 
 
 def _packings(row: Tile, problem: Problem) -> Iterator[int]:
-    """How many heads of a group a tile can have side by side."""
+    """How many heads of a group a tile can have side by side. Under an array of bool it is all of
+    them, since that has lists of tiles for a group; under a mask of blocks one, whose lists are of
+    queries.
+    """
     yield 1
-    if problem.group > 1 and not problem.mask:
+    if problem.group > 1 and problem.mask != "blocks":
         packed = 1 << (min(problem.group, row.block_q) - 1).bit_length()
-        if row.block_q % packed == 0:
+        if row.block_q % packed == 0 and (packed >= problem.group or not problem.mask):
             yield packed
 
 

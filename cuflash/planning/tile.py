@@ -141,9 +141,10 @@ class Tile:
     def scored_tiles(self, problem: Problem) -> tuple[int, int]:
         """How many such tiles there are down and across."""
         height, width = self.scored
-        rows, columns = problem.query_length, problem.key_length
+        queries, columns = problem.query_length, problem.key_length
         if problem.is_packed:
-            rows, columns = problem.longest
+            queries, columns = problem.longest
+        rows = queries * self.packed
         if self.backward:
             rows, columns = columns, rows
         return ceil_div(rows, height), ceil_div(columns, width)

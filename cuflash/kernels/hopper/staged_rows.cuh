@@ -48,9 +48,11 @@ struct StagedRows {
     // The same rows, of elements that hide NaN.
     __device__ __forceinline__ StagedRows<BLOCK_K, true> exact() const { return {rows, 0}; }
 
-    // The rows from row_begin on, of which tiles are brought.
-    template <typename P>
-    __device__ __forceinline__ void find(const P& p, const Head& head, int row_begin) {
+    // The warp's rows of the tile from row_begin on, of which tiles are brought.
+    template <typename Tile, typename P>
+    __device__ __forceinline__ void find(const Tile& tile, const P& p, const Head& head,
+                                         int row_begin) {
+        row_begin += first_row(tile);
         whole_until = 0;
         if constexpr (PACKED == 1) {
             const auto found = find_rows(head, p);
@@ -63,9 +65,10 @@ struct StagedRows {
         }
     }
     // Begins to bring those of the keys from k_begin on.
-    template <typename P>
-    __device__ __forceinline__ void bring(const P& p, const Head& head, int row_begin,
-                                          int k_begin) const {
+    template <typename Tile, typename P>
+    __device__ __forceinline__ void bring(const Tile& tile, const P& p, const Head& head,
+                                          int row_begin, int k_begin) const {
+        row_begin += first_row(tile);
         __syncwarp();  // all lanes have read the tile before
         if (lane() < ROWS * CHUNKS) {
             if (k_begin + BLOCK_K <= whole_until) {
@@ -84,8 +87,10 @@ struct StagedRows {
         wait_copies<0>();
         __syncwarp();  // all lanes' copies are done
     }
-    template <typename Tile>
-    __device__ __forceinline__ void load(const Tile&, const Params&, const Head&, int, int) const {}
+    template <typename... Where>
+    __device__ __forceinline__ void take(const Where&...) const {}
+    template <typename... Where>
+    __device__ __forceinline__ void load(const Where&...) const {}
     // A lane's elements of its i-th row, from column `first` on.
     __device__ __forceinline__ Group of_row(int i, int first) const {
         const int lane = threadIdx.x % 32;
@@ -111,6 +116,10 @@ struct StagedRows {
 
   private:
     static __device__ __forceinline__ int lane() { return threadIdx.x % 32; }
+    template <typename Tile>
+    static __device__ __forceinline__ int first_row(const Tile& tile) {
+        return tile.row(0) / 8 * 8;
+    }
     static __device__ __forceinline__ int column() { return lane() % CHUNKS * WIDTH; }
     __device__ __forceinline__ E* target() const {
         return reinterpret_cast<E*>(rows) + lane() / CHUNKS * PITCH + column();
@@ -136,8 +145,10 @@ struct StagedRows {
     }
 };
 
-// How the forward kernel comes by elements: so, or as LoadedRows does. Where DOUBTS_NAN, a score that is
-// NaN may be one that an element hides, and who finds NaN scores again, with exact() elements.
+// How the forward kernel comes by elements: so, or as LoadedRows does. It begins to bring those of a tile
+// of keys ahead of its products, and takes them beside these; load() is for a second time. Where
+// DOUBTS_NAN, a score that is NaN may be one that an element hides, and who finds NaN scores again, with
+// exact() elements.
 template <typename Tile, int BLOCK_K, bool STAGES_THEM = STAGES_ROWS>
 struct RowsOfKeys : StagedRows<BLOCK_K> {
     static constexpr bool DOUBTS_NAN = true;
@@ -148,14 +159,26 @@ struct RowsOfKeys : StagedRows<BLOCK_K> {
 template <typename Tile>
 constexpr Loads LOADS_OF_KEYS =
     LOADS_OF<Tile> == Loads::WIDE_ROWS ? Loads::NOTHING : LOADS_OF<Tile>;
+// Products of few queries take less time than elements need to come.
+constexpr bool LOADS_AHEAD = SHARES_ROW && CONSUMERS == 1 && MIN_BLOCKS == 1 && !DROPS;
 template <typename Tile, int BLOCK_K>
 struct RowsOfKeys<Tile, BLOCK_K, false>
     : LoadedRows<Tile, Tile::ROWS, Tile::COLUMNS, LOADS_OF_KEYS<Tile>> {
     using Loaded = LoadedRows<Tile, Tile::ROWS, Tile::COLUMNS, LOADS_OF_KEYS<Tile>>;
     static constexpr bool DOUBTS_NAN = SHARES_ROW;
     __device__ __forceinline__ RowsOfKeys(unsigned char*, int) {}
-    __device__ __forceinline__ void find(const Params&, const Head&, int) const {}
-    __device__ __forceinline__ void bring(const Params&, const Head&, int, int) const {}
+    __device__ __forceinline__ void find(const Tile&, const Params&, const Head&, int) const {}
+    template <typename... Where>
+    __device__ __forceinline__ void bring(const Where&... where) {
+        if constexpr (LOADS_AHEAD) Loaded::fetch(where...);
+    }
+    template <typename... Where>
+    __device__ __forceinline__ void take(const Where&... where) {
+        if constexpr (LOADS_AHEAD)
+            Loaded::take(where...);
+        else
+            Loaded::load(where...);
+    }
     __device__ __forceinline__ void await() const {}
     __device__ __forceinline__ const Loaded& exact() const { return *this; }
     __device__ __forceinline__ auto of_row(int i, int first) const {

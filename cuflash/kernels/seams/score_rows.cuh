@@ -58,8 +58,9 @@ struct LoadedRow {
     __device__ __forceinline__ LoadedElement at(int j) const { return {pairs[j / 2], j % 2}; }
 };
 
-// Rows that all queries share, unless rows of the tile are of several heads.
-constexpr bool SHARES_ROW = QUERIES_SHARE_ROW && PACKED == 1;
+// Rows that all queries share. A lane's rows of a tile are 8 apart, so they are of one head unless more
+// heads are side by side.
+constexpr bool SHARES_ROW = QUERIES_SHARE_ROW && 8 % PACKED == 0;
 
 // What of a tile's elements is loaded together. Where a lane's columns do not come in pairs, as on tensor
 // cores they do for halves, each is read when needed.
@@ -71,8 +72,20 @@ constexpr Loads LOADS_OF =
     : READS_ROWS                                                     ? Loads::ROWS
                                                                      : Loads::WIDE_ROWS;
 
+// Elements that are loaded when they are needed: nothing is asked for ahead of that.
+template <typename Rows>
+struct LoadedWhenNeeded {
+    template <typename... Where>
+    __device__ __forceinline__ void fetch(const Where&...) {}
+    template <typename... Where>
+    __device__ __forceinline__ void take(const Where&... where) {
+        static_cast<Rows*>(this)->load(where...);
+    }
+};
+
+// A tile's elements. fetch() asks for them, take() has them when that was called before; load() does both.
 template <typename Tile, int ROWS, int COLUMNS, Loads LOADS = LOADS_OF<Tile>>
-struct LoadedRows {
+struct LoadedRows : LoadedWhenNeeded<LoadedRows<Tile, ROWS, COLUMNS, LOADS>> {
     template <typename P>
     __device__ __forceinline__ void load(const Tile&, const P&, const Head&, int, int) {}
     __device__ __forceinline__ ReadEach at(int, int) const { return {}; }
@@ -81,7 +94,8 @@ struct LoadedRows {
 
 // Of a tile whose rows are queries and whose columns keys.
 template <typename Tile, int ROWS, int COLUMNS>
-struct LoadedRows<Tile, ROWS, COLUMNS, Loads::ROWS> {
+struct LoadedRows<Tile, ROWS, COLUMNS, Loads::ROWS>
+    : LoadedWhenNeeded<LoadedRows<Tile, ROWS, COLUMNS, Loads::ROWS>> {
     static constexpr int WIDTH = COLUMNS * Tile::ROW_THREADS;
     u32 pairs[ROWS][COLUMNS / 2];
 
@@ -138,7 +152,8 @@ struct NumberGroup {
     __device__ __forceinline__ One at(int j) const { return numbers[j]; }
 };
 template <typename Tile, int ROWS, int COLUMNS>
-struct LoadedRows<Tile, ROWS, COLUMNS, Loads::WIDE_ROWS> {
+struct LoadedRows<Tile, ROWS, COLUMNS, Loads::WIDE_ROWS>
+    : LoadedWhenNeeded<LoadedRows<Tile, ROWS, COLUMNS, Loads::WIDE_ROWS>> {
     static constexpr int WIDTH = COLUMNS * Tile::ROW_THREADS;
     RowOfFloats<Tile> rows[ROWS];
     int first;    // this lane's first key
@@ -187,27 +202,42 @@ struct SharedGroup {
 };
 template <typename Tile, int ROWS, int COLUMNS>
 struct LoadedRows<Tile, ROWS, COLUMNS, Loads::SHARED_ROW> {
-    static constexpr int WIDTH = COLUMNS * Tile::ROW_THREADS;
+    using Number =
+        typename Select<READS_ROWS, RowElement, typename Select<true, float, Tile>::type>::type;
+    using Row = CapturedRow<Number>;
+    using Word = typename Row::Word;
+    static constexpr int WIDTH = COLUMNS * Tile::ROW_THREADS, BITS = 8 * sizeof(Number);
+    Word words[COLUMNS / 2];  // as they come
     Accumulator numbers[COLUMNS];
 
-    // Of the tile whose first key is given.
+    // Of the tile whose first row and key are given.
     template <typename P>
-    __device__ __forceinline__ void load(const Tile& tile, const P& p, const Head& head, int,
-                                         int k_begin) {
-        const auto row = find_rows(head, p)[0];
-        using Bits = typename decltype(row)::Bits;
+    __device__ __forceinline__ void fetch(const Tile& tile, const P& p, const Head& head,
+                                          int row_begin, int k_begin) {
+        const Row row = find_rows(row_head(head, row_begin + tile.row(0)), p)[0];
         const auto key = [&](int m) { return k_begin + tile.column(2 * m); };
         if (row.has_words(k_begin, WIDTH)) {
 #pragma unroll
-            for (int m = 0; m < COLUMNS / 2; ++m) {
-                const auto word = row.word(key(m));
-                numbers[2 * m] = row.number(Bits(word));
-                numbers[2 * m + 1] = row.number(Bits(word >> 8 * sizeof(Bits)));
-            }
+            for (int m = 0; m < COLUMNS / 2; ++m) words[m] = row.word(key(m));
         } else {
 #pragma unroll
-            for (int j = 0; j < COLUMNS; ++j) numbers[j] = row.number(row.bits(key(j / 2) + j % 2));
+            for (int m = 0; m < COLUMNS / 2; ++m)
+                words[m] = row.bits(key(m)) | Word(row.bits(key(m) + 1)) << BITS;
         }
+    }
+    template <typename... Where>
+    __device__ __forceinline__ void take(const Where&...) {
+#pragma unroll
+        for (int m = 0; m < COLUMNS / 2; ++m) {
+            numbers[2 * m] = Row::number(typename Row::Bits(words[m]));
+            numbers[2 * m + 1] = Row::number(typename Row::Bits(words[m] >> BITS));
+        }
+    }
+    template <typename P>
+    __device__ __forceinline__ void load(const Tile& tile, const P& p, const Head& head,
+                                         int row_begin, int k_begin) {
+        fetch(tile, p, head, row_begin, k_begin);
+        take();
     }
     __device__ __forceinline__ KnownElement at(int, int j) const { return numbers[j]; }
     template <typename One = KnownElement>
