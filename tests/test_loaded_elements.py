@@ -170,25 +170,27 @@ def test_so_they_are_of_many_heads_side_by_side(engine, packed):
     check_packed_heads(engine, packed=packed, kind="odd")
 
 
-def check_ahead(packed=4, group=None, span=0, **more):
+def check_ahead(packed=4, group=None, span=0, queries=1, **more):
     """Elements of a tile of few queries are asked for while the tile before is worked on."""
     row = packed_row(packed=packed, max_dim=128, warps=4, block_k=64, min_blocks=1)
     row = dataclasses.replace(row, span=span)
-    check(queries=1, each_head=True, group=group or packed, row=row, **more)
+    more = {"queries": queries, "rows": queries, "each_head": True} | more
+    check(group=group or packed, row=row, **more)
 
 
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("kind", ["aligned", "odd", "shifted"])
-@pytest.mark.parametrize("packed", [1, 4])
+@pytest.mark.parametrize(("packed", "queries"), [(1, 1), (4, 1), (4, 3), (32, 2)])
 @pytest.mark.parametrize("of", [np.float32, ml_dtypes.bfloat16])
-def test_those_of_few_queries_come_ahead(packed, kind, of):
-    check_ahead(packed, kind=kind, of=of)
+def test_those_of_few_queries_come_ahead(packed, queries, kind, of):
+    check_ahead(packed, queries=queries, kind=kind, of=of)
 
 
 def test_so_they_do_with_other_options():
     """Of a group of three, which leaves rows without a head; with dropout; with parts of keys."""
-    check_ahead(group=3, window=(None, 0), dropout_p=0.2, seed=5)
-    check_ahead(span=64)
+    for queries in (1, 3):
+        check_ahead(group=3, queries=queries, window=(None, 0), dropout_p=0.2, seed=5)
+        check_ahead(group=3, queries=queries, span=64, each_head=queries == 1)
 
 
 PLANTED = [
@@ -196,11 +198,15 @@ PLANTED = [
      "find_rows(head", check_packed_heads),
     ("many heads side by side share a row", "QUERIES_SHARE_ROW && 8 % PACKED == 0",
      "QUERIES_SHARE_ROW", functools.partial(check_packed_heads, packed=16)),
+    ("rows that do not exist are copied", r"exist >> i & 1 \?", "exist >= 0 ?",
+     functools.partial(check_ahead, queries=3)),
+    ("each copy is of the same rows", r"CHUNKS \+ i \* ROWS;\n( +const auto found)",
+     r"CHUNKS;\n\1", functools.partial(check_ahead, queries=3)),
     ("elements are those of the tile before", r"bring_rows\(keys\[i \+ 1\]\)",
      "bring_rows(keys[i])", check_ahead),
     ("keys of a lane share an element", r"row\.bits\(k_begin \+ tile\.row\(i\)\)",
      "row.bits(k_begin + tile.row(0))", check),
-    ("a word's halves are the same", r"words\[m\] >> BITS", "words[m]", check),
+    ("a word's halves are the same", r"word >> BITS\)\);", "word));", check),
     ("pairs of columns do not begin anew", r"\? 8 : 8 - 4 \* COLUMNS", "? 8 : 8",
      check_overflow),
     ("a pair's second query is its first", r"source \+ e \* stride", "source", check_wide),

@@ -128,7 +128,7 @@ __device__ __forceinline__ void attend(const Params& p, int number) {
 #pragma unroll 1
         for (int step = 0; step < BLOCK_K; step += STEP_K) {
             Accumulator S_regs[Tile::ROWS][Tile::COLUMNS], rescale[Tile::ROWS];
-            LoadedRows<Tile, Tile::ROWS, Tile::COLUMNS> rows;  // of a captured array
+            RowsAhead<Tile, Tile::ROWS, Tile::COLUMNS> rows;  // of a captured array
             rows.fetch(tile, p, head, row_begin, k_begin + step);
             const auto score_beside = [&](const auto&... beside) {
                 if constexpr (SPREADS)

@@ -39,8 +39,14 @@ struct StagedRows {
     static constexpr int ROWS = CHUNKS > 16 ? 1 : CHUNKS > 8 ? 2 : 4, COPIES = 16 / ROWS;
     static_assert(ROWS * CHUNKS <= 32, "a warp copies them");
 
+    // Where a lane's rows of several heads begin, and which of them there are.
+    struct HeldRows {
+        const E* at[COPIES];
+        u32 exist;
+    };
     unsigned char* const rows;  // of the warp
-    const E* first;             // this lane's of the first copy, in a tile of keys that begins at 0
+    // This lane's of the first copy, or of all, in a tile of keys that begins at 0.
+    typename Select<PACKED == 1, const E*, HeldRows>::type first;
     int whole_until;  // tiles of keys up to here exist, and their chunks are some in memory
 
     __device__ __forceinline__ StagedRows(unsigned char* all, int warp)
@@ -62,6 +68,19 @@ struct StagedRows {
             if (row_begin >= 0 && row_begin + 16 <= found.rows && addresses % CHUNK_BYTES == 0)
                 whole_until = found.size;
             whole_until = uniform(whole_until);
+        } else if constexpr (!DROPS) {  // dropout leaves no registers for so many
+            first.exist = 0;
+            u64 addresses = 0;
+#pragma unroll
+            for (int i = 0; i < COPIES; ++i) {
+                const int row = row_begin + lane() / CHUNKS + i * ROWS;
+                const auto found = find_rows(row_head(head, row), p)[query_of(row)];
+                first.at[i] = found.elements + column();
+                addresses |= reinterpret_cast<u64>(found.elements);
+                first.exist |= u32(found.size > 0) << i;
+            }
+            if (__all_sync(FULL_WARP, addresses % CHUNK_BYTES == 0))
+                whole_until = find_rows(head, p).size;
         }
     }
     // Begins to bring those of the keys from k_begin on.
@@ -72,10 +91,7 @@ struct StagedRows {
         __syncwarp();  // all lanes have read the tile before
         if (lane() < ROWS * CHUNKS) {
             if (k_begin + BLOCK_K <= whole_until) {
-                const i64 step = ROWS * find_rows(head, p).stride;
-#pragma unroll
-                for (int i = 0; i < COPIES; ++i)
-                    copy_chunk_async(target() + i * ROWS * PITCH, first + i * step + k_begin);
+                copy_whole(p, head, k_begin);
             } else {
                 bring_chunks(p, head, row_begin, k_begin + column());
             }
@@ -124,6 +140,21 @@ struct StagedRows {
     __device__ __forceinline__ E* target() const {
         return reinterpret_cast<E*>(rows) + lane() / CHUNKS * PITCH + column();
     }
+    // A lane's chunks of a tile whose chunks are some in memory.
+    template <typename P>
+    __device__ __forceinline__ void copy_whole(const P& p, const Head& head, int k_begin) const {
+        if constexpr (PACKED == 1) {
+            const i64 step = ROWS * find_rows(head, p).stride;
+#pragma unroll
+            for (int i = 0; i < COPIES; ++i)
+                copy_chunk_async(target() + i * ROWS * PITCH, first + i * step + k_begin);
+        } else {
+#pragma unroll
+            for (int i = 0; i < COPIES; ++i)
+                copy_chunk_async(target() + i * ROWS * PITCH, first.at[i] + k_begin,
+                                 first.exist >> i & 1 ? CHUNK_BYTES : 0);
+        }
+    }
     // A lane's chunks at key k, of rows or keys some of which do not exist, or that are none in memory.
     template <typename P>
     __device__ __forceinline__ void bring_chunks(const P& p, const Head& head, int row_begin,
@@ -161,10 +192,13 @@ constexpr Loads LOADS_OF_KEYS =
     LOADS_OF<Tile> == Loads::WIDE_ROWS ? Loads::NOTHING : LOADS_OF<Tile>;
 // Products of few queries take less time than elements need to come.
 constexpr bool LOADS_AHEAD = SHARES_ROW && CONSUMERS == 1 && MIN_BLOCKS == 1 && !DROPS;
+template <typename Tile>
+using RowsOfTile =
+    typename Select<LOADS_AHEAD, RowsAhead<Tile, Tile::ROWS, Tile::COLUMNS, LOADS_OF_KEYS<Tile>>,
+                    LoadedRows<Tile, Tile::ROWS, Tile::COLUMNS, LOADS_OF_KEYS<Tile>>>::type;
 template <typename Tile, int BLOCK_K>
-struct RowsOfKeys<Tile, BLOCK_K, false>
-    : LoadedRows<Tile, Tile::ROWS, Tile::COLUMNS, LOADS_OF_KEYS<Tile>> {
-    using Loaded = LoadedRows<Tile, Tile::ROWS, Tile::COLUMNS, LOADS_OF_KEYS<Tile>>;
+struct RowsOfKeys<Tile, BLOCK_K, false> : RowsOfTile<Tile> {
+    using Loaded = RowsOfTile<Tile>;
     static constexpr bool DOUBTS_NAN = SHARES_ROW;
     __device__ __forceinline__ RowsOfKeys(unsigned char*, int) {}
     __device__ __forceinline__ void find(const Tile&, const Params&, const Head&, int) const {}

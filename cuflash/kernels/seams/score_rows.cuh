@@ -72,20 +72,8 @@ constexpr Loads LOADS_OF =
     : READS_ROWS                                                     ? Loads::ROWS
                                                                      : Loads::WIDE_ROWS;
 
-// Elements that are loaded when they are needed: nothing is asked for ahead of that.
-template <typename Rows>
-struct LoadedWhenNeeded {
-    template <typename... Where>
-    __device__ __forceinline__ void fetch(const Where&...) {}
-    template <typename... Where>
-    __device__ __forceinline__ void take(const Where&... where) {
-        static_cast<Rows*>(this)->load(where...);
-    }
-};
-
-// A tile's elements. fetch() asks for them, take() has them when that was called before; load() does both.
 template <typename Tile, int ROWS, int COLUMNS, Loads LOADS = LOADS_OF<Tile>>
-struct LoadedRows : LoadedWhenNeeded<LoadedRows<Tile, ROWS, COLUMNS, LOADS>> {
+struct LoadedRows {
     template <typename P>
     __device__ __forceinline__ void load(const Tile&, const P&, const Head&, int, int) {}
     __device__ __forceinline__ ReadEach at(int, int) const { return {}; }
@@ -94,8 +82,7 @@ struct LoadedRows : LoadedWhenNeeded<LoadedRows<Tile, ROWS, COLUMNS, LOADS>> {
 
 // Of a tile whose rows are queries and whose columns keys.
 template <typename Tile, int ROWS, int COLUMNS>
-struct LoadedRows<Tile, ROWS, COLUMNS, Loads::ROWS>
-    : LoadedWhenNeeded<LoadedRows<Tile, ROWS, COLUMNS, Loads::ROWS>> {
+struct LoadedRows<Tile, ROWS, COLUMNS, Loads::ROWS> {
     static constexpr int WIDTH = COLUMNS * Tile::ROW_THREADS;
     u32 pairs[ROWS][COLUMNS / 2];
 
@@ -152,8 +139,7 @@ struct NumberGroup {
     __device__ __forceinline__ One at(int j) const { return numbers[j]; }
 };
 template <typename Tile, int ROWS, int COLUMNS>
-struct LoadedRows<Tile, ROWS, COLUMNS, Loads::WIDE_ROWS>
-    : LoadedWhenNeeded<LoadedRows<Tile, ROWS, COLUMNS, Loads::WIDE_ROWS>> {
+struct LoadedRows<Tile, ROWS, COLUMNS, Loads::WIDE_ROWS> {
     static constexpr int WIDTH = COLUMNS * Tile::ROW_THREADS;
     RowOfFloats<Tile> rows[ROWS];
     int first;    // this lane's first key
@@ -207,42 +193,82 @@ struct LoadedRows<Tile, ROWS, COLUMNS, Loads::SHARED_ROW> {
     using Row = CapturedRow<Number>;
     using Word = typename Row::Word;
     static constexpr int WIDTH = COLUMNS * Tile::ROW_THREADS, BITS = 8 * sizeof(Number);
-    Word words[COLUMNS / 2];  // as they come
     Accumulator numbers[COLUMNS];
 
     // Of the tile whose first row and key are given.
     template <typename P>
-    __device__ __forceinline__ void fetch(const Tile& tile, const P& p, const Head& head,
-                                          int row_begin, int k_begin) {
-        const Row row = find_rows(row_head(head, row_begin + tile.row(0)), p)[0];
+    __device__ __forceinline__ void load(const Tile& tile, const P& p, const Head& head,
+                                         int row_begin, int k_begin) {
+        const Row row = row_of(tile, p, head, row_begin);
         const auto key = [&](int m) { return k_begin + tile.column(2 * m); };
         if (row.has_words(k_begin, WIDTH)) {
 #pragma unroll
-            for (int m = 0; m < COLUMNS / 2; ++m) words[m] = row.word(key(m));
+            for (int m = 0; m < COLUMNS / 2; ++m) widen(m, row.word(key(m)));
         } else {
 #pragma unroll
-            for (int m = 0; m < COLUMNS / 2; ++m)
-                words[m] = row.bits(key(m)) | Word(row.bits(key(m) + 1)) << BITS;
+            for (int j = 0; j < COLUMNS; ++j) numbers[j] = row.number(row.bits(key(j / 2) + j % 2));
         }
-    }
-    template <typename... Where>
-    __device__ __forceinline__ void take(const Where&...) {
-#pragma unroll
-        for (int m = 0; m < COLUMNS / 2; ++m) {
-            numbers[2 * m] = Row::number(typename Row::Bits(words[m]));
-            numbers[2 * m + 1] = Row::number(typename Row::Bits(words[m] >> BITS));
-        }
-    }
-    template <typename P>
-    __device__ __forceinline__ void load(const Tile& tile, const P& p, const Head& head,
-                                         int row_begin, int k_begin) {
-        fetch(tile, p, head, row_begin, k_begin);
-        take();
     }
     __device__ __forceinline__ KnownElement at(int, int j) const { return numbers[j]; }
     template <typename One = KnownElement>
     __device__ __forceinline__ SharedGroup<One> of_row(int, int first) const {
         return {numbers + first};
+    }
+
+  protected:
+    template <typename P>
+    static __device__ __forceinline__ Row row_of(const Tile& tile, const P& p, const Head& head,
+                                                 int row_begin) {
+        return find_rows(row_head(head, row_begin + tile.row(0)), p)[0];
+    }
+    __device__ __forceinline__ void widen(int m, Word word) {
+        numbers[2 * m] = Row::number(typename Row::Bits(word));
+        numbers[2 * m + 1] = Row::number(typename Row::Bits(word >> BITS));
+    }
+};
+
+// The same elements, in two steps: fetch() asks for them, take() has them once that was called. Only those
+// that queries share are few enough for a lane to hold them meanwhile, as they come; others are
+// loaded by take().
+template <typename Tile, int ROWS, int COLUMNS, Loads LOADS = LOADS_OF<Tile>>
+struct RowsAhead : LoadedRows<Tile, ROWS, COLUMNS, LOADS> {
+    template <typename... Where>
+    __device__ __forceinline__ void fetch(const Where&...) {}
+    template <typename... Where>
+    __device__ __forceinline__ void take(const Where&... where) {
+        this->load(where...);
+    }
+};
+template <typename Tile, int ROWS, int COLUMNS>
+struct RowsAhead<Tile, ROWS, COLUMNS, Loads::SHARED_ROW>
+    : LoadedRows<Tile, ROWS, COLUMNS, Loads::SHARED_ROW> {
+    using Loaded = LoadedRows<Tile, ROWS, COLUMNS, Loads::SHARED_ROW>;
+    using Word = typename Loaded::Word;
+    Word words[COLUMNS / 2];
+
+    template <typename P>
+    __device__ __forceinline__ void fetch(const Tile& tile, const P& p, const Head& head,
+                                          int row_begin, int k_begin) {
+        const auto row = Loaded::row_of(tile, p, head, row_begin);
+        const auto key = [&](int m) { return k_begin + tile.column(2 * m); };
+        if (row.has_words(k_begin, Loaded::WIDTH)) {
+#pragma unroll
+            for (int m = 0; m < COLUMNS / 2; ++m) words[m] = row.word(key(m));
+        } else {
+#pragma unroll
+            for (int m = 0; m < COLUMNS / 2; ++m)
+                words[m] = row.bits(key(m)) | Word(row.bits(key(m) + 1)) << Loaded::BITS;
+        }
+    }
+    template <typename... Where>
+    __device__ __forceinline__ void take(const Where&...) {
+#pragma unroll
+        for (int m = 0; m < COLUMNS / 2; ++m) Loaded::widen(m, words[m]);
+    }
+    template <typename... Where>
+    __device__ __forceinline__ void load(const Where&... where) {
+        fetch(where...);
+        take();
     }
 };
 
