@@ -14,6 +14,7 @@ from test_emulator_catches import each_of, must_be_caught, options_of
 from tolerance import assert_forward_close
 
 import cuflash
+from cuflash.masks.band import Band
 from cuflash.planning.estimate import estimate
 from cuflash.planning.plan import make_plan
 from cuflash.planning.problem import CPU, Device, Problem
@@ -164,6 +165,48 @@ def test_few_queries_keep_all_multiprocessors_busy():
         items = plan.tile.blocks(plan.problem)
         assert items >= 0.9 * 132
     assert make_plan(decode(64, 1024), H200).tile.span == 0  # enough to do
+
+
+@pytest.mark.parametrize("lengths", ["", "int32"])
+def test_under_a_window_only_keys_that_are_seen_count(lengths):
+    """A step of decoding in a long cache: 4,096 keys of each of 8 heads are for 132 to share."""
+    window = Band(left=4095, right=0)
+    plan = make_plan(decode(band=window, kv_lengths=lengths), H200)
+    assert plan.tile.packed == 4
+    assert 256 <= plan.tile.span <= 1024
+    assert plan.tile.parts(plan.problem) <= 256
+    times = [estimate(plan.tile, decode(keys=keys, band=window), H200) for keys in (8192, 65536)]
+    assert times[0] == pytest.approx(times[1])
+    assert make_plan(decode(keys=1 << 20, band=window), H200).tile.span >= 1024  # workspace
+
+
+HIDDEN = {
+    "lengths": {"kv_lengths": "int32"},
+    "a diagonal on the device": {"q_offset": "int32", "band": Band(right=0)},
+    "a given diagonal": {"band": Band(right=0, alignment=5000)},
+    "packed sequences": {"sequences": 64, "longest": (1, 65536), "offsets": "int32"},
+}
+
+
+@pytest.mark.parametrize("kind", HIDDEN)
+def test_hidden_lengths_ask_for_short_parts(kind):
+    """Who has a long sequence would have all of its keys to itself."""
+    more = HIDDEN[kind]
+    problem = decode(64, 131072 if kind == "packed sequences" else 2048, **more)
+    if kind == "packed sequences":
+        problem = dataclasses.replace(problem, leading=(8, 4), query_length=64)
+    plan = make_plan(problem, H200)
+    assert 256 <= plan.tile.span <= 1024
+    assert make_plan(decode(64, 2048), H200).tile.span == 0
+
+
+def test_parts_of_packed_sequences_have_room():
+    """Nothing says how long one of them is: it may have all tokens."""
+    problem = decode(keys=1 << 20, sequences=64, longest=(1, 1 << 20), offsets="int32")
+    problem = dataclasses.replace(problem, leading=(8, 4), query_length=64)
+    plan = make_plan(problem, H200)
+    assert plan.tile.parts(problem) <= 128
+    assert plan.workspace_bytes < 1 << 28
 
 
 def test_span_zero_splits_nothing():

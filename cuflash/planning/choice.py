@@ -11,9 +11,12 @@ from .tile import MULTIPROCESSORS, Tile, ceil_div, round_up
 
 LEAST_SPAN = 256  # keys: shorter parts have too little work for what they leave to be merged
 MOST_PARTS = 128
+# Of all keys, however few a window shows: each has room in the workspace. Packed sequences, which
+# may be as long as all of them together, have MOST_PARTS.
+MOST_SPANS = 1024
 MUCH_WORK = 1024, 8192  # groups of heads, keys
 WAVES = (1, 2, 3, 4, 6, 8)  # items of a block that the parts are cut for
-# Where only the device knows the lengths, short parts let blocks get about as much.
+# Where lengths are hidden from the plan, short parts let blocks get about as much.
 UNKNOWN_SPANS = (256, 512, 1024)
 
 
@@ -30,7 +33,7 @@ def best_variants(row: Tile, problem: Problem, device: Device) -> list[tuple[flo
             timed_for, leading=leading, heads=problem.group, key_length=MUCH_WORK[1]
         )
         timed_on = replace(device, multiprocessors=MULTIPROCESSORS)
-    variants = _variants(row, problem.typical, device)
+    variants = _variants(row, problem, device)
     tiles = (tile for tile in variants if not tile.reject(problem, device))
     timed = ((estimate(tile, timed_for, timed_on), tile) for tile in tiles)
     return sorted(timed, key=lambda pair: pair[0])[:1]
@@ -61,11 +64,16 @@ def _spans(tile: Tile, problem: Problem, device: Device) -> Iterable[int]:
     """Keys of a part; 0 for keys in one piece."""
     if problem.split_keys is not None:
         return (problem.split_keys,)
-    keys, items = problem.key_length, tile.blocks(problem)
-    if problem.kv_lengths and tile.query_tiles(problem) <= 2 and keys > max(UNKNOWN_SPANS):
-        return UNKNOWN_SPANS
+    typical = problem.typical
+    first, last = typical.seen_keys
+    keys, items = last - first, tile.blocks(typical)
+    few_queries = tile.query_tiles(typical) <= 2
+    if problem.hides_lengths and few_queries and keys > max(UNKNOWN_SPANS):
+        least = ceil_div(problem.most_keys, MOST_PARTS if problem.is_packed else MOST_SPANS)
+        found = [span for span in UNKNOWN_SPANS if span >= least]
+        return found or (round_up(least, max(UNKNOWN_SPANS)),)
     slots = device.multiprocessors * tile.blocks_per_multiprocessor
-    least = round_up(LEAST_SPAN, tile.block_k)
+    least = round_up(max(LEAST_SPAN, problem.most_keys // MOST_SPANS), tile.block_k)
     spans = {0}
     for waves in WAVES:
         parts = min(MOST_PARTS, waves * slots // max(1, items))

@@ -46,16 +46,18 @@ def estimate(tile: Tile, problem: Problem, device: Device) -> float:
     makespan -= tile.block_time  # of a block's first item
     steps = groups * sum(n * share_of_time(filled) * count for (n, filled), count in items.items())
     loaded = steps * tile.block_k * _key_bytes(problem) / CACHE_RATE
+    first_key, last_key = problem.seen_keys
     key_heads = problem.head_count / problem.group
-    stored = key_heads * problem.key_length * _key_bytes(problem) / DRAM_RATE
+    stored = key_heads * (last_key - first_key) * _key_bytes(problem) / DRAM_RATE
     stored *= tile.crowding(problem)
-    tiles = tile.query_tiles(problem) * tile.parts(problem)
-    begun = min(ceil_div(slots, tiles), groups) * tile.parts(problem)  # parts that begin together
+    parts = ceil_div(last_key, tile.span) - first_key // tile.span if tile.span else 1
+    tiles = tile.query_tiles(problem) * parts
+    begun = min(ceil_div(slots, tiles), groups) * parts  # parts that begin together
     first = begun * tile.block_k * _key_bytes(problem) / DRAM_RATE
     *rest, work = sorted((makespan + first, loaded, stored))
     work += tile.start_time + tile.extra_time(problem) + OVERLAP * rest[-1]
     if tile.span:
-        rows = problem.head_count * problem.query_length * tile.parts(problem)
+        rows = problem.head_count * problem.query_length * parts
         work += MERGE + 2 * rows * problem.value_dim * ITEM_BYTES[problem.accumulator] / PART_RATE
     return work
 
@@ -68,21 +70,15 @@ def _key_bytes(problem: Problem) -> int:
 def _items(tile: Tile, problem: Problem) -> Counter[tuple[int, float]]:
     """How many items of one head, or group of packed heads, visit how many key tiles, with how much
     of their tile of queries there.
-
-    Where the diagonal is given it counts as the bottom right one: the row that is chosen must not
-    depend on it.
     """
     lengths: Counter[tuple[int, float]] = Counter()
     tiles = tile.query_tiles(problem) // tile.group_tiles(problem)
     looked_at = range(0, tiles, max(1, ceil_div(tiles, MOST_TILES)))
-    band, shift = problem.band, problem.key_length - problem.query_length
-    if not problem.shift_is_given:
-        shift = band.shift(problem.query_length, problem.key_length)
     for index in looked_at:
         begin, end = tile.query_range(problem, index)
         rows = min(round_up((end - begin) * tile.packed, tile.slab_rows), tile.block_q)
         filled = rows / tile.block_q
-        first, last = band.key_range(begin, end, shift, problem.key_length)
+        first, last = problem.band.key_range(begin, end, problem.likely_shift, problem.key_length)
         span = tile.span or problem.key_length
         while first < last:
             part = min(last, (first // span + 1) * span)

@@ -227,6 +227,32 @@ class Problem:
         return self.score.is_tanh and ITEM_BYTES[self.dtype] == 2
 
     @property
+    def likely_shift(self) -> int:
+        """Key q + shift is on the diagonal of query q where lengths are full. One that is given
+        counts as the bottom right one: the row that is chosen must not depend on it.
+        """
+        if self.shift_is_given:
+            return self.key_length - self.query_length
+        return self.band.shift(self.query_length, self.key_length)
+
+    @property
+    def seen_keys(self) -> tuple[int, int]:
+        """Half-open range of the keys that then some query of a head sees."""
+        return self.band.key_range(0, self.query_length, self.likely_shift, self.key_length)
+
+    @property
+    def most_keys(self) -> int:
+        """Of a head, or of one packed sequence."""
+        return self.longest[1] if self.is_packed else self.key_length
+
+    @property
+    def hides_lengths(self) -> bool:
+        """Whether only the device knows, or each call says anew, how many keys queries see."""
+        return bool(
+            self.kv_lengths or self.is_packed or (self.shift_is_given and not self.band.is_open)
+        )
+
+    @property
     def is_packed(self) -> bool:
         """Whether the rows of a head are those of several sequences."""
         return self.sequences is not None

@@ -160,8 +160,7 @@ class Tile:
 
     def parts(self, problem: Problem) -> int:
         """Parts that the keys of a tile of queries are split into."""
-        keys = problem.longest[1] if problem.is_packed else problem.key_length
-        return ceil_div(keys, self.span) if self.span else 1
+        return ceil_div(problem.most_keys, self.span) if self.span else 1
 
     def key_tiles(self, problem: Problem) -> int:
         """Tiles of keys in one head."""
