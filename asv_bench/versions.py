@@ -6,6 +6,7 @@
     python asv_bench/versions.py main . --shapes 4,16,4096,192 --value-width 128 --backward
     python asv_bench/versions.py . --backward --causal both --with order
     python asv_bench/versions.py main . --shapes 16,32,8192,64 --queries 1 --key-heads 8
+    python asv_bench/versions.py main . --shapes 1,32,65536,128 --queries 1 --window 4096
 
 A version is a revision of this repository, or a folder that holds the package: "." is the working
 tree. What is printed is the first version's time / each one's: above 1 it is faster than the first.
@@ -75,7 +76,7 @@ class Call:
     def __init__(
         self, shape, dtype: str, causal: bool, gradients: dict | None, choice: dict,
         value_width: int | None = None, feature: str = "", queries: int | None = None,
-        key_heads: int | None = None,
+        key_heads: int | None = None, window: int | None = None, filled: int | None = None,
     ):  # fmt: skip
         backward = gradients is not None
         name = bench.DTYPES[dtype].name
@@ -89,6 +90,10 @@ class Call:
         self.saved, self.gradients = (), gradients
         self.options = {"causal": bench.BOTTOM_RIGHT if causal and queries else causal, **choice}
         self.options |= {"enable_gqa": True} if key_heads else {}
+        if window:
+            self.options["window"] = window - 1, 0
+        if filled:
+            self.options["kv_lengths"] = xp.full(batch, filled, np.int32)
         if feature:
             self.options |= FEATURES[feature].options(shape, queries)
             if backward and FEATURES[feature].wrt:
@@ -97,10 +102,13 @@ class Call:
         self.label = ("backward " if backward else "") + f"{dtype} ({','.join(map(str, sizes))})"
         self.label += f" values of {values}" if values != width else ""
         self.label += " causal" if causal else ""
+        self.label += f" window of {window}" if window else ""
+        self.label += f" filled with {filled}" if filled else ""
         self.label += f" {feature}" if feature else ""
         count = queries or length
         work = Work(name, (batch, heads), count, length, width, values, backward=backward)
         self.flops = work.flops * (1 - (count - 1) / (2 * length) if causal else 1)
+        self.flops *= min(window or length, filled or length) / length  # nearly, of few queries
         self.tolerance = (bench.GRADIENT_TOLERANCE if backward else bench.TOLERANCE)[dtype]
 
     def of(self, version):
@@ -166,6 +174,10 @@ def add_problems(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--value-width", type=int, metavar="DV", help="by default D")
     parser.add_argument("--dtype", choices=bench.DTYPES, default="bf16")
     parser.add_argument("--causal", choices=("no", "yes", "both"), default="no")
+    parser.add_argument(
+        "--window", type=int, metavar="KEYS", help="that a query sees, its own last"
+    )
+    parser.add_argument("--filled", type=int, metavar="KEYS", help="of those there is room for")
     parser.add_argument("--backward", action="store_true")
     parser.add_argument("--any-order", action="store_true", help="gradients in any order")
     parser.add_argument("--algo")
@@ -190,7 +202,8 @@ def problems(
         for causal in {"no": [False], "yes": [True], "both": [False, True]}[options.causal]:
             made = functools.partial(
                 Call, sizes, options.dtype, causal, choice=choice, value_width=options.value_width,
-                queries=options.queries, key_heads=options.key_heads,
+                queries=options.queries, key_heads=options.key_heads, window=options.window,
+                filled=options.filled,
             )  # fmt: skip
             plain = functools.partial(made, gradients=without) if options.feature else None
             yield made(gradients=gradients, feature=feature), plain

@@ -1252,6 +1252,13 @@ def test_versions_with_values_of_another_width(versions, capsys):
     assert capsys.readouterr().out.startswith("backward fp32 (1,2,64,16) values of 8 ")
 
 
+def test_versions_of_a_cache(versions, capsys):
+    options = "--queries", "1", "--window", "16", "--filled", "40"
+    assert versions.main([str(BENCH.parent), *SMALL, *options]) == 0
+    label = "fp32 (1,2,1/64,16) window of 16 filled with 40 "
+    assert capsys.readouterr().out.startswith(label)
+
+
 @pytest.mark.parametrize("feature", ["bool mask", "bias, dbias", "key bias"])
 def test_versions_of_few_queries(versions, capsys, feature):
     options = "--queries", "3", "--key-heads", "1", "--causal", "yes", "--with", feature
