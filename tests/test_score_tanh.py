@@ -296,7 +296,7 @@ DECIDING = [
     ("keys", r"i > 0 && softmax.settled && !keys.is_cut\(visit\)", "true",
      ("fa3", "wgmma", "length")),
     ("keys of fa1", r"k_begin, !cut\)", "k_begin, true)", ("fa1", "wgmma", "length")),
-    ("keys of mma", r"k_begin \+ step, !cut\)", "k_begin + step, true)",
+    ("keys of mma", r"step, rows, !cut\)", "step, rows, true)",
      ("fa2", "mma", "causal")),
     ("queries", r"has_queries\(now\.head, .*?\)", "true", (32,)),
     ("queries of wide heads", r"has_queries\(now\.head, .*?\)", "true", (136,)),
