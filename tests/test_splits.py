@@ -180,32 +180,31 @@ def test_under_a_window_only_keys_that_are_seen_count(lengths):
     assert make_plan(decode(keys=1 << 20, band=window), H200).tile.span >= 1024  # workspace
 
 
+def packed_decode(keys, longest):
+    """A query of each of 64 packed sequences, which have so many keys together."""
+    more = {"sequences": 64, "longest": (1, longest), "offsets": "int32"}
+    return dataclasses.replace(decode(keys=keys, **more), leading=(8, 4), query_length=64)
+
+
 HIDDEN = {
-    "lengths": {"kv_lengths": "int32"},
-    "a diagonal on the device": {"q_offset": "int32", "band": Band(right=0)},
-    "a given diagonal": {"band": Band(right=0, alignment=5000)},
-    "packed sequences": {"sequences": 64, "longest": (1, 65536), "offsets": "int32"},
+    "lengths": decode(64, 2048, kv_lengths="int32"),
+    "a diagonal on the device": decode(64, 2048, q_offset="int32", band=Band(right=0)),
+    "a given diagonal": decode(64, 2048, band=Band(right=0, alignment=5000)),
+    "packed sequences": packed_decode(64 * 2048, 65536),
 }
 
 
 @pytest.mark.parametrize("kind", HIDDEN)
 def test_hidden_lengths_ask_for_short_parts(kind):
     """Who has a long sequence would have all of its keys to itself."""
-    more = HIDDEN[kind]
-    problem = decode(64, 131072 if kind == "packed sequences" else 2048, **more)
-    if kind == "packed sequences":
-        problem = dataclasses.replace(problem, leading=(8, 4), query_length=64)
-    plan = make_plan(problem, H200)
-    assert 256 <= plan.tile.span <= 1024
+    assert 256 <= make_plan(HIDDEN[kind], H200).tile.span <= 1024
     assert make_plan(decode(64, 2048), H200).tile.span == 0
 
 
 def test_parts_of_packed_sequences_have_room():
     """Nothing says how long one of them is: it may have all tokens."""
-    problem = decode(keys=1 << 20, sequences=64, longest=(1, 1 << 20), offsets="int32")
-    problem = dataclasses.replace(problem, leading=(8, 4), query_length=64)
-    plan = make_plan(problem, H200)
-    assert plan.tile.parts(problem) <= 128
+    plan = make_plan(packed_decode(1 << 20, 1 << 20), H200)
+    assert plan.tile.parts(plan.problem) <= 128
     assert plan.workspace_bytes < 1 << 28
 
 

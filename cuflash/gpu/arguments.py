@@ -163,9 +163,7 @@ def pack(
 def _pack_elements(params: NDArray[Any], problem: Problem, mask: MaskLayout) -> None:
     """Where the elements of a bool array lie; backward reads its transpose."""
     turned = -1 if problem.backward else 1
-    extents = problem.longest if problem.is_packed else (problem.query_length, problem.key_length)
-    sizes = extents[::turned]
-    params["mask_height"], params["mask_width"] = sizes
+    params["mask_height"], params["mask_width"] = problem.extents[::turned]
     params["mask_row_stride"], params["mask_column_stride"] = mask.strides[::turned]
     params["list_axes"] = len(mask.axes)
     params["list_axis_size"][0, : len(mask.axes)] = mask.axes

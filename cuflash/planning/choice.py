@@ -68,12 +68,13 @@ def _spans(tile: Tile, problem: Problem, device: Device) -> Iterable[int]:
     first, last = typical.seen_keys
     keys, items = last - first, tile.blocks(typical)
     few_queries = tile.query_tiles(typical) <= 2
+    _, most_keys = problem.extents
     if problem.hides_lengths and few_queries and keys > max(UNKNOWN_SPANS):
-        least = ceil_div(problem.most_keys, MOST_PARTS if problem.is_packed else MOST_SPANS)
+        least = ceil_div(most_keys, MOST_PARTS if problem.is_packed else MOST_SPANS)
         found = [span for span in UNKNOWN_SPANS if span >= least]
         return found or (round_up(least, max(UNKNOWN_SPANS)),)
     slots = device.multiprocessors * tile.blocks_per_multiprocessor
-    least = round_up(max(LEAST_SPAN, problem.most_keys // MOST_SPANS), tile.block_k)
+    least = round_up(max(LEAST_SPAN, most_keys // MOST_SPANS), tile.block_k)
     spans = {0}
     for waves in WAVES:
         parts = min(MOST_PARTS, waves * slots // max(1, items))

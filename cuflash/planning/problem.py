@@ -241,9 +241,9 @@ class Problem:
         return self.band.key_range(0, self.query_length, self.likely_shift, self.key_length)
 
     @property
-    def most_keys(self) -> int:
-        """Of a head, or of one packed sequence."""
-        return self.longest[1] if self.is_packed else self.key_length
+    def extents(self) -> tuple[int, int]:
+        """The queries and keys of a head, or the most that one packed sequence may have."""
+        return self.longest if self.is_packed else (self.query_length, self.key_length)
 
     @property
     def hides_lengths(self) -> bool:

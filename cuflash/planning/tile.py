@@ -141,9 +141,7 @@ class Tile:
     def scored_tiles(self, problem: Problem) -> tuple[int, int]:
         """How many such tiles there are down and across."""
         height, width = self.scored
-        queries, columns = problem.query_length, problem.key_length
-        if problem.is_packed:
-            queries, columns = problem.longest
+        queries, columns = problem.extents
         rows = queries * self.packed
         if self.backward:
             rows, columns = columns, rows
@@ -160,7 +158,7 @@ class Tile:
 
     def parts(self, problem: Problem) -> int:
         """Parts that the keys of a tile of queries are split into."""
-        return ceil_div(problem.most_keys, self.span) if self.span else 1
+        return ceil_div(problem.extents[1], self.span) if self.span else 1
 
     def key_tiles(self, problem: Problem) -> int:
         """Tiles of keys in one head."""
