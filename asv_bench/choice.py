@@ -2,12 +2,13 @@
 and with what it estimates to take little more.
 
     python asv_bench/choice.py [--count 200] [--seed 0] [--ms 5] [--json FILE]
+    python asv_bench/choice.py --engine mma --few-queries --count 60
 
 Batches, heads that share keys, queries, keys and head dims are drawn from a seed, about evenly over
-powers of two; half of the problems have few queries, half are causal. Candidates take turns, each
-kernel once. Printed are, for each problem, the time, measured / estimated, and how much longer than
-the fastest candidate it takes; in the end the mean and the worst. Before that all kernels are
-compiled, on all cores: of 200 problems about 770.
+powers of two; half of the problems have few queries, with --few-queries all, half are causal.
+Candidates take turns, each kernel once. Printed are, for each problem, the time, measured /
+estimated, and how much longer than the fastest candidate it takes; in the end the mean and the
+worst. Before that all kernels are compiled, on all cores: of 200 problems about 770.
 """
 
 from __future__ import annotations
@@ -30,11 +31,13 @@ from every_row import compile_kernels, each_kernel_once, with_row
 
 import cuflash
 from cuflash.calls.run import launch_module
+from cuflash.planning.choice import timed_variants
 from cuflash.planning.estimate import estimate
+from cuflash.planning.plan import TILES
 
 DTYPE = "bf16"
 NEAR = 1.5  # times the estimate of what is chosen, up to which others are timed
-MOST = 6  # others
+MOST = 12  # others
 MOST_BYTES = 1 << 29  # of queries, and of keys
 MOST_FLOPS = 1e12
 
@@ -63,16 +66,19 @@ class Case(NamedTuple):
         fits = 2 * self.batch * rows * self.width <= MOST_BYTES and flops <= MOST_FLOPS
         return fits and (not self.causal or self.queries <= self.keys)
 
-    def plan(self, device):
-        """What cuflash chooses on a device; no array is filled for that."""
+    def plan(self, device, engine: str | None = None):
+        """What cuflash chooses on a device, of an engine's rows if one is given; no array is filled
+        for that.
+        """
 
         def array(heads, length):
             shape = self.batch, length, heads, self.width
             return np.empty(shape, bench.DTYPES[DTYPE]).swapaxes(1, 2)
 
         k, v = (array(self.key_heads, self.keys) for _ in range(2))
-        options = {"causal": self.causal, "enable_gqa": self.group > 1, "device": device}
-        return cuflash.plan(array(self.heads, self.queries), k, v, **options)
+        options = {"causal": self.causal, "enable_gqa": self.group > 1}
+        q = array(self.heads, self.queries)
+        return cuflash.plan(q, k, v, engine=engine, device=device, **options)
 
     def problem(self):
         """Its operands on the GPU."""
@@ -81,7 +87,7 @@ class Case(NamedTuple):
         return bench.Problem(shape, DTYPE, self.causal and BOTTOM_RIGHT, "bnhd", **sizes)
 
 
-def draw_cases(count: int, seed: int) -> list[Case]:
+def draw_cases(count: int, seed: int, few_queries: bool = False) -> list[Case]:
     """Random cases, the same for a seed."""
     rng, found = np.random.default_rng(seed), []
 
@@ -89,7 +95,7 @@ def draw_cases(count: int, seed: int) -> list[Case]:
         return round(2 ** rng.uniform(low, high))
 
     while len(found) < count:
-        queries = size(0, 4) if rng.random() < 0.5 else size(4, 13)
+        queries = size(0, 4) if few_queries or rng.random() < 0.5 else size(4, 13)
         group, width = (int(rng.choice(sizes)) for sizes in ((1, 4, 8), (64, 128, 256)))
         case = Case(size(0, 7), size(0, 5), group, queries, size(6, 16), width, rng.random() < 0.5)
         if case.is_moderate:
@@ -98,14 +104,19 @@ def draw_cases(count: int, seed: int) -> list[Case]:
 
 
 def candidates(plan) -> list:
-    """The plan and others that take little more by their estimate, each kernel once.
+    """The plan and others that take little more by their estimate, each kernel once, with any heads
+    packed and keys split in any way that the plan looks at.
 
     Each with the microseconds estimated.
     """
-    own = estimate(plan.tile, plan.problem, plan.device)
-    times = {plan.tile: own} | {tile: time for tile, time in plan.others if time <= NEAR * own}
-    found = itertools.islice(each_kernel_once(plan, times), 1 + MOST)
-    return [(other, times[other.tile]) for other in found]
+    given = plan.problem, plan.device
+    kinds = {(tile.algo, tile.engine) for tile in (plan.tile, *(tile for tile, _ in plan.others))}
+    rows = (row for row in TILES if row.rate and (row.algo, row.engine) in kinds)
+    found = sorted((v for row in rows for v in timed_variants(row, *given)), key=lambda x: x[0])
+    own = estimate(plan.tile, *given)
+    times = {plan.tile: own} | {tile: time for time, tile in found if time <= NEAR * own}
+    plans = itertools.islice(each_kernel_once(plan, times), 1 + MOST)
+    return [(other, times[other.tile]) for other in plans]
 
 
 def measure(case: Case, found, milliseconds: float) -> dict:
@@ -154,6 +165,8 @@ def main(arguments=None) -> None:
     )
     parser.add_argument("--count", type=int, default=200, help="problems")
     parser.add_argument("--seed", type=int, default=0, help="of their sizes")
+    parser.add_argument("--engine", help="whose rows there are, by default all")
+    parser.add_argument("--few-queries", action="store_true", help="up to 16")
     parser.add_argument("--ms", type=float, default=5, help="GPU time per candidate and problem")
     parser.add_argument("--json", metavar="FILE", help="also write the results there")
     options = parser.parse_args(arguments)
@@ -161,9 +174,8 @@ def main(arguments=None) -> None:
     facts, rows = bench.facts(), []
     print(", ".join(f"{key} {value}" for key, value in facts.items()))
     device = launch_module().device_facts(0)
-    found = {
-        case: candidates(case.plan(device)) for case in draw_cases(options.count, options.seed)
-    }
+    cases = draw_cases(options.count, options.seed, options.few_queries)
+    found = {case: candidates(case.plan(device, options.engine)) for case in cases}
     compile_kernels([plan for plans in found.values() for plan, _ in plans])
     for case, plans in found.items():
         try:

@@ -21,7 +21,12 @@ UNKNOWN_SPANS = (256, 512, 1024)
 
 
 def best_variants(row: Tile, problem: Problem, device: Device) -> list[tuple[float, Tile]]:
-    """The variant of a row that takes least, with its microseconds, if one serves.
+    """The variant of a row that takes least, with its microseconds, if one serves."""
+    return timed_variants(row, problem, device)[:1]
+
+
+def timed_variants(row: Tile, problem: Problem, device: Device) -> list[tuple[float, Tile]]:
+    """The variants of a row that serve, each with its microseconds, from the least on.
 
     A given span says how results are summed: so the row is that for much work of this kind,
     whatever there is, and a sequence's result has the same bits in any batch and cache.
@@ -36,7 +41,7 @@ def best_variants(row: Tile, problem: Problem, device: Device) -> list[tuple[flo
     variants = _variants(row, problem, device)
     tiles = (tile for tile in variants if not tile.reject(problem, device))
     timed = ((estimate(tile, timed_for, timed_on), tile) for tile in tiles)
-    return sorted(timed, key=lambda pair: pair[0])[:1]
+    return sorted(timed, key=lambda pair: pair[0])
 
 
 def _variants(row: Tile, problem: Problem, device: Device) -> Iterator[Tile]:
