@@ -703,6 +703,28 @@ extern "C" __global__ void __launch_bounds__(96) k(const float* in, float* out) 
         np.testing.assert_array_equal(out, 2 * x[32:])
 
 
+def test_votes_at_named_barriers():
+    """Two groups of warps vote at once, again and again; each counts its own."""
+    source = """
+extern "C" __global__ void __launch_bounds__(128) k(const int* in, int* out) {
+    int t = threadIdx.x, id = 3 + t / 64, sum = 0;
+    for (int i = 0; i < 4; ++i) {
+        int votes;
+        asm volatile("{ .reg .pred p; setp.ne.u32 p, %1, 0; bar.red.popc.u32 %0, %2, %3, p; }"
+                     : "=r"(votes) : "r"(in[t] >> i & 1), "r"(id), "r"(64) : "memory");
+        sum = sum * 100 + votes;
+    }
+    out[t] = sum;
+}"""
+    x = np.random.default_rng(0).integers(0, 16, 128).astype(np.int32)
+    votes = (x.reshape(2, 64)[:, :, None] >> np.arange(4) & 1).sum(1)
+    expected = np.repeat(votes @ [10**6, 10**4, 100, 1], 64)
+    for mode, seed in itertools.product(MODES, range(3)):
+        out = np.zeros(128, np.int32)
+        launch(source, [x, out], block=128, seed=seed, mode=mode)
+        np.testing.assert_array_equal(out, expected)
+
+
 def test_threads_may_leave_early():
     """Barriers, __syncwarp, votes and shuffles go on without threads that have exited."""
     source = """

@@ -124,6 +124,8 @@ class Kernel(NamedTuple):
     def must_not_spill(self) -> bool:
         if self.name and getattr(self.row.of_kernel(self.name), "after_planes", False):
             return False  # there is seldom anything to do
+        if self.row.kernel == PLANES and not self.row.backward:
+            return self.head_dim <= 128  # beside wider sums small weights that take turns may
         if self.row.engine == "wgmma":
             return True
         if self.row.backward and not self.name:
@@ -404,8 +406,9 @@ def whole_matrix() -> dict[str, Kernel]:
     made += packed(halves)
     any_order = in_any_order(halves)
     made += masked(any_order)[:-2] + capped(any_order) + dropping(any_order) + packed(any_order)
-    made += split([x for x in kernels("sm_90a", ["float32", "float64"]) if x.row.engine == "simt"])
-    others = [x for x in kernels("sm_90a", ["float32", "float64"]) if x.row.engine == "mma"]
+    others = kernels("sm_90a", ["float32", "float64"])
+    made += split([x for x in others if x.row.engine == "simt" or x.row.kernel == PLANES])
+    others = [x for x in others if x.row.engine == "mma"]
     made += varied([x for x in others if not x.name])
     names = {str(kernel): kernel for kernel in made}
     assert len(names) == len(made)  # a name tells a row

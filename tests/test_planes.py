@@ -198,7 +198,10 @@ def test_emulator_hard(change, causal):
     stats = emulated(*hard_operands(change, *sizes), row, causal=causal, mode="fast")
     every = emulated(*normal(*sizes), row, causal=causal, mode="fast")["wgmma"]
     held = HEADS if change in OF_QUERIES else sum(HARD[change])
-    assert stats["wgmma"] == every * held / HEADS
+    if change is weights_as_results:  # in turns
+        assert stats["wgmma"] > every
+    else:
+        assert stats["wgmma"] == every * held / HEADS
 
 
 @emulated_only
@@ -233,10 +236,85 @@ def test_emulator_tiny_scales_hide():
     assert emulated(q, k, v, row_of(64, 64), causal=True, scale=1e-37, mode="fast")["wgmma"] > 0
 
 
+def far_behind(queries, keys, dim):
+    """Some values are 0; with SLOPES weights fall by 2^-12 and by 2^-0.7 from a key to the next."""
+    q, k, v = normal(queries, keys, dim)
+    v[:, ::3, ::5] = 0
+    return q, k, v
+
+
+SLOPES = np.array([8.0, 0.5], np.float32)
+
+
+@pytest.fixture
+def nothing_behind(monkeypatch):
+    """The kernel behind does nothing."""
+    real, left = Plan.source, "return is_left_out(p, head, row_begin, row_end);"
+
+    def source(plan, kernel=None):
+        text = real(plan, kernel)
+        if (kernel or plan.kernel) == plan.kernel:
+            return text
+        assert left in text or not kernel.startswith("fa2")
+        return text.replace(left, "return false;")
+
+    monkeypatch.setattr(Plan, "source", source)
+
+
 @emulated_only
-def test_emulator_warps_mark_the_same_rows():
-    """In check mode: of a head with small weights all warps of a consumer leave the same rows."""
-    assert emulated(*hard_operands(weights_as_results, 70, 140, 64), row_of(64, 64))["wgmma"] > 0
+@pytest.mark.parametrize(("dim", "block_k", "mode"), [
+    (64, 64, "check"), (32, 128, "fast"), (64, 96, "fast"), (128, 80, "fast"), (256, 48, "fast"),
+])  # fmt: skip
+def test_emulator_small_weights_take_turns(nothing_behind, dim, block_k, mode):
+    """All of them are worked on here: down to 2^-126, some values tiny, others huge."""
+    row, slopes = row_of(dim, block_k, "fa3"), {"alibi_slopes": SLOPES, "causal": True}
+    sizes = 70, 2 * block_k + 12, dim
+    for factor in (1, 2.0**-55, 2.0**80):
+        for (q, k, v), options in (
+            (hard_operands(weights_as_results, *sizes), {}), (far_behind(*sizes), slopes)
+        ):  # fmt: skip
+            emulated(q, k, v * np.float32(factor), row, mode=mode, **options)
+
+
+@emulated_only
+@pytest.mark.parametrize(("old", "new"), [
+    ("if (looks && any(has_small_weights<Tile::WEIGHT_EXPONENT>(S_regs)))", "if (false)"),
+    ("} while (any(has_rest));", "} while (false);"),
+    ("weight * factor < end;", "true;"),
+    ("unit * raised / factor;", "unit * raised;"),
+    ("only_now(V) + Values::rows(keys, 0)", "V"),
+    ("column % Rows::PANEL * 2", "0"),
+])  # fmt: skip
+def test_emulator_small_weights_need_their_turns(monkeypatch, old, new):
+    def change(text):
+        assert old in text
+        return text.replace(old, new)
+
+    plant(monkeypatch, change)
+    with pytest.raises(AssertionError, match="out of bounds"):
+        emulated(*hard_operands(weights_as_results, 70, 140, 64), row_of(64, 64), mode="fast")
+
+
+@emulated_only
+@pytest.mark.parametrize("raises", [True, False])
+def test_emulator_units_are_not_subnormal(monkeypatch, raises):
+    """Devices flush those to 0."""
+    unit = "const float unit = step % 2 == 0 ? units[i] / (1 << VALUE_SHIFT) : units[i];"
+    raised = "raised = larger(1.0f, power_of_two(VALUE_SHIFT - 126) * factor / unit);"
+
+    def change(text):
+        assert text.count(unit) == text.count(raised) == 1
+        text = text.replace(unit, unit.replace("const ", "") + " if (unit < 0x1p-126f) unit = 0;")
+        return text if raises else text.replace(raised, "raised = 1.0f;")
+
+    plant(monkeypatch, change)
+    q, k, v = hard_operands(weights_as_results, 70, 140, 64)
+    arguments = q, k, v * np.float32(2.0**-30), row_of(64, 64)
+    if raises:
+        emulated(*arguments, mode="fast")
+    else:
+        with pytest.raises(AssertionError, match="out of bounds"):
+            emulated(*arguments, mode="fast")
 
 
 def one_sign(keys, dim):
@@ -324,27 +402,15 @@ def test_emulator_queries_need_their_marks(monkeypatch, change):
 
 
 @emulated_only
-def test_emulator_small_weights_need_their_marks(monkeypatch):
-    assert weights_as_results in HARD  # where it is right with them
-    plant(monkeypatch, lambda text: text.replace("small = true;", "small = false;"))
-    with pytest.raises(AssertionError, match="out of bounds"):
-        emulated(*hard_operands(weights_as_results, 70, 140, 64), row_of(64, 64), mode="fast")
-
-
-@emulated_only
 @pytest.mark.parametrize("algo", ["fa2", "fa3"])
-def test_emulator_dropout_leaves_small_weights(algo):
+def test_emulator_dropout_leaves_small_weights(nothing_behind, algo):
     emulated(*own_keys(70, 140, 64), row_of(64, 64, algo), mode="fast", **DROPOUT)
 
 
 @emulated_only
-@pytest.mark.parametrize(
-    "change",
-    [("looks = DROPS ||", "looks ="), ("float least = kept.least", "float least = 1; kept.least")],
-)
-def test_emulator_dropped_weights_need_their_marks(monkeypatch, change):
+def test_emulator_dropped_weights_need_turns(monkeypatch):
     """The test above fails where only values say whether small weights matter."""
-    plant(monkeypatch, lambda text: text.replace(*change))
+    plant(monkeypatch, lambda text: text.replace("looks = DROPS ||", "looks ="))
     with pytest.raises(AssertionError, match="out of bounds"):
         emulated(*own_keys(70, 140, 64), row_of(64, 64), mode="fast", **DROPOUT)
 
@@ -397,6 +463,26 @@ def test_gpu_parts_of_keys(cupy, change):
     row = dataclasses.replace(row_of(64, 128, "fa3"), span=256)
     out, lse, plan = on_gpu(cupy, row, q, k, v)
     assert_forward_close(out, lse, q, k, v, plan=plan)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("row", ROWS, ids=str)
+def test_gpu_small_weights_take_turns(cupy, nothing_behind, row):
+    q, k, v = hard_operands(weights_as_results, 300, 700, row.max_dim)
+    for factor in (1, 2.0**-30, 2.0**-55, 2.0**80):
+        values = v * np.float32(factor)
+        out, lse, plan = on_gpu(cupy, row, q, k, values)
+        assert_forward_close(out, lse, q, k, values, plan=plan)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dim", [32, 64, 128, 256])
+def test_gpu_alibi_beside_values_of_0(cupy, nothing_behind, dim):
+    arrays, options = far_behind(500, 900, dim), {"alibi_slopes": SLOPES, "causal": True}
+    device, choice = [cupy.asarray(x) for x in arrays], {"algo": "fa3", "engine": "wgmma"}
+    plan = cuflash.plan(*device, **choice, **options)
+    found = cuflash.attention(*device, return_lse=True, **choice, **options)
+    assert_forward_close(*(x.get() for x in found), *arrays, plan=plan, **options)
 
 
 @pytest.mark.gpu

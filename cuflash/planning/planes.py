@@ -131,6 +131,11 @@ def summed_at_once(width: int) -> int:
     return 64 if width % 64 == 0 else width if width < 128 else 32
 
 
+def turn_part(width: int) -> int:
+    """The same where small weights take turns: registers are fewer."""
+    return 32 if width % 32 == 0 and width <= 128 else 16
+
+
 @dataclass(frozen=True, kw_only=True)
 class PlanesTile(WgmmaTile):
     """A row whose operands are planes of halves.
@@ -242,26 +247,28 @@ class PlanesTile(WgmmaTile):
     def constants(self, problem: Problem) -> dict[str, int | bool]:
         """Sizes that the kernels read."""
         own = {
-            "PRODUCER_REGISTERS": 56 if self.warps == 8 else 32,
+            "PRODUCER_REGISTERS": 40 if self.warps == 8 else 32,
             "VALUE_PART": self.value_part(problem),
+            "TURN_PART": turn_part(self.widths(problem)[1]),
             "SUMS": self.sums,
         }
         own |= plane_constants(problem, self.widths(problem), self.block_k)
         return super().constants(problem) | own
 
     def products(self, problem: Problem) -> str:
-        """S = Q K^T of all planes; P V of the planes whose products are small, and the others."""
-        part, keys = self.value_part(problem), self.block_k
-
-        def with_values(name: str, planes: Planes) -> str:
-            return product(
-                name, problem, part, keys, a="registers", b="down", planes=planes, adds=False
+        """S = Q K^T of all planes; P V of those whose products are small, and of the others, with all
+        keys of a tile, and with 16.
+        """
+        head, value = self.widths(problem)
+        scores = product("multiply_shared", problem, self.block_k, head, planes=(*SMALL, *LARGE))
+        with_values = [
+            product(
+                name, problem, columns, keys, a="registers", b="down", planes=planes, adds=False
             )
-
-        head, _ = self.widths(problem)
-        scores = product("multiply_shared", problem, keys, head, planes=(*SMALL, *LARGE))
-        small = with_values("multiply_small_registers", SMALL)
-        return "\n".join([scores, small, with_values("multiply_registers", LARGE)])
+            for columns, keys in ((self.value_part(problem), self.block_k), (turn_part(value), 16))
+            for name, planes in (("multiply_small_registers", SMALL), ("multiply_registers", LARGE))
+        ]  # fmt: skip
+        return "\n".join([scores, *with_values])
 
 
 def _both(**sizes: Any) -> tuple[PlanesTile, PlanesTile]:

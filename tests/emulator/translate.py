@@ -500,6 +500,12 @@ def _(asm, m, ops):
     return f"emu_barrier({asm.value(ops[0])}, {count}, {int(m[1] == 'sync')}, EMU_HERE);"
 
 
+@_ptx(r"(?:bar|barrier)(?:\.cta)?\.red\.popc(?:\.aligned)?\.u32")
+def _(asm, m, ops):
+    target, barrier, count, vote = map(asm.value, ops)
+    return f"{target} = emu_barrier_vote({barrier}, {count}, {vote}, EMU_HERE);"
+
+
 @_ptx(
     r"fence\.proxy\.async(?:\.shared::cta|\.global|\.shared::\{cta\}\.global)?"
     r"|fence\.mbarrier_init\.release\.cluster"

@@ -12,14 +12,15 @@ template <typename Rows, int PART, int SUMS, int COLUMNS, int CHUNKS>
 __device__ __forceinline__ void add_products(float (&O)[2][COLUMNS], const u32 (&A)[CHUNKS][4],
                                              u64 B, const float (&units)[2]) {
     constexpr int STEPS = 2 * (4 * COLUMNS / PART);
-    constexpr int PANEL_STEP = PART / Rows::PANEL * Rows::PANEL_BYTES >> 4;
     float sums[SUMS][2][PART / 4];
     const auto start = [&](int step) {
+        const int column = step / 2 * PART, panel = column / Rows::PANEL;
+        const u64 from = B + (panel * Rows::PANEL_BYTES + column % Rows::PANEL * 2 >> 4);
         open_products();
         if (step % 2 == 0)
-            multiply_small_registers<Rows>(sums[0], A, B + step / 2 * PANEL_STEP);
+            multiply_small_registers<Rows>(sums[0], A, from);
         else
-            multiply_registers<Rows>(sums[SUMS - 1], A, B + step / 2 * PANEL_STEP);
+            multiply_registers<Rows>(sums[SUMS - 1], A, from);
         commit_products();
     };
     start(0);

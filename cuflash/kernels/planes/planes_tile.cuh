@@ -4,7 +4,9 @@
 // A tile in shared memory is two, of the high plane and of the low one. Products of low planes with
 // each other are left out: 2^-22 of the others at most.
 #pragma once
+#include "few_registers.cuh"
 #include "planes/fresh_sums.cuh"
+#include "planes/small_weights.cuh"
 #include "planes/two_planes.cuh"
 #include "tiles/warpgroup.cuh"
 
@@ -37,5 +39,31 @@ struct PlanesTile : WarpgroupTile<__half, BLOCK_K, D, DV> {
                                                const u32 (&P)[2 * CHUNKS][4], u64 V,
                                                float unit) const {
         add_products<Values, VALUE_PART, SUMS>(O, P, V, {unit, unit});
+    }
+
+    // The same of weights P, some of which planes do not hold; any() tells the warpgroup what add_in_turns() asks.
+    // It takes 16 keys at a time: there are no registers for planes of all beside P.
+    template <typename Any>
+    __device__ __forceinline__ void accumulate_in_turns(float (&O)[ROWS][VALUE_COLUMNS],
+                                                        const float (&P)[ROWS][COLUMNS], u64 V,
+                                                        float unit, const Any& any) const {
+        add_in_turns<WEIGHT_EXPONENT>(P, any, [&](const Turn<WEIGHT_EXPONENT>& turn) {
+            const LoweredUnit own(unit, turn.factor);
+            scale_rows(O, {own.raised, own.raised});
+#pragma unroll
+            for (int keys = 0; keys < CHUNKS; ++keys) {
+                float held[ROWS][4];
+#pragma unroll
+                for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+                    for (int j = 0; j < 4; ++j)
+                        held[i][j] = turn.held(only_now(P[i][4 * keys + j]));
+                u32 planes[2][4];
+                split_rows(planes, held, {1.0f, 1.0f});
+                add_products<Values, TURN_PART, 1>(O, planes, only_now(V) + Values::rows(keys, 0),
+                                                   {own.unit, own.unit});
+            }
+            scale_rows(O, {1.0f / own.raised, 1.0f / own.raised});
+        });
     }
 };

@@ -7,7 +7,8 @@
 #include "ptx/named_barrier.cuh"
 #include "ptx/tma.cuh"
 
-constexpr int QUERY_BARRIER = 8;  // named barrier of the first consumer, and one for each other one
+constexpr int CONSUMER_BARRIER =
+    8;  // named barrier of the first consumer, and one for each other one
 
 // Returns by what scores of this thread's rows are multiplied. A row that planes do not hold is left to the
 // kernel behind: its planes are zeros, as those of rows that are not valid. For all threads of a consumer.
@@ -36,7 +37,7 @@ __device__ __forceinline__ Vector<float, 2> make_query_planes(const Params& p, c
     }
     float units[TIMES];
     bool all_held = true;
-    meet(QUERY_BARRIER + consumer, WARPGROUP);  // nobody reads the last item's queries any more
+    meet(CONSUMER_BARRIER + consumer, WARPGROUP);  // nobody reads the last item's queries any more
 #pragma unroll
     for (int i = 0; i < TIMES; ++i) {
         PlaneRange range;
@@ -64,7 +65,7 @@ __device__ __forceinline__ Vector<float, 2> make_query_planes(const Params& p, c
     if (!__all_sync(FULL_WARP, all_held) && lane == 0)
         leave_out(p, head, row_begin + first, row_begin + first + 16);
     publish_to_async_units();
-    meet(QUERY_BARRIER + consumer, WARPGROUP);  // all have made theirs
+    meet(CONSUMER_BARRIER + consumer, WARPGROUP);  // all have made theirs
 
     Vector<float, 2> of_rows;
 #pragma unroll

@@ -84,6 +84,7 @@ char* emu_shared_memory() __attribute__((const));
 
 void emu_barrier(int id, int count, int wait, emu_where);
 int emu_barrier_reduce(int predicate, int kind, emu_where);
+int emu_barrier_vote(int id, int count, int vote, emu_where);
 void emu_syncwarp(emu_u32 mask, emu_where);
 emu_u64 emu_shuffle(emu_u32 mask, emu_u64 value, int source, int kind, int width, emu_where);
 emu_u32 emu_vote(emu_u32 mask, int predicate, int kind, emu_where);

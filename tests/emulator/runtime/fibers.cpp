@@ -221,14 +221,14 @@ static void complete_barrier(Block& block, NamedBarrier& barrier) {
     if (barrier.arrived < expected) return;
     if (checking) synchronise(block, barrier.all, barrier.waiting);
     std::vector<int> waiting = std::move(barrier.waiting);
+    for (int thread : waiting) block.fibers[thread].votes = barrier.votes;
     u32 generation = barrier.generation + 1;
     barrier = NamedBarrier();
     barrier.generation = generation;
     for (int thread : waiting)
         if (block.fibers[thread].state == BLOCKED) wake(block.fibers[thread]);
 }
-// A negative predicate is no vote: others may be voting meanwhile, at another barrier.
-static void arrive(int id, int count, bool wait, int predicate) {
+static void arrive(int id, int count, bool wait, bool vote) {
     Block& block = *current->block;
     NamedBarrier& barrier = block.barriers[id & 15];
     stats.barriers++;
@@ -243,7 +243,6 @@ static void arrive(int id, int count, bool wait, int predicate) {
         barrier.count = count;
         barrier.whole_block = whole_block;
         barrier.where = current->where;
-        if (predicate >= 0) block.reduction = 0;
     }
     if (barrier.count != count)
         fail("barrier %d used with counts %d and %d (the other at %s:%d)", id, count, barrier.count,
@@ -257,21 +256,25 @@ static void arrive(int id, int count, bool wait, int predicate) {
     barrier.arrived++;
     barrier.all.push_back(current->id);
     if (wait) barrier.waiting.push_back(current->id);
-    if (predicate > 0) block.reduction++;
+    barrier.votes += vote;
     complete_barrier(block, barrier);
     if (wait && block.barriers[id].generation == generation)
         block_here(id ? "a named barrier" : "__syncthreads");
 }
 extern "C" void emu_barrier(int id, int count, int wait, emu_where where) {
     ENTER(where);
-    arrive(id, count, wait, -1);
+    arrive(id, count, wait, false);
+}
+// How many of those that meet have voted.
+extern "C" int emu_barrier_vote(int id, int count, int vote, emu_where where) {
+    ENTER(where);
+    arrive(id, count, true, vote != 0);
+    return current->votes;
 }
 extern "C" int emu_barrier_reduce(int predicate, int kind, emu_where where) {
     ENTER(where);
     arrive(0, 0, true, predicate != 0);
-    int count = current->block->reduction, all = current->block->fibers.size();
-    // Everyone must have read the result before the next barrier resets it; this one does not.
-    arrive(0, 0, true, -1);
+    int count = current->votes, all = current->block->fibers.size();
     return kind == 0 ? count : kind == 1 ? count > 0 : count == all;
 }
 

@@ -132,6 +132,7 @@ struct Fiber {
     void* stack_pointer;
     char* stack;
     int id, lane, warp;
+    int votes;  // of those that met at its last barrier
     FiberState state;
     const char* waits_in;
     emu_where where;
@@ -181,7 +182,7 @@ struct Warp {
     std::deque<std::vector<WgmmaOp>> wgmma_groups;
 };
 struct NamedBarrier {
-    int arrived = 0, count = 0;
+    int arrived = 0, count = 0, votes = 0;
     bool whole_block = false;
     u32 generation = 0;
     emu_where where{};
@@ -208,7 +209,7 @@ struct Block {
     std::map<u64, u32> channels;
     std::vector<u32> channel_clocks;
     std::vector<BulkCopy> copies;
-    int reduction, alive;
+    int alive;
 };
 
 // ---------------------------------------------------------------------------- services
