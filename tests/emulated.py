@@ -276,7 +276,8 @@ def _place_mask(params, mask, plan, memory) -> None:
         params["mask"] = memory.place(mask)
     elif plan.problem.mask == "blocks":
         turned = mask.T if plan.problem.backward else mask
-        lists = tile_lists(turned, *plan.tile.scored, plan.is_longest_first, plan.chains)
+        order = plan.is_longest_first, plan.chains
+        lists = tile_lists(turned, *plan.tile.scored, *order, plan.tile.packed)
         for name, x in lists._asdict().items():
             params[f"mask_{name}"] = 0 if x is None or not x.size else memory.place(x)
         held = mask.predicate.held if mask.predicate else ()

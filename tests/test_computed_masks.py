@@ -321,13 +321,15 @@ def test_entries_of_more_axes_than_the_mask_has():
 BACKWARD = {"engine": "simt", "backward": True}
 PLANTED = {
     "exchanged": (
-        r"mask_shows\(head, row_begin \+ row, column_begin \+ column, p\)",
-        "mask_shows(head, column_begin + column, row_begin + row, p)", {"engine": "simt"},
+        r"query_of\(row_begin \+ row\), column_begin \+ column, p",
+        "column_begin + column, query_of(row_begin + row), p", {"engine": "simt"},
     ),
     "exchanged in backward": (
         r"int k, int q, const Params", "int q, int k, const Params", BACKWARD
     ),
-    "rows of the tile": (r"row_begin \+ row, column_begin", "row, column_begin", BACKWARD),
+    "rows of the tile": (
+        r"query_of\(row_begin \+ row\), column_begin", "row, column_begin", BACKWARD
+    ),
     "never evaluated": (r"shows_all\(number < 0\)", "shows_all(true)", {"engine": "simt"}),
     "a lane's first column": (
         r"if \(!shows\(tile\.row\(i\), column \+ tile", "if (!shows(tile.row(i), tile",

@@ -944,7 +944,7 @@ def strides_exchanged(plan, *rest, right=emulated.pack):
     return params
 
 
-def in_their_own_order(mask, rows, columns, longest_first, chains, right=emulated.tile_lists):
+def in_their_own_order(mask, rows, columns, longest_first, *rest, right=emulated.tile_lists):
     """`previous` of rows in their own order, though the longest start first."""
     natural = right(mask, rows, columns, False)
     return natural._replace(order=right(mask, rows, columns, True).order)

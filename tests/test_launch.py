@@ -510,13 +510,29 @@ def test_lists_are_made_once(launch):
 def test_lists_of_a_mask_and_of_its_transpose_are_told_apart(launch):
     """Where forward and backward have tiles of one size."""
     mask = cuflash.BlockMask.causal((100, 100), block_size=32)
-    tile = types.SimpleNamespace(scored=(32, 32))
+    tile = types.SimpleNamespace(scored=(32, 32), packed=1)
     for backward in (False, True):
         problem = types.SimpleNamespace(backward=backward)
         plan = types.SimpleNamespace(problem=problem, tile=tile, is_longest_first=False, chains=0)
         lists = sys.modules["cuflash.gpu.memory"].device_lists(mask, plan, 0)
         counts = np.diff(lists.ranges.values).ravel().tolist()
         assert counts == ([4, 3, 2, 1] if backward else [1, 2, 3, 4])
+
+
+def test_lists_of_heads_side_by_side(launch):
+    """They are others than those of one head in tiles of the same size."""
+    shown = np.random.default_rng(0).random((2, 1, 2, 90)) < 0.5
+    mask = cuflash.BlockMask.from_dense(shown, 16)
+    given = {"q": make(2, 8, 2, 48), "k": make(2, 2, 90, 48), "v": make(2, 2, 90, 48)}
+    plan, params = run_masked(launch, ForwardCall, mask, given=given, split_keys=0)
+    assert plan.tile.packed == 4
+    expected = tile_lists(mask, *plan.tile.scored, longest_first=True, packed=4)
+    for name, x in zip(LISTS, expected, strict=True):
+        np.testing.assert_array_equal(values_at(params[name]), x)
+    apart = dataclasses.replace(plan, tile=dataclasses.replace(plan.tile, packed=1))
+    bits = sys.modules["cuflash.gpu.memory"].device_lists(mask, apart, 0).bits.values
+    np.testing.assert_array_equal(bits[:, :2], expected.bits[:, :8:4])
+    assert not bits[:, 2:].any()
 
 
 @kinds

@@ -85,6 +85,22 @@ def test_lists_of_kernels(tile, longest_first):
         assert_lists(turned, turned.to_dense(), *tile, longest_first)
 
 
+@pytest.mark.parametrize("packed", [2, 4, 16])
+@pytest.mark.parametrize("longest_first", [False, True])
+def test_rows_of_heads_side_by_side(packed, longest_first):
+    """A tile has fewer queries; each row of bits stands there once for each head."""
+    shown = np.random.default_rng(0).random((2, 50, 90)) < 0.5
+    shown[:, :, 32:64], shown[1, :7] = True, False
+    mask = BlockMask.from_dense(shown, 16)
+    *lists, bits = tile_lists(mask, 16, 32, longest_first, packed=packed)
+    *expected, rows = tile_lists(mask, 16 // packed, 32, longest_first)
+    for got, wanted in zip(lists, expected):
+        np.testing.assert_array_equal(got, wanted)
+    assert bits.shape == (len(rows), 16, 1)
+    for row in range(16):
+        np.testing.assert_array_equal(bits[:, row], rows[:, row // packed])
+
+
 def test_what_longest_first_changes():
     """Rows of 1, 0, 3 and 2 tiles; whoever visits a column waits for who starts before it."""
     blocks = np.array([[1, 0, 0], [0, 0, 0], [1, 1, 1], [1, 0, 1]], bool)

@@ -134,7 +134,8 @@ def device_lists(mask: BlockMask, plan: Plan, device_id: int) -> TileLists:
     The mask keeps them.
     """
     turned = plan.problem.backward
-    key = (device_id, turned, *plan.tile.scored, plan.is_longest_first, plan.chains)
+    tile = plan.tile
+    key = (device_id, turned, *tile.scored, plan.is_longest_first, plan.chains, tile.packed)
     lists: TileLists = _kept(
         mask, key, lambda: tile_lists(mask.T if turned else mask, *key[2:]), TileLists._make
     )

@@ -38,18 +38,22 @@ class TileLists(NamedTuple):
 
 
 def tile_lists(
-    mask: BlockMask, rows: int, columns: int, longest_first: bool, chains: int = 0
-) -> TileLists:
+    mask: BlockMask, rows: int, columns: int, longest_first: bool, chains: int = 0,
+    packed: int = 1,
+) -> TileLists:  # fmt: skip
     """The lists of `mask` in tiles of `rows` by `columns` elements.
 
-    With `longest_first`, rows with more tiles to visit are worked on before others. With `chains`
-    the order of visits is planned, and that of the rows is the one of planned_sums. Of a mask whose
-    function kernels evaluate there are no bits, and what says which tile of them means that there
-    is something to evaluate.
+    Where rows are of `packed` heads side by side, which share the mask, a tile has the bits of each
+    query so many times. With `longest_first`, rows with more tiles to visit are worked on before
+    others. With `chains` the order of visits is planned, and that of the rows is the one of
+    planned_sums. Of a mask whose function kernels evaluate there are no bits, and what says which
+    tile of them means that there is something to evaluate.
     """
-    kinds, bits = mask.tiles(rows, columns)
+    kinds, bits = mask.tiles(rows // packed, columns)
     if mask.predicate is not None:
         bits = bits[:0]
+    if packed > 1:
+        bits = bits.repeat(packed, axis=1)
     lists, down, _ = kinds.shape
     counts = np.count_nonzero(kinds, axis=-1)
     order = np.argsort(-counts, axis=-1, kind="stable") if longest_first else None

@@ -54,14 +54,17 @@ def _variants(row: Tile, problem: Problem, device: Device) -> Iterator[Tile]:
 
 
 def _packings(row: Tile, problem: Problem) -> Iterator[int]:
-    """How many heads of a group a tile can have side by side. Under an array of bool it is all of
-    them, since that has lists of tiles for a group; under a mask of blocks one, whose lists are of
-    queries.
+    """How many heads of a group, which share a mask, a tile can have side by side.
+
+    Under an array of bool it is all of them, since that has lists of tiles for a group. Under a
+    mask of blocks it is one where queries fill more than half of a tile: then more heads save
+    little, and what the mask keeps of a query would stand there once for each.
     """
     yield 1
-    if problem.group > 1 and problem.mask != "blocks":
+    queries, _ = problem.extents
+    if problem.group > 1 and (problem.mask != "blocks" or 2 * queries <= row.block_q):
         packed = 1 << (min(problem.group, row.block_q) - 1).bit_length()
-        if row.block_q % packed == 0 and (packed >= problem.group or not problem.mask):
+        if row.block_q % packed == 0 and (packed >= problem.group or problem.mask != "elements"):
             yield packed
 
 

@@ -120,8 +120,9 @@ struct ComputedTile {
     }
 
   private:
+    // Rows are of queries, or in backward, where PACKED is 1, of keys.
     __device__ __forceinline__ bool shows(int row, int column) const {
-        return mask_shows(head, row_begin + row, column_begin + column, p);
+        return mask_shows(head, query_of(row_begin + row), column_begin + column, p);
     }
 };
 
