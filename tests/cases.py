@@ -797,6 +797,15 @@ class _Cases:
             name, lengths["causal"] = f"blocks with {poison} nonfinite", True
             self.add(name, dtype, q, k, poison=poison, mask=one)
             self.add(f"{name}, lengths", dtype, q, k, poison=poison, mask=mask, **lengths)
+        if self.algo != "fa1" and not self.backward:
+            m = 3 * self.tile(dtype).block_k + 13
+            few = BlockMask.from_dense(random_mask((2, 1, 3, m), 1, shown=0.7, seed=6), 16)
+            computed = BlockMask.from_function(
+                lambda b, h, q, k: k % 64 > q + 20 * b, few.shape, 16
+            )
+            for of, mask in (("stored", few), ("computed", computed)):
+                self.add(f"blocks {of}, few queries", dtype, (2, 12, 3, dim), (2, 2, m, dim),
+                         mask=mask, enable_gqa=True)  # fmt: skip
 
     def elements(self):
         """Arrays of bool, of every shape that broadcasts."""
