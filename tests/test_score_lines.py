@@ -1,14 +1,21 @@
 """Lines along the keys that are added to scores, as ALiBi's: two multiply-adds a score on wgmma."""
 
 import functools
+import itertools
 
 import ml_dtypes
 import numpy as np
 import pytest
 from cases import FEW, H200, random_mask
-from emulated import attention, attention_backward
+from emulated import (
+    attention,
+    attention_backward,
+    attention_varlen,
+    attention_varlen_backward,
+)
 from emulator import available
-from test_emulator_catches import must_be_caught
+from numpy.testing import assert_array_equal
+from test_emulator_catches import must_be_caught, plant
 from tolerance import assert_backward_close, assert_forward_close
 
 import cuflash
@@ -28,11 +35,21 @@ LINES = [  # an expression, and by how much what is added grows from key to key 
     ("score + -(x * (k - 3))", (-1, 0)),
     ("score - a[head] * (q + shift)", (0, -1)),
 ]
+BENDS = [  # the same, where the distance is positive
+    ("score - a[head] * abs(k - q - shift)", (-1, 1)),
+    ("score + a[head] * -abs(k - q - shift)", (-1, 1)),
+    ("score - abs(q - k)", (1, -1)),
+    ("score + -(x * -abs(-(k + k - q)))", (-2, 1)),
+    ("abs(k - t[head]) * exp(x) + score", (1, 0)),
+]
 OTHERS = [
     "score",
     "score * x + (k - q)",
     "x * (k - q) - score",
-    "score - a[head] * abs(k - q)",
+    "score - a[head] * abs(abs(k - q))",
+    "score - a[head] * (abs(k - q) + 3)",
+    "score - abs(x * (k - q))",
+    "score - a[head] * abs(k - t[k])",
     "score + a[head] * (k - q) * (k - q)",
     "score + a[k] * (k - q)",
     "score + a[head] * (k - t[k])",
@@ -49,6 +66,14 @@ OTHERS = [
 def test_what_is_a_line(text, steps):
     line = find_line(parse(text, CAPTURES))
     assert (line.sign * line.key_step, line.sign * line.query_step) == steps
+    assert not line.bends
+
+
+@pytest.mark.parametrize(("text", "steps"), BENDS)
+def test_what_is_a_line_that_bends(text, steps):
+    line = find_line(parse(text, CAPTURES))
+    assert (line.sign * line.key_step, line.sign * line.query_step) == steps
+    assert line.bends
 
 
 @pytest.mark.parametrize("text", OTHERS)
@@ -66,11 +91,12 @@ def test_lines_that_something_else_follows():
 @pytest.mark.parametrize("backward", [False, True])
 def test_rows_that_have_registers_for_lines_alone(backward):
     q = np.zeros((1, 32, 4096, 64), np.float16)
-    bend = "score - slope * abs(k - q)"
-    of = functools.partial(cuflash.plan, q, q, q, causal=True, device=H200, backward=backward)
-    plain, line = of(), of(alibi_slopes=np.zeros(32))
-    assert line.tile == plain.tile
-    assert of(score_mod=ScoreMod(bend, slope=1.0)).tile != plain.tile
+    curve = ScoreMod("score - slope * sqrt(abs(k - q))", slope=1.0)
+    for causal in (True, False):
+        of = functools.partial(cuflash.plan, q, q, q, causal=causal, device=H200, backward=backward)
+        plain, line = of(), of(alibi_slopes=np.zeros(32))
+        assert line.tile == plain.tile
+        assert of(score_mod=curve).tile != plain.tile
 
 
 KEYS = 270 + 127  # so the first row sees none of the tile of 128 keys that is visited first
@@ -96,6 +122,18 @@ KINDS = {
     "window": {**TO_BOTH_SIDES, "window": (150, 20), "q_offset": 60},
     "very steep": {"alibi_slopes": np.float32([4000, 300]), "window": (2, 0)},
     "lengths": {"alibi_slopes": SLOPES, "causal": "bottom_right", "kv_lengths": np.int32([333])},
+    "bend": {"alibi_slopes": SLOPES},
+    "bend, slopes of 0 and large": {"alibi_slopes": np.float32([0, 40])},
+    "bend, very large and infinite slopes": {"alibi_slopes": np.float32([3e38, np.inf])},
+    "bend behind the last key": {"alibi_slopes": SLOPES, "q_offset": 140},
+    "bend ahead of the first key": {"alibi_slopes": SLOPES, "q_offset": -150},
+    "bend and window": {"alibi_slopes": SLOPES, "window": (170, 190), "q_offset": 60},
+    "bend and rows of no key": {"alibi_slopes": SLOPES, "window": (200, 20), "q_offset": -99},
+    "bend and lengths": {"alibi_slopes": SLOPES, "kv_lengths": np.int32([333])},
+    "bend and dropout": {"alibi_slopes": SLOPES, "dropout_p": 0.2, "seed": 3},
+    "bend and mask": {"alibi_slopes": SLOPES, "mask": SHOWN},
+    "bend of one's own": {"score_mod": ScoreMod("score - x * abs(2 * 5 + q - k - k)", x=0.2)},
+    "bend, far scores larger": {"score_mod": ScoreMod("score + x * abs(k - q)", x=0.05)},
 }
 
 
@@ -135,24 +173,126 @@ def test_heads_of_a_group_in_one_tile():
     assert_forward_close(*result[:2], q, k, v, causal="bottom_right", **options)
 
 
+def check_packed_heads(**options):
+    """Of a group in one tile; a distance of each head's own puts bends of its rows far apart."""
+    q, k, v, _ = operands(64, np.float16, (8, 40))
+    result = attention(q, k, v, engine="wgmma", device=FEW, enable_gqa=True, **options)
+    assert result.plan.tile.packed > 1
+    assert "LINE_BENDS = true" in result.plan.source()
+    assert_forward_close(*result[:2], q, k, v, enable_gqa=True, **options)
+
+
+OF_HEADS = np.linspace(-0.1, 0.4, 8, dtype=np.float32)
+BEND_OF_HEADS = ScoreMod(
+    "score - slope[head] * abs(k - q - far[head])", slope=OF_HEADS,
+    far=np.int32([0, 300, 128, -40, 200, 5, 390, 250]),
+)  # fmt: skip
+
+
+@EMULATED
+@pytest.mark.parametrize(
+    "options", [{"alibi_slopes": OF_HEADS, "q_offset": 170}, {"score_mod": BEND_OF_HEADS}],
+    ids=["alibi", "a bend for each head"],
+)  # fmt: skip
+def test_bends_of_heads_of_a_group_in_one_tile(options):
+    check_packed_heads(**options)
+
+
+@EMULATED
+def test_bends_of_packed_sequences():
+    q, k, v, dout = (x[0].swapaxes(0, 1) for x in operands(64, np.float16, (2, 290), 290))
+    starts = np.int32([0, 7, 7, 250, 290])
+    options = {"alibi_slopes": SLOPES, "engine": "wgmma", "enable_gqa": True}
+    out, lse, *_ = attention_varlen(q, k, v, starts, max_seqlen_q=290, **options)
+    grads = attention_varlen_backward(
+        dout, q, k, v, out, lse, starts, max_seqlen_q=290, **options
+    )  # fmt: skip
+    assert grads.plan.kernel == "hopper_backward"
+    of_sequence = {"alibi_slopes": SLOPES}
+    for begin, end in itertools.pairwise(starts):
+        own = [x[begin:end].swapaxes(0, 1) for x in (q, k, v, out, dout, *grads[:3])]
+        assert_forward_close(own[3], lse[:, begin:end], *own[:3], **of_sequence)
+        assert_backward_close(own[5:], own[4], *own[:3], **of_sequence)
+
+
 @EMULATED
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients(kind):
     check_backward(kind)
 
 
+STEEP = np.float32([1e6, 3.4e38])
+
+
+def check_only_the_diagonal(backward=False):
+    """Where slopes are that steep, each query sees its own key alone, and exactly."""
+    q, k, v, dout = operands(64, np.float16, (2, 270), 271)
+    options = {"engine": "wgmma", "alibi_slopes": STEEP, "q_offset": 1}  # 127 sees a tile's first
+    out, lse, *_ = attention(q, k, v, **options)
+    assert_array_equal(out, v[:, :, 1:])
+    if backward:
+        grads = attention_backward(dout, q, k, v, out, lse, **options)
+        assert_array_equal(grads.dv[:, :, 1:], dout)
+
+
+@EMULATED
+@pytest.mark.parametrize("backward", [False, True])
+def test_bends_of_steep_slopes(backward):
+    check_only_the_diagonal(backward)
+
+
+FROM_DIAGONAL = r"abs\((real\(\(\(k - q\) - located\.shift\)\))\)"  # as the expression has it
+
+
+@EMULATED
+@pytest.mark.parametrize("check", [check_forward, check_backward])
+def test_tiles_beside_a_bend_are_on_a_line(monkeypatch, check):
+    """They do not ask the expression, which is wrong here but near the bend and in tiles that are
+    the last ones or hold the last keys or queries.
+    """
+    near = r"(abs(\1) < 128 || int(k) >= 384 || int(q) >= 256 ? abs(\1) : Accumulator(9))"
+    with monkeypatch.context() as changes:
+        found = plant(changes, (FROM_DIAGONAL, near))
+        check("bend")
+        assert any(found)
+    must_be_caught(monkeypatch, FROM_DIAGONAL, near.replace("128", "40"), check, kind="bend")
+
+
 PLANTED = [
-    ("distances go the wrong way", r"- last\) \* LINE_KEY_STEP", "- last) * -LINE_KEY_STEP",
+    ("distances go the wrong way", r"- from\) \* LINE_KEY_STEP", "- from) * -LINE_KEY_STEP",
      check_forward),
-    ("the distance is that of another column", r"k_begin \+ last, p\)", "k_begin, p)",
+    ("the distance is that of another column", r"k_begin \+ from, p\)", "k_begin, p)",
      check_forward),
     ("the origin is forgotten", r"Accumulator\(distance\), -subtracted", "Accumulator(distance), 0",
      check_forward),
     ("a row has an origin of none", r"i > 0 && softmax\.settled && ", "i > 0 && ", check_forward),
     ("gradients go the wrong way", r"\* LINE_QUERY_STEP", "* -LINE_QUERY_STEP", check_backward),
     ("a row of gradients has none", r"of_column \+ of_row\[i\]", "of_column", check_backward),
-    ("gradients of cut tiles are on the line", r"if \(whole\) return follow_line",
-     "if (true) return follow_line", functools.partial(check_backward, "very steep")),
+    ("gradients of cut tiles are on the line", r"if \(whole\) \{", "if (true) {",
+     functools.partial(check_backward, "very steep")),
+    ("tiles that the bend cuts are on a side", r"return __all_sync\(FULL_WARP, negative\) \? -1 : 0",
+     "return -1", functools.partial(check_forward, "bend")),
+    ("the same in gradients", r"return __all_sync\(FULL_WARP, negative\) \? -1 : 0", "return -1",
+     functools.partial(check_backward, "bend")),
+    ("both sides have one slope", r"LINE_BENDS && side < 0 \? -slope : slope", "slope",
+     functools.partial(check_forward, "bend")),
+    ("the same in gradients", r"LINE_BENDS && side < 0 \? -slope : slope", "slope",
+     functools.partial(check_backward, "bend")),
+    ("the first row tells the side of all", r"positive &= (.*;)\s+negative &= (.*;)",
+     r"(void)0; positive = \1 negative = \2",
+     functools.partial(check_packed_heads, score_mod=BEND_OF_HEADS)),
+    ("a lane tells the side of all", r"__all_sync\(FULL_WARP, (positive|negative)\)",
+     r"__shfl_sync(FULL_WARP, int(\1), 0)", functools.partial(check_forward, "bend")),
+    ("the last column tells no side", r"\(last - first\) \* LINE_KEY_STEP", "0",
+     functools.partial(check_forward, "bend")),
+    ("the last query tells no side", r"\(last - first\) \* LINE_QUERY_STEP", "0",
+     functools.partial(check_backward, "bend")),
+    ("a bend's rounding is that of far keys", r"LINE_BENDS && side \* LINE_KEY_STEP > 0", "false",
+     check_only_the_diagonal),
+    ("the same in gradients", r"LINE_BENDS && side \* LINE_QUERY_STEP < 0", "false",
+     functools.partial(check_only_the_diagonal, True)),
+    ("a slope is infinite in units of the exponent", r"LINE_BENDS \? fminf.*? : slope;", "slope;",
+     check_only_the_diagonal),
 ]  # fmt: skip
 
 

@@ -318,6 +318,7 @@ class KernelTile(Tile):
             "SCORE_IS_LINE": line is not None,
             "LINE_KEY_STEP": line.key_step if line else 0,
             "LINE_QUERY_STEP": line.query_step if line else 0,
+            "LINE_BENDS": line is not None and line.bends,
             "SCORE_MAY_HIDE": problem.score.hides,
             "SHARES_ENTRIES": problem.score.shares_entries and not problem.is_packed,
             "HAS_SINKS": bool(problem.score.sink),

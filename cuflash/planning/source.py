@@ -112,18 +112,19 @@ __device__ __forceinline__ Accumulator read_sink(const Params& p, int batch, int
 
 
 def _line_functions(emitter: Emitter, line: Line) -> str:
-    """The line along the keys that is added to scores."""
-    slope, distance = emitter.line(line)
+    """The line along the keys that is added to scores; of one that bends, without abs."""
+    reads, distance = Emitter(of_head=False).stage(line.distance)
     return f"""
 template <typename Head>
 __device__ __forceinline__ Accumulator line_slope(const OfHead& of_head, const Head& located,
                                                   const Params& p) {{
     [[maybe_unused]] const int batch = located.batch, head = located.head;
-    return {slope};
+    return {emitter.slope(line)};
 }}
 template <typename Head>
 __device__ __forceinline__ int line_distance(const Head& located, int q, int k, const Params& p) {{
     [[maybe_unused]] const int batch = located.batch, head = located.head;
+    {reads}
     return {distance};
 }}"""
 

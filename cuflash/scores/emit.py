@@ -68,10 +68,10 @@ class Emitter:
         names = [f"const auto {name} = {read};" for read, name in self._reads.items()]
         return " ".join(names), text
 
-    def line(self, line: Line) -> tuple[str, str]:
-        """Its slope and the distance of q and k in C, behind the stages."""
+    def slope(self, line: Line) -> str:
+        """A line's slope, behind the stages."""
         slope = self._emit(line.slope) if line.slope else "Accumulator(1)"
-        return f"{'-' if line.sign < 0 else ''}{slope}", self._index(line.distance)
+        return f"{'-' if line.sign < 0 else ''}{slope}"
 
     def rows_text(self) -> tuple[str, str, bool]:
         """The type of the elements of `rows`, what finds them in C, and whether all queries of a
@@ -149,8 +149,9 @@ class Emitter:
 
     def _real(self, node: Node) -> str:
         """An integer as a real number; the distance of positions without converting each."""
-        if node.operation == "abs" and _is_place(node.inputs[0]):
-            return f"abs({self._real(node.inputs[0])})"
+        if _is_magnitude(node):
+            inner = self._real(node.inputs[0])
+            return f"abs({inner})" if node.operation == "abs" else f"(-{inner})"
         return f"real({self._emit(node)})"
 
     def _read(self, node: Node) -> str:
@@ -230,6 +231,13 @@ def _is_place(node: Node) -> bool:
     if node.operation not in ("+", "-", "negative"):
         return False
     return any(map(_is_place, node.inputs)) and all(x.kind == "integer" for x in node.inputs)
+
+
+def _is_magnitude(node: Node) -> bool:
+    """Whether it is abs of a Place, or that times -1."""
+    if node.operation == "negative":
+        return _is_magnitude(node.inputs[0])
+    return node.operation == "abs" and _is_place(node.inputs[0])
 
 
 def _number(node: Node) -> str:

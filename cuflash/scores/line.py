@@ -1,4 +1,7 @@
-"""Scores to which a line along the keys is added: score + slope * distance, as ALiBi does."""
+"""Scores to which a line along the keys is added: score + slope * distance, as ALiBi does.
+
+With `abs(distance)` the line bends where the distance is 0: on either side of that it is a line.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ from .expression import Node
 
 
 class Line(NamedTuple):
-    """What is added to a score: `sign * slope * distance`.
+    """What is added to a score: `sign * slope * distance`, or that of `abs(distance)`.
 
     Parameters
     ----------
@@ -18,6 +21,8 @@ class Line(NamedTuple):
         A sum of positions and integers.
     sign, key_step, query_step : int
         `distance` grows by these from key to key and from query to query.
+    bends : bool
+        Whether `abs(distance)` is meant.
     """
 
     slope: Node | None
@@ -25,6 +30,7 @@ class Line(NamedTuple):
     sign: int
     key_step: int
     query_step: int
+    bends: bool
 
 
 def find_line(stage: Node) -> Line | None:
@@ -44,11 +50,11 @@ def _line(node: Node, sign: int) -> Line | None:
     if node.operation == "negative":
         return _line(node.inputs[0], -sign)
     if node.operation == "real":
-        (distance,) = node.inputs
+        sign, distance, bends = _without_abs(node.inputs[0], sign)
         of_keys, of_queries = _step(distance, "k"), _step(distance, "q")
         if of_keys is None or of_queries is None:
             return None
-        return Line(None, distance, sign, of_keys, of_queries)
+        return Line(None, distance, sign, of_keys, of_queries, bends)
     if node.operation != "*":
         return None
     for slope, distance in (node.inputs, node.inputs[::-1]):
@@ -56,6 +62,16 @@ def _line(node: Node, sign: int) -> Line | None:
         if line and line.slope is None and not (slope.reads_place or slope.reads_score):
             return line._replace(slope=slope)
     return None
+
+
+def _without_abs(node: Node, sign: int) -> tuple[int, Node, bool]:
+    """Sign and distance of `abs(distance)`; other integers stay as they are. And which it is."""
+    inner, sign_of_inner = node, sign
+    while inner.operation == "negative":
+        (inner,), sign_of_inner = inner.inputs, -sign_of_inner
+    if inner.operation != "abs":
+        return sign, node, False
+    return sign_of_inner, inner.inputs[0], True
 
 
 def _step(node: Node, position: str) -> int | None:

@@ -7,6 +7,7 @@
 #include "row_stats.cuh"
 #include "seams/hooks.cuh"
 #include "seams/key_tiles.cuh"
+#include "seams/line_side.cuh"
 #include "seams/score.cuh"
 #include "tiles/warpgroup.cuh"
 
@@ -44,17 +45,31 @@ struct GradientStep {
         }
     };
 
-    // P^T from S^T where a line along the keys is all that changes scores, of a tile in which nothing is
-    // hidden (as ScoreLine has it). A is Params, a template's because only then there is a line.
+    // The side of the bend on which the warp's scores lie; 1 without a bend. A is Params, a template's
+    // because only then there is a line.
     template <typename A>
+    __device__ __forceinline__ int line_side(const A& p) const {
+        if constexpr (!LINE_BENDS) return 1;
+        const int first = tile.column(0), last = tile.column(Scores::COLUMNS - 1);
+        WarpSide found;
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i)
+            found.add(line_distance(head, q_begin + first, k_begin + tile.row(i), p),
+                      (last - first) * LINE_QUERY_STEP);
+        return found.of_all();
+    }
+    // P^T from S^T where a line along the keys is all that changes scores, of a tile in which nothing is
+    // hidden (as ScoreLine has it). Distances are counted from that of column FROM.
+    template <int FROM, typename A>
     __device__ __forceinline__ void follow_line(const A& p, Accumulator (&S)[ROWS][Scores::COLUMNS],
-                                                const Stats& log2_sums) const {
+                                                const Stats& log2_sums, int side) const {
         const Accumulator scale = score_scale(p) * Accumulator(LOG2_E);
-        const Accumulator slope = line_slope(read_of_head(head, p), head, p) * Accumulator(LOG2_E);
+        const Accumulator slope =
+            slope_on(side, exponent_slope(line_slope(read_of_head(head, p), head, p)));
         Accumulator of_row[ROWS];
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
-            const int q = q_begin + tile.column(0), k = k_begin + tile.row(i);
+            const int q = q_begin + tile.column(FROM), k = k_begin + tile.row(i);
             of_row[i] = slope * Accumulator(line_distance(head, q, k, p));
         }
 #pragma unroll
@@ -63,7 +78,7 @@ struct GradientStep {
 #pragma unroll
             for (int e = 0; e < 2; ++e) {
                 const int j = 2 * m + e;
-                const Accumulator steps((tile.column(j) - tile.column(0)) * LINE_QUERY_STEP);
+                const Accumulator steps((tile.column(j) - tile.column(FROM)) * LINE_QUERY_STEP);
                 const Accumulator of_column = multiply_add(slope, steps, -log2_sum.at[e]);
 #pragma unroll
                 for (int i = 0; i < ROWS; ++i)
@@ -87,7 +102,13 @@ struct GradientStep {
                                                      Rows& rows, bool whole,
                                                      const Finite& finite) const {
         if constexpr (SCORE_IS_LINE && !STORES_DSCORE)
-            if (whole) return follow_line(p, S, log2_sums);
+            if (whole) {
+                const int side = line_side(p);
+                if (LINE_BENDS && side * LINE_QUERY_STEP < 0)
+                    return follow_line<Scores::COLUMNS - 1>(p, S, log2_sums, side);
+                if (!LINE_BENDS || side != 0)
+                    return follow_line<0>(p, S, log2_sums, side);
+            }
         if constexpr (SCORE_MAY_HIDE && !SCORE_HAS_SLOPE && !STORES_DSCORE)
             if (finite()) {
                 weigh<false>(S, slope, packed, log2_sums, rows, whole);
