@@ -247,21 +247,23 @@ FROM_DIAGONAL = r"abs\((real\(\(\(k - q\) - located\.shift\)\))\)"  # as the exp
 @EMULATED
 @pytest.mark.parametrize("check", [check_forward, check_backward])
 def test_tiles_beside_a_bend_are_on_a_line(monkeypatch, check):
-    """They do not ask the expression, which is wrong here but near the bend and in tiles that are
-    the last ones or hold the last keys or queries.
+    """They do not ask the expression, which is wrong here but in the last tiles and near the bend,
+    as far as tiles of 128 keys go that it cuts for 16 queries.
     """
-    near = r"(abs(\1) < 128 || int(k) >= 384 || int(q) >= 256 ? abs(\1) : Accumulator(9))"
+    near = r"(abs(\1) < 144 || int(k) >= 384 || int(q) >= 256 ? abs(\1) : Accumulator(9))"
     with monkeypatch.context() as changes:
         found = plant(changes, (FROM_DIAGONAL, near))
         check("bend")
         assert any(found)
-    must_be_caught(monkeypatch, FROM_DIAGONAL, near.replace("128", "40"), check, kind="bend")
+    must_be_caught(
+        monkeypatch, FROM_DIAGONAL, near.replace("144", "90"), functools.partial(check, "bend")
+    )
 
 
 PLANTED = [
-    ("distances go the wrong way", r"- from\) \* LINE_KEY_STEP", "- from) * -LINE_KEY_STEP",
+    ("distances go the wrong way", r"- last\) \* LINE_KEY_STEP", "- last) * -LINE_KEY_STEP",
      check_forward),
-    ("the distance is that of another column", r"k_begin \+ from, p\)", "k_begin, p)",
+    ("the distance is that of another column", r"k_begin \+ last, p\)", "k_begin, p)",
      check_forward),
     ("the origin is forgotten", r"Accumulator\(distance\), -subtracted", "Accumulator(distance), 0",
      check_forward),
@@ -270,16 +272,20 @@ PLANTED = [
     ("a row of gradients has none", r"of_column \+ of_row\[i\]", "of_column", check_backward),
     ("gradients of cut tiles are on the line", r"if \(whole\) \{", "if (true) {",
      functools.partial(check_backward, "very steep")),
-    ("tiles that the bend cuts are on a side", r"return __all_sync\(FULL_WARP, negative\) \? -1 : 0",
-     "return -1", functools.partial(check_forward, "bend")),
-    ("the same in gradients", r"return __all_sync\(FULL_WARP, negative\) \? -1 : 0", "return -1",
+    ("tiles that the bend cuts are on a side", r"__all_sync\(FULL_WARP, negative\) \? -1 : 0", "-1",
+     functools.partial(check_forward, "bend")),
+    ("gradients of these are", r"__all_sync\(FULL_WARP, negative\) \? -1 : 0", "-1",
      functools.partial(check_backward, "bend")),
     ("both sides have one slope", r"LINE_BENDS && side < 0 \? -slope : slope", "slope",
      functools.partial(check_forward, "bend")),
-    ("the same in gradients", r"LINE_BENDS && side < 0 \? -slope : slope", "slope",
+    ("both sides of gradients have one slope", r"LINE_BENDS && side < 0 \? -slope : slope", "slope",
      functools.partial(check_backward, "bend")),
-    ("the first row tells the side of all", r"positive &= (.*;)\s+negative &= (.*;)",
-     r"(void)0; positive = \1 negative = \2",
+    ("a lane's last row tells its side", r"positive &= (.*?;)\s+negative &= (.*?;)",
+     r"positive = \1 negative = \2", functools.partial(check_forward, "bend", q_offset=10)),
+    ("the first row's query tells the side", r"query_of\(row\), k_begin \+ first",
+     "query_of(row_begin), k_begin + first", functools.partial(check_forward, "bend")),
+    ("the first row's head tells the side",
+     r"row_head\(head, row\)(, query_of\(row\), k_begin \+ f)", r"head\1",
      functools.partial(check_packed_heads, score_mod=BEND_OF_HEADS)),
     ("a lane tells the side of all", r"__all_sync\(FULL_WARP, (positive|negative)\)",
      r"__shfl_sync(FULL_WARP, int(\1), 0)", functools.partial(check_forward, "bend")),
@@ -287,10 +293,8 @@ PLANTED = [
      functools.partial(check_forward, "bend")),
     ("the last query tells no side", r"\(last - first\) \* LINE_QUERY_STEP", "0",
      functools.partial(check_backward, "bend")),
-    ("a bend's rounding is that of far keys", r"LINE_BENDS && side \* LINE_KEY_STEP > 0", "false",
-     check_only_the_diagonal),
-    ("the same in gradients", r"LINE_BENDS && side \* LINE_QUERY_STEP < 0", "false",
-     functools.partial(check_only_the_diagonal, True)),
+    ("gradients count distances from far ones", r"LINE_BENDS && side \* LINE_QUERY_STEP < 0",
+     "false", functools.partial(check_only_the_diagonal, True)),
     ("a slope is infinite in units of the exponent", r"LINE_BENDS \? fminf.*? : slope;", "slope;",
      check_only_the_diagonal),
 ]  # fmt: skip

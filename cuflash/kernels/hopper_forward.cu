@@ -191,8 +191,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         const NearScores given(p, S_regs, whole);
         const bool on_line =
             SCORE_IS_LINE && whole &&
-            (!LINE_BENDS ||
-             line.is_beside_bend(tile, p, head, row_begin, visit.tile * BLOCK_K));
+            (!LINE_BENDS || line.is_beside_bend(tile, p, head, row_begin, visit.tile * BLOCK_K));
         // A whole tile's scores that the softmax takes as they are need none of it.
         if (!given.near && !on_line) adjust_scores(visit, rows);
         load_next_bits(i);

@@ -106,8 +106,7 @@ struct GradientStep {
                 const int side = line_side(p);
                 if (LINE_BENDS && side * LINE_QUERY_STEP < 0)
                     return follow_line<Scores::COLUMNS - 1>(p, S, log2_sums, side);
-                if (!LINE_BENDS || side != 0)
-                    return follow_line<0>(p, S, log2_sums, side);
+                if (!LINE_BENDS || side != 0) return follow_line<0>(p, S, log2_sums, side);
             }
         if constexpr (SCORE_MAY_HIDE && !SCORE_HAS_SLOPE && !STORES_DSCORE)
             if (finite()) {

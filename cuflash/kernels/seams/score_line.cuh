@@ -52,9 +52,8 @@ struct ScoreLine<Tile, true> {
         side = found.of_all();
         return side != 0;
     }
-    // The i-th row of a tile in which nothing is hidden. Distances are counted from that of a column that
-    // the row sees: so rounding it moves no score by more than the line may (docs/numerics.md). Beside a
-    // bend it is the nearest one: of a steep line the others' weights are small.
+    // The i-th row of a tile in which nothing is hidden. So the distance of its last column is one that
+    // the row sees, and rounding it moves no score by more than the line may (docs/numerics.md).
     template <typename P, int COLUMNS>
     __device__ __forceinline__ void exponentiate(int i, Accumulator (&S)[COLUMNS],
                                                  Accumulator subtracted, Accumulator& sum,
@@ -62,21 +61,14 @@ struct ScoreLine<Tile, true> {
                                                  int row_begin, int k_begin) const {
         const Accumulator scale = score_scale(p) * Accumulator(LOG2_E);
         const Accumulator slope = slope_on(side, slopes[i % HEADS]);
-        const int row = row_begin + tile.row(i);
-        const auto count_from = [&](int from) {
-            const int distance =
-                line_distance(row_head(head, row), query_of(row), k_begin + from, p);
-            const Accumulator of_from = multiply_add(slope, Accumulator(distance), -subtracted);
+        const int row = row_begin + tile.row(i), last = tile.column(COLUMNS - 1);
+        const int distance = line_distance(row_head(head, row), query_of(row), k_begin + last, p);
+        const Accumulator of_last = multiply_add(slope, Accumulator(distance), -subtracted);
 #pragma unroll
-            for (int j = 0; j < COLUMNS; ++j) {
-                const Accumulator steps((tile.column(j) - from) * LINE_KEY_STEP);
-                S[j] = exp2_of(multiply_add(S[j], scale, multiply_add(slope, steps, of_from)));
-                sum += S[j];
-            }
-        };
-        if (LINE_BENDS && side * LINE_KEY_STEP > 0)
-            count_from(tile.column(0));
-        else
-            count_from(tile.column(COLUMNS - 1));
+        for (int j = 0; j < COLUMNS; ++j) {
+            const Accumulator steps((tile.column(j) - last) * LINE_KEY_STEP);
+            S[j] = exp2_of(multiply_add(S[j], scale, multiply_add(slope, steps, of_last)));
+            sum += S[j];
+        }
     }
 };
