@@ -15,6 +15,7 @@ HERE = Path(__file__).parent
 INCLUDE = HERE / "include"
 CPU = ["-march=x86-64-v3"]
 RUNTIME_FLAGS = ["-std=c++17", "-O3", "-g1", "-fPIC", "-w", "-U_FORTIFY_SOURCE", *CPU]
+RUNTIME_FLAGS += ["-fno-omit-frame-pointer"]  # what a thread calls is found by it
 
 
 class EmulatorError(RuntimeError):

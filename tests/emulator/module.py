@@ -30,6 +30,7 @@ _MODES = {
         "-O0",
         "-fsanitize=thread",
         "-fsanitize=alignment",
+        "-fsanitize-undefined-trap-on-error",  # calls with a description take long to compile
         "-fno-tree-loop-distribute-patterns",
         "-ftrivial-auto-var-init=pattern",
         "--param=tsan-instrument-func-entry-exit=0",
@@ -202,12 +203,18 @@ class Module:
 
     def _locate(self, message):
         """Replace return addresses by the source lines they came from, innermost call first."""
+        message, *listed = message.split("\ncalls")
+        listed = iter(listed)  # one for each place
 
         def lines(match):
-            offset = int(match[2], 16) - self._begin - 1
-            if not 0 <= offset < self._end - self._begin:
+            address = int(match[2], 16)
+            if not self._begin < address <= self._end:
                 return match[1] or ""
-            command = ["addr2line", "-i", "-e", str(self._path), hex(offset)]
+            calls = [int(call, 16) for call in next(listed, "").split()]
+            if address in calls:  # what it called is of the emulator
+                calls = calls[calls.index(address) + 1 :]
+            offsets = [hex(call - self._begin - 1) for call in (address, *calls)]
+            command = ["addr2line", "-i", "-e", str(self._path), *offsets]
             found = subprocess.run(command, capture_output=True, text=True).stdout
             places = []
             for line in found.splitlines():

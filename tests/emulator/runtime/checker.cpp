@@ -301,21 +301,6 @@ extern "C" void __tsan_func_exit() {}
 extern "C" void __tsan_init() {}
 extern "C" void __tsan_vptr_update(void*, void*) {}
 
-// -fsanitize=alignment calls this; the description starts with the source position.
-struct UbsanPlace {
-    const char* file;
-    u32 line, column;
-};
-static void misaligned(UbsanPlace* place, u64 address, const void* caller) {
-    if (current) current->where = {place->file, (int)place->line};
-    fail("MISALIGNED: vector access at address 0x%llx (shared+%lld if shared) @%p",
-         (unsigned long long)address, (long long)(address - (u64)current->block->shared), caller);
-}
-extern "C" void __ubsan_handle_type_mismatch_v1(UbsanPlace* p, u64 a) { misaligned(p, a, CALLER); }
-extern "C" void __ubsan_handle_type_mismatch_v1_abort(UbsanPlace* p, u64 a) {
-    misaligned(p, a, CALLER);
-}
-
 // ---------------------------------------------------------------------------- release and acquire
 static std::unordered_map<u64, std::shared_ptr<const Published>> publications;
 void forget_publications() {

@@ -64,7 +64,20 @@ static void append(const char* format, ...) {
     va_end(arguments);
 }
 
-// "@0x..." is replaced by the loader with the source lines of that return address.
+// A line of return addresses in the kernel, of the calls that a thread is in, from a frame outwards.
+static void append_calls(const Fiber& fiber, void** frame) {
+    append("\ncalls");
+    for (void** last = (void**)fiber.stack; frame > last; frame = (void**)frame[0]) {
+        if ((char*)(frame + 2) > fiber.stack + STACK) break;
+        if (in_module(frame[1])) append(" %p", frame[1]);
+        last = frame;
+    }
+}
+
+static void** interrupted_frame;
+
+// "@0x..." is replaced by the loader with the source lines of that return address, and of the calls
+// around it, for which there is a line at the end.
 void fail(const char* format, ...) {
     char text[2048];
     va_list arguments;
@@ -84,12 +97,16 @@ void fail(const char* format, ...) {
     }
     if (issued) append(" (asynchronous operation issued at %s:%d)", issued->file, issued->line);
     issued = nullptr;
+    void** frame = interrupted_frame ? interrupted_frame : (void**)__builtin_frame_address(0);
+    if (current) append_calls(*current, frame);
     siglongjmp(launch_failed, 1);
 }
 
 // Where the interrupted thread was, if that is in the kernel and not in the runtime.
 static const void* interrupted_at(void* context) {
-    char* at = (char*)((ucontext_t*)context)->uc_mcontext.gregs[REG_RIP];
+    const greg_t* registers = ((ucontext_t*)context)->uc_mcontext.gregs;
+    interrupted_frame = (void**)registers[REG_RBP];
+    char* at = (char*)registers[REG_RIP];
     return in_module(at) ? at + 1 : current ? current->caller : nullptr;
 }
 
@@ -101,6 +118,7 @@ static void on_signal(int signal, siginfo_t* info, void* context) {
         fail("stack overflow: more than %zu KB of local arrays, or endless recursion @%p",
              STACK >> 10, at);
     if (signal == SIGFPE) fail("integer division by zero @%p", at);
+    if (signal == SIGILL) fail("MISALIGNED: access to a type that has to be aligned @%p", at);
     fail("OUT OF BOUNDS: %s at address %p (guard page, wild pointer, misaligned vector) @%p", name,
          address, at);
 }
@@ -431,9 +449,12 @@ static void retire(Block& block) {
                  place.first.c_str(), place.second, caller);
         text += line;
     }
-    current = nullptr;
-    fail("DEADLOCK:%s %d threads exited, %zu blocks resident%s", text.c_str(), exited,
-         resident.size(), livelock ? " (they poll memory that nobody changes)" : "");
+    append("DEADLOCK:%s %d threads exited, %zu blocks resident%s", text.c_str(), exited,
+           resident.size(), livelock ? " (they poll memory that nobody changes)" : "");
+    for (auto& [place, group] :
+         groups)  // emu_switch saves the frame last but for its return address
+        append_calls(*group.second, (void**)((void**)group.second->stack_pointer)[5]);
+    siglongjmp(launch_failed, 1);
 }
 
 // A copy, or else the first thread of those that can run.
@@ -512,6 +533,7 @@ extern "C" int emu_launch(void (*entry_point)(void**), void** arguments, const u
     message[0] = 0;
     issued = nullptr;
     current = nullptr;
+    interrupted_frame = nullptr;
     ticks = ticks_without_switch = futile_polls = 0;
     forget_publications();
     for (auto& window : windows)
@@ -524,7 +546,7 @@ extern "C" int emu_launch(void (*entry_point)(void**), void** arguments, const u
     static char signal_stack[1 << 16];
     stack_t own{signal_stack, 0, sizeof signal_stack}, previous_stack;
     sigaltstack(&own, &previous_stack);
-    struct sigaction action{}, timer{}, previous[4];
+    struct sigaction action{}, timer{}, previous[5];
     action.sa_sigaction = on_signal;
     action.sa_flags = SA_SIGINFO | SA_ONSTACK;
     timer.sa_sigaction = on_timer;
@@ -532,7 +554,8 @@ extern "C" int emu_launch(void (*entry_point)(void**), void** arguments, const u
     sigaction(SIGSEGV, &action, &previous[0]);
     sigaction(SIGBUS, &action, &previous[1]);
     sigaction(SIGFPE, &action, &previous[2]);
-    sigaction(SIGVTALRM, &timer, &previous[3]);
+    sigaction(SIGILL, &action, &previous[3]);  // what -fsanitize=alignment finds
+    sigaction(SIGVTALRM, &timer, &previous[4]);
     itimerval every_second{{1, 0}, {1, 0}}, off{{0, 0}, {0, 0}};
     setitimer(ITIMER_VIRTUAL, &every_second, nullptr);
 
@@ -546,7 +569,8 @@ extern "C" int emu_launch(void (*entry_point)(void**), void** arguments, const u
     sigaction(SIGSEGV, &previous[0], nullptr);
     sigaction(SIGBUS, &previous[1], nullptr);
     sigaction(SIGFPE, &previous[2], nullptr);
-    sigaction(SIGVTALRM, &previous[3], nullptr);
+    sigaction(SIGILL, &previous[3], nullptr);
+    sigaction(SIGVTALRM, &previous[4], nullptr);
     sigaltstack(&previous_stack, nullptr);
     current = nullptr;
     for (Block* b : resident) delete_block(b);

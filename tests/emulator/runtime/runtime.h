@@ -136,7 +136,7 @@ struct Fiber {
     FiberState state;
     const char* waits_in;
     emu_where where;
-    const void* caller;  // return address into the kernel, for the chain of inlined calls
+    const void* caller;  // return address into the kernel, for the chain of calls
 
     const volatile void* polled;  // last strong load: address, value
     u64 polled_value;
@@ -234,7 +234,7 @@ extern Stats stats;
 extern bool truncates;
 float truncated_sum(float before, const float* a, const float* b, int step);
 
-// Source position and inline chain of the runtime call being executed.
+// Source position and return address of the runtime call being executed.
 #define ENTER(WHERE) (current->where = (WHERE), current->caller = __builtin_return_address(0))
 
 [[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
