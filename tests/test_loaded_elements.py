@@ -60,7 +60,7 @@ def check(
     return plan
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", ["aligned", "odd", "shifted"])
 @pytest.mark.parametrize("engine", ["wgmma", "mma"])
 @pytest.mark.parametrize("of", [np.float32, np.float16])
@@ -178,7 +178,7 @@ def check_ahead(packed=4, group=None, span=0, queries=1, **more):
     check(group=group or packed, row=row, **more)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("kind", ["aligned", "odd", "shifted"])
 @pytest.mark.parametrize(("packed", "queries"), [(1, 1), (4, 1), (4, 3), (32, 2)])
 @pytest.mark.parametrize("of", [np.float32, ml_dtypes.bfloat16])
@@ -218,7 +218,7 @@ PLANTED = [
 ]  # fmt: skip
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("text", "wrong", "test"), [x[1:] for x in PLANTED],
                          ids=[x[0] for x in PLANTED])  # fmt: skip
 def test_planted_bugs_are_caught(monkeypatch, text, wrong, test):
