@@ -156,7 +156,7 @@ def check(case):
 GROUPS = dict(groups(most=24, cases=thinned(CASES)))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("group", GROUPS)
 def test_case(group):
     check_all(GROUPS[group], check)
@@ -194,6 +194,7 @@ BACKWARD_GROUPS = dict(groups(most=24, cases=UNCHECKED_BACKWARD))
 CHECKED_GROUPS = dict(groups(most=24, cases=CHECKED))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("group", CHECKED_GROUPS)
 def test_backward_case(group):
     check_all(CHECKED_GROUPS[group], check_backward)
@@ -208,6 +209,7 @@ def test_backward_case_fast(group):
 BACKWARD_SCHEDULED = CHECKED[::11]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("part", range(4))
 def test_gradients_do_not_depend_on_the_schedule(part):
     def check(case):
@@ -240,7 +242,7 @@ def test_results_do_not_depend_on_the_schedule(part):
     check_all(PARTS[part], check)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dim", [40, 128, 192, 256])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("algo", ["fa1", "fa3"])
