@@ -363,12 +363,14 @@ def each_of(bugs):
     return pytest.mark.parametrize(("text", "wrong", "kernel", "kind"), rows)
 
 
+@pytest.mark.one_in(3)
 @each_of(WRONG_FORWARD)
 def test_bugs_planted_in_forward(client, text, wrong, kernel, kind):
     with pytest.raises((EmulatorError, AssertionError), match="bound|NaN|RACE|BOUNDS"):
         forward_is_right(client, kind, *kernel.split(), [(text, wrong)], mode="fast")
 
 
+@pytest.mark.one_in(3)
 @each_of(WRONG_BACKWARD)
 def test_bugs_planted_in_backward(client, text, wrong, kernel, kind):
     mode = "check" if "lengths" in kind else "fast"
