@@ -435,7 +435,7 @@ FORMS = {
 }  # fmt: skip
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("dim", "kind"),
     [

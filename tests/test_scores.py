@@ -939,7 +939,7 @@ def plans_with_scores():
             yield pytest.param(make_plan(problem, H200), SPILLS.get(name, 0), id=str(name))
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("plan", "spills"), list(plans_with_scores()))
 def test_nvrtc(plan, spills):
     require_nvrtc()
