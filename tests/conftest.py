@@ -72,7 +72,7 @@ def pytest_collection_modifyitems(items):
     """Of the cases of a test marked `one_in(n)` a share of 1 / n stays, others are marked `full`.
 
     Which ones says a checksum of their names: every n-th might always be of the same type. First
-    come those with a word, such as an engine or a type, or with a kernel that none before them has.
+    come those with most words, such as engines and types, and kernels that none before them has.
     """
     cases = defaultdict(list)
     for item in items:
@@ -91,16 +91,19 @@ def _words(name):
 
 
 def _in_turn(of_test):
-    """Cases of a test, by a checksum, but those first that bring words not seen before."""
-    of_test.sort(key=lambda item: zlib.crc32(item.nodeid.split("[")[-1].encode()))
+    """Cases of a test, by a checksum, but those first that bring most words not seen before."""
+    rest = sorted(of_test, key=lambda item: zlib.crc32(item.nodeid.split("[")[-1].encode()))
     words = {item: _words(item.nodeid.split("[", 1)[1][:-1].split("-")) for item in of_test}
     common = Counter(word for found in words.values() for word in found)
     seen, first = {word for word in common if common[word] == 1}, []
-    for item in of_test:
-        if words[item] - seen:
-            seen |= words[item]
-            first.append(item)
-    return first + [item for item in of_test if item not in first]
+    while rest:
+        item = max(rest, key=lambda item: len(words[item] - seen))
+        if words[item] <= seen:
+            break
+        seen |= words[item]
+        rest.remove(item)
+        first.append(item)
+    return first + rest
 
 
 def _limit_coverage(items):

@@ -194,7 +194,6 @@ BACKWARD_GROUPS = dict(groups(most=24, cases=UNCHECKED_BACKWARD))
 CHECKED_GROUPS = dict(groups(most=24, cases=CHECKED))
 
 
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("group", CHECKED_GROUPS)
 def test_backward_case(group):
     check_all(CHECKED_GROUPS[group], check_backward)
@@ -242,7 +241,7 @@ def test_results_do_not_depend_on_the_schedule(part):
     check_all(PARTS[part], check)
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dim", [40, 128, 192, 256])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("algo", ["fa1", "fa3"])
