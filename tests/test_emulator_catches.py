@@ -796,8 +796,9 @@ def backward_is_right(options):
         result = attention_backward(
             *inputs, dlse=dlse, algo="fa2", engine=engine, schedule=seed, **order, **options
         )
-        assert_backward_close(result[:3], dout, q, k, v, dlse=dlse, **options)
         bits = [x.tobytes() for x in result[:3]]
+        if bits != first:
+            assert_backward_close(result[:3], dout, q, k, v, dlse=dlse, **options)
         first = first or bits
         assert bits == first or not order["deterministic"], f"other bits with seed {seed}"
 
@@ -1001,11 +1002,13 @@ def masked_is_right(options, seeds=(0, 1, 2)):
         if backward:
             kernel = {"algo": algo, "engine": engine, "schedule": seed}
             result = attention_backward(*given, **kernel, **options)[:3]
-            assert_backward_close(result, dout, q, k, v, **options)
         else:
             result = attention(q, k, v, algo=algo, engine=engine, schedule=seed, **options)[:2]
-            assert_forward_close(*result, q, k, v, **options)
         bits = [x.tobytes() for x in result]
+        if bits != first and backward:
+            assert_backward_close(result, dout, q, k, v, **options)
+        elif bits != first:
+            assert_forward_close(*result, q, k, v, **options)
         first = first or bits
         assert bits == first, f"other bits with seed {seed}"
 
@@ -1157,8 +1160,9 @@ def hopper_is_right(options):
     with preferred([row for row in HOPPER_ROWS if row.warps > 4]):  # consumers beside each other
         for seed in (EAGER, 0, 1, 2):
             result = attention(q, k, v, schedule=seed, **kernel, **band)[:2]
-            assert_forward_close(*result, q, k, v, **band)
             bits = [x.tobytes() for x in result]
+            if bits != first:
+                assert_forward_close(*result, q, k, v, **band)
             first = first or bits
             assert bits == first, f"other bits with seed {seed}"
 
@@ -1317,8 +1321,9 @@ def gradients_are_right(options, seeds=(EAGER, 0, 1, 2)):
     first = None
     for seed in seeds:
         result = attention_backward(*inputs, schedule=seed, **kernel, **band)[:3]
-        assert_backward_close(result, *inputs[:4], **band)
         bits = [x.tobytes() for x in result]
+        if bits != first:
+            assert_backward_close(result, *inputs[:4], **band)
         first = first or bits
         assert bits == first or not kernel["deterministic"], f"other bits with seed {seed}"
 

@@ -271,8 +271,9 @@ def gradients_are_right(mask, inputs, blocks=(2,), seeds=(EAGER, 0, 1), **option
                 **options,
             )  # fmt: skip
             assert plan.chains == 2
-            assert_backward_close(grads, dout, q, k, v, mask=mask, **options)
             bits = [x.tobytes() for x in grads]
+            if bits != first:
+                assert_backward_close(grads, dout, q, k, v, mask=mask, **options)
             first = first or bits
             assert bits == first, f"other bits with seed {seed} on {count} multiprocessors"
 
