@@ -256,8 +256,8 @@ class PlanesTile(WgmmaTile):
         return super().constants(problem) | own
 
     def products(self, problem: Problem) -> str:
-        """S = Q K^T of all planes; P V of those whose products are small, and of the others, with all
-        keys of a tile, and with 16.
+        """S = Q K^T of all planes; P V of planes whose products are small, and of the others: with
+        all keys of a tile, or with 16.
         """
         head, value = self.widths(problem)
         scores = product("multiply_shared", problem, self.block_k, head, planes=(*SMALL, *LARGE))
