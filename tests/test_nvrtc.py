@@ -124,8 +124,6 @@ class Kernel(NamedTuple):
     def must_not_spill(self) -> bool:
         if self.name and getattr(self.row.of_kernel(self.name), "after_planes", False):
             return False  # there is seldom anything to do
-        if self.row.kernel == PLANES and not self.row.backward:
-            return self.head_dim <= 128  # beside wider sums small weights that take turns may
         if self.row.engine == "wgmma":
             return True
         if self.row.backward and not self.name:
@@ -183,7 +181,7 @@ def every_row() -> list[Kernel]:
     fa3 = [x for x in planes if x.row.algo == "fa3"]
     main = [x for x in fa3 if not x.name]
     made += fa3 + masked(main)[:-2] + capped(main[1:2]) + dropping(main[1:2]) + packed(main[1::3])
-    made += in_parts(main[::2])
+    made += [x._replace(row=dataclasses.replace(x.row, span=1024)) for x in main[::2]]
     made += gradients_on_planes()
     return made + turns + split(simt)[::3] + of_mma("float64") + of_mma("float32")
 
@@ -243,11 +241,6 @@ def in_any_order(made: list[Kernel]) -> list[Kernel]:
 def is_half(kernel: Kernel) -> bool:
     """Whether it is of the type of halves that is measured on its architecture."""
     return kernel.dtype == ("float16" if kernel.arch == "sm_75" else "bfloat16")
-
-
-def in_parts(made: list[Kernel]) -> list[Kernel]:
-    """The same with parts of the keys."""
-    return [x._replace(row=dataclasses.replace(x.row, span=1024)) for x in made]
 
 
 def split(made: list[Kernel]) -> list[Kernel]:
@@ -412,8 +405,7 @@ def whole_matrix() -> dict[str, Kernel]:
     any_order = in_any_order(halves)
     made += masked(any_order)[:-2] + capped(any_order) + dropping(any_order) + packed(any_order)
     others = kernels("sm_90a", ["float32", "float64"])
-    made += in_parts([x for x in others if x.row.kernel == PLANES and not x.name])
-    made += split([x for x in others if x.row.engine == "simt"])
+    made += split([x for x in others if x.row.engine == "simt" or x.row.kernel == PLANES])
     others = [x for x in others if x.row.engine == "mma"]
     made += varied([x for x in others if not x.name])
     names = {str(kernel): kernel for kernel in made}

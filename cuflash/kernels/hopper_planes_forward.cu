@@ -10,9 +10,10 @@
 //     P = softmax's weights of S, in two planes, in registers
 //     O += (Ph Vl + Pl Vh) 2^-11 + Ph Vh     each from 0, some columns at a time, added in float32
 //
-// Meanwhile the tensor cores work for another consumer. Where values are sparse small weights take turns of
-// their own (planes/small_weights.cuh). Heads whose keys or values planes do not hold are passed by, and queries
-// that they do not hold are marked. fa2_forward.cu, which is launched behind, works on all these.
+// Meanwhile the tensor cores work for another consumer. Heads whose keys or values planes do not hold
+// are passed by. Marked are queries that they do not hold, and rows with small weights where values
+// are sparse. fa2_forward.cu, which is launched behind, works on all these. Where a line along the keys
+// is added to scores, as ALiBi's, small weights take turns of their own (planes/small_weights.cuh).
 //
 // docs/exact.md derives what planes hold, and the floor.
 #include "numeric.cuh"
@@ -23,6 +24,7 @@
 #include "uniform.cuh"
 #include "planes/of_planes.cuh"
 #include "planes/query_planes.cuh"
+#include "planes/small_weights.cuh"
 #include "hopper/begin_block.cuh"
 #include "hopper/block.cuh"
 #include "ptx/overlap.cuh"
@@ -72,7 +74,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     int row_begin;
     Ring<STAGES> now;
     Vector<float, 2> q_units{};
-    bool looks = false;  // for small weights, which may matter
+    bool looks = false, small = false;  // for small weights, which may matter; whether there is one
+    KeptWeights<Tile::ROWS, Tile::ROW_THREADS> kept;
     const auto any = [&](bool says_so) {
         return meet_and_count(CONSUMER_BARRIER + consumer, WARPGROUP, says_so) > 0;
     };
@@ -118,18 +121,27 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         for (float& unit : score_units) unit = SCORE_IS_MODIFIED ? 1.0f : larger(unit, least_unit);
         constexpr float EXPONENT = Tile::WEIGHT_EXPONENT;
         if (softmax.update_scaled(S_regs, multiplier, score_units, EXPONENT, rescale))
-            scale_rows(O_regs, rescale);
+            scale_rows(O_regs, rescale), kept.rescale(rescale);
         drop_probabilities(S_regs, tile, p, head, row_begin, k_begin);
-        const u64 tile_V = V + now.slot * (Tile::Values::BYTES >> 4);
-        const float unit = units.v / (1 << Tile::WEIGHT_EXPONENT);
-        if (looks && any(has_small_weights<Tile::WEIGHT_EXPONENT>(S_regs))) {
-            barriers.V_full[now.slot].wait(now.parity);
-            tile.accumulate_in_turns(O_regs, S_regs, tile_V, unit, any);
-        } else {
+        kept.add(S_regs);
+        const auto accumulate = [&] {
             u32 P_regs[2 * Tile::CHUNKS][4];
             tile.split_probabilities(P_regs, S_regs);
             barriers.V_full[now.slot].wait(now.parity);
-            tile.accumulate(O_regs, P_regs, tile_V, unit);
+            tile.accumulate(O_regs, P_regs, V + now.slot * (Tile::Values::BYTES >> 4),
+                            units.v / (1 << Tile::WEIGHT_EXPONENT));
+        };
+        if constexpr (TAKES_TURNS) {
+            if (looks && any(has_small_weights<Tile::WEIGHT_EXPONENT>(S_regs))) {
+                barriers.V_full[now.slot].wait(now.parity);
+                tile.accumulate_in_turns(O_regs, S_regs, V + now.slot * (Tile::Values::BYTES >> 4),
+                                         units.v / (1 << Tile::WEIGHT_EXPONENT), any);
+            } else {
+                accumulate();
+            }
+        } else {
+            if (looks && has_small_weights<Tile::WEIGHT_EXPONENT>(S_regs)) small = true;
+            accumulate();
         }
         if (speaks) barriers.V_empty[now.slot].arrive();
         now.advance();
@@ -143,7 +155,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const Part part = uniform(item->parts[consumer]);
         static_cast<KeySpan&>(keys) = part.keys;
         row_begin = uniform(item->row_begin) + consumer * SLAB;
-        looks = DROPS || item->sparse;
+        looks = DROPS || item->sparse, small = false;
+        kept.clear();
         softmax = {};
         clear_rows(O_regs);
         if (keys.count() > 0)
@@ -155,6 +168,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         pass_by(part.after);
         for (float& sum : softmax.sum) sum /= 1 << Tile::WEIGHT_EXPONENT;
         store_rows(O_regs, softmax, tile, p, item->head, row_begin, item->output);
+        if constexpr (DROPS) {
+            const float least = kept.least(1 << Tile::WEIGHT_EXPONENT);
+            small = small && small_weights_matter(least, item->spread);
+        }
+        if (__any_sync(FULL_WARP, small) && speaks) leave_out(p, head, row_begin, row_begin + SLAB);
         __syncwarp();  // all lanes have read the item
         if (speaks) reader.release(*item);
     }

@@ -131,6 +131,13 @@ def summed_at_once(width: int) -> int:
     return 64 if width % 64 == 0 else width if width < 128 else 32
 
 
+def takes_turns(problem: Problem) -> bool:
+    """Whether small weights take turns (kernels/planes/small_weights.cuh), and rows that have some
+    are not worked on again: where a line along the keys, as ALiBi's, makes most weights small.
+    """
+    return problem.score.line is not None and not problem.dropout
+
+
 def turn_part(width: int) -> int:
     """The same where small weights take turns: registers are fewer."""
     return 32 if width % 32 == 0 and width <= 128 else 16
@@ -247,8 +254,9 @@ class PlanesTile(WgmmaTile):
     def constants(self, problem: Problem) -> dict[str, int | bool]:
         """Sizes that the kernels read."""
         own = {
-            "PRODUCER_REGISTERS": 40 if self.warps == 8 else 32,
+            "PRODUCER_REGISTERS": 32 if self.warps > 8 else 40 if takes_turns(problem) else 56,
             "VALUE_PART": self.value_part(problem),
+            "TAKES_TURNS": takes_turns(problem),
             "TURN_PART": turn_part(self.widths(problem)[1]),
             "SUMS": self.sums,
         }

@@ -2,7 +2,8 @@
 //
 // Planes hold a weight to 2^-20 of itself or better down to 2^-30 of its row's largest. A smaller one is off by 2^-50
 // of the largest. That matters where all that the row sums else is as small: its values are 0 or tiny, or dropout has
-// left it small weights only. Where that may be, small weights take turns of their own.
+// left it small weights only. Rows that have such weights there are worked on again, or the weights take turns of
+// their own, for which the warps of a consumer meet at each tile.
 #pragma once
 #include "planes/plane_range.cuh"
 #include "tiles/softmax.cuh"
@@ -112,4 +113,8 @@ struct KeptWeights {
 __device__ __forceinline__ bool small_weights_matter(float kept, float least_value,
                                                      float largest_value) {
     return least_value * kept < largest_value * (1.0f / (1 << HeldHead::HELD_SPREAD));
+}
+// The same beside values whose exponents are at most so far apart.
+__device__ __forceinline__ bool small_weights_matter(float kept, int spread) {
+    return small_weights_matter(kept, 1.0f, power_of_two(spread));
 }
