@@ -316,3 +316,17 @@ def test_numpy_takes_any_span():
     out, vjp = cuflash.attention_vjp(q, k, v, split_keys=32)
     assert np.array_equal(out, whole)
     assert len(vjp(out)) == 3
+
+
+def test_blocks_alone_on_a_multiprocessor_wait_for_memory():
+    """Of 128 blocks on 132 multiprocessors each would read no faster than one block can: on `mma`,
+    which has few keys under way, parts let several share a multiprocessor.
+    """
+    q = np.zeros((16, 32, 1, 128), np.float16)
+    k = np.zeros((16, 8, 8192, 128), np.float16)
+    plan = cuflash.plan(q, k, k, enable_gqa=True, engine="mma", device=H200)
+    assert plan.tile.packed == 4
+    assert plan.grid >= 2 * 128
+    many = np.zeros((128, 8, 4096, 128), np.float16)
+    q = np.zeros((128, 32, 1, 128), np.float16)
+    assert not cuflash.plan(q, many, many, enable_gqa=True, engine="mma", device=H200).tile.span

@@ -30,9 +30,10 @@ def estimate(tile: Tile, problem: Problem, device: Device) -> float:
         return tile.start_time
     slots = device.multiprocessors * tile.blocks_per_multiprocessor
     between, slowdown = tile.item_time + tile.block_time, tile.slowdown(device)
+    load = tile.load_time(problem, device, groups * items.total())
 
     def time_of(tiles: int, filled: float) -> float:
-        steps = tiles * tile.step_time(problem, filled) * slowdown
+        steps = tiles * max(tile.step_time(problem, filled) * slowdown, load)
         return steps + tile.first_time(problem, filled) + between
 
     times = sorted(

@@ -188,6 +188,12 @@ class Tile:
         full = flops * self.blocks_per_multiprocessor * MULTIPROCESSORS / (self.rate * 1e6)
         return full * share_of_time(filled)
 
+    def load_time(self, problem: Problem, device: Device, items: int) -> float:
+        """Microseconds of a block for a key tile at least, which memory takes to bring it, where
+        there are so many items in all.
+        """
+        return 0.0
+
     def first_time(self, problem: Problem, filled: float = 1.0) -> float:
         """Microseconds that an item's first key tile takes longer than others."""
         return 0.0

@@ -7,11 +7,16 @@ from dataclasses import dataclass, replace
 from ..operands.dtypes import CHUNK_BYTES, ITEM_BYTES
 from .kernel_tile import KernelTile
 from .launches import Buffer, Launch
-from .problem import Problem
+from .problem import Device, Problem
 from .tile import ceil_div
 
 AGAIN_ROWS = 128  # queries that are worked on again together (planes.py)
 PLANES_TICKETS = 3  # of the kernels of gradients on planes, and of the one behind them
+
+
+LATENCY = 1.5  # microseconds that a tile of keys and values is under way
+REGISTERS = 65536  # of a multiprocessor
+USUAL_REGISTERS = 168  # of a thread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +66,16 @@ class WarpTile(KernelTile):
     def slab_rows(self) -> int:
         """Rows of a tile that take as long together as one of them: a warp's."""
         return self.warp_rows
+
+    def load_time(self, problem: Problem, device: Device, items: int) -> float:
+        """Microseconds of a block for a key tile at least: all but one of its stages are under way
+        together. More blocks than are counted on may share a multiprocessor, and bring theirs
+        meanwhile.
+        """
+        room = device.shared_bytes // self.shared_bytes(problem)
+        room = min(room, REGISTERS // (USUAL_REGISTERS * self.threads))
+        sharing = min(max(room, self.min_blocks), ceil_div(items, device.multiprocessors))
+        return LATENCY / max(1, self.stages - 1) * self.min_blocks / max(1, sharing)
 
     @property
     def blocks_per_multiprocessor(self) -> int:
