@@ -7,6 +7,7 @@
     python asv_bench/versions.py . --backward --causal both --with order
     python asv_bench/versions.py main . --shapes 16,32,8192,64 --queries 1 --key-heads 8
     python asv_bench/versions.py main . --shapes 1,32,65536,128 --queries 1 --window 4096
+    python asv_bench/versions.py main . --shapes 16,32,8192,64 --queries 1 --one-in 4
 
 A version is a revision of this repository, or a folder that holds the package: "." is the working
 tree. What is printed is the first version's time / each one's: above 1 it is faster than the first.
@@ -45,6 +46,7 @@ from cuflash.planning.problem import Problem as Work
 
 xp = bench.find_cupy() or np
 ORDER = "order"
+BLOCK = 128  # queries and keys of a block of a mask
 
 
 def load(version: str, number: int, folder: Path):
@@ -77,6 +79,7 @@ class Call:
         self, shape, dtype: str, causal: bool, gradients: dict | None, choice: dict,
         value_width: int | None = None, feature: str = "", queries: int | None = None,
         key_heads: int | None = None, window: int | None = None, filled: int | None = None,
+        one_in: int | None = None,
     ):  # fmt: skip
         backward = gradients is not None
         name = bench.DTYPES[dtype].name
@@ -94,6 +97,10 @@ class Call:
             self.options["window"] = window - 1, 0
         if filled:
             self.options["kv_lengths"] = xp.full(batch, filled, np.int32)
+        self.blocks = None
+        if one_in:
+            self.blocks = (np.arange(-(-length // BLOCK)) % one_in == 0)[None]
+            self.blocks = self.blocks.repeat(-(-rows[0][2] // BLOCK), 0)
         if feature:
             self.options |= FEATURES[feature].options(shape, queries)
             if backward and FEATURES[feature].wrt:
@@ -104,28 +111,39 @@ class Call:
         self.label += " causal" if causal else ""
         self.label += f" window of {window}" if window else ""
         self.label += f" filled with {filled}" if filled else ""
+        self.label += f" one block in {one_in}" if one_in else ""
         self.label += f" {feature}" if feature else ""
         count = queries or length
         work = Work(name, (batch, heads), count, length, width, values, backward=backward)
         self.flops = work.flops * (1 - (count - 1) / (2 * length) if causal else 1)
         self.flops *= min(window or length, filled or length) / length  # nearly, of few queries
+        self.flops /= one_in or 1
         self.tolerance = (bench.GRADIENT_TOLERANCE if backward else bench.TOLERANCE)[dtype]
 
     def of(self, version):
         """The function to time."""
+        given = self.options | self.mask(version)
         if self.dout is None:
-            return functools.partial(version.attention, *self.operands, **self.options)
+            return functools.partial(version.attention, *self.operands, **given)
         if not self.saved:
-            self.saved = version.attention(*self.operands, return_lse=True, **self.options)
+            self.saved = version.attention(*self.operands, return_lse=True, **given)
         arrays = (self.dout, *self.operands, *self.saved)
-        options = {**self.options, **self.gradients}
+        options = given | self.gradients
         return functools.partial(version.attention_backward, *arrays, **options)
+
+    def mask(self, version) -> dict:
+        """A mask of blocks, as an option of that version's."""
+        if self.blocks is None:
+            return {}
+        sizes = self.operands[0].shape[2], self.operands[1].shape[2]
+        return {"mask": version.BlockMask(self.blocks, BLOCK, shape=sizes)}
 
     def compile(self, version) -> None:
         """Have the kernel ready, or leave it to the call to say why not."""
         try:
             launch = importlib.import_module(f"{version.__name__}.gpu.launch")
-            launch.compiled(version.plan(*self.operands, **self.options), 0)
+            given = self.options | self.mask(version)
+            launch.compiled(version.plan(*self.operands, **given), 0)
         except Exception:
             return
 
@@ -178,6 +196,9 @@ def add_problems(parser: argparse.ArgumentParser) -> None:
         "--window", type=int, metavar="KEYS", help="that a query sees, its own last"
     )
     parser.add_argument("--filled", type=int, metavar="KEYS", help="of those there is room for")
+    parser.add_argument(
+        "--one-in", type=int, metavar="N", help=f"of so many blocks of {BLOCK} keys is shown"
+    )
     parser.add_argument("--backward", action="store_true")
     parser.add_argument("--any-order", action="store_true", help="gradients in any order")
     parser.add_argument("--algo")
@@ -203,7 +224,7 @@ def problems(
             made = functools.partial(
                 Call, sizes, options.dtype, causal, choice=choice, value_width=options.value_width,
                 queries=options.queries, key_heads=options.key_heads, window=options.window,
-                filled=options.filled,
+                filled=options.filled, one_in=options.one_in,
             )  # fmt: skip
             plain = functools.partial(made, gradients=without) if options.feature else None
             yield made(gradients=gradients, feature=feature), plain

@@ -1268,6 +1268,16 @@ def test_versions_of_few_queries(versions, capsys, feature):
     assert len(re.findall(label, capsys.readouterr().out)) == 2
 
 
+def test_versions_with_a_mask_of_blocks(versions, capsys):
+    """Of 300 keys blocks 0 and 2 are shown, 128 and 44 keys."""
+    call = versions.Call((1, 2, 300, 16), "fp32", False, None, {}, queries=3, one_in=2)
+    mask = call.of(cuflash).keywords["mask"]
+    assert mask.to_dense().sum() == 3 * (128 + 44)
+    name = [str(BENCH.parent), *SMALL, "--one-in", "2"]
+    assert versions.main(name) == versions.main([*name, "--backward"]) == 0
+    assert capsys.readouterr().out.count("fp32 (1,2,64,16) one block in 2 ") == 2
+
+
 def test_the_flops_of_few_queries(versions):
     made = functools.partial(versions.Call, (1, 2, 64, 16), "fp32", True, None, {})
     pairs = {64: 64 * 65 / 2, 3: 62 + 63 + 64, 1: 64}
