@@ -15,6 +15,7 @@ PLANES_TICKETS = 3  # of the kernels of gradients on planes, and of the one behi
 
 
 LATENCY = 1.5  # microseconds that a tile of keys and values is under way
+FEW_TILES = 2  # of queries: these read keys from memory
 SINGLE_STAGE = 1.12  # times as long as with two: of few queries at head dim 128 1.09 to 1.17
 REGISTERS = 65536  # of a multiprocessor
 USUAL_REGISTERS = 168  # of a thread
@@ -71,8 +72,10 @@ class WarpTile(KernelTile):
     def load_time(self, problem: Problem, device: Device, items: int) -> float:
         """Microseconds of a block for a key tile at least: all but one of its stages are under way
         together. More blocks than are counted on may share a multiprocessor, and bring theirs
-        meanwhile.
+        meanwhile. Where there are many queries keys are in the cache, and soon there.
         """
+        if self.query_tiles(problem) > FEW_TILES:
+            return 0.0
         room = device.shared_bytes // self.shared_bytes(problem)
         room = min(room, REGISTERS // (USUAL_REGISTERS * self.threads))
         sharing = min(max(room, self.min_blocks), ceil_div(items, device.multiprocessors))
