@@ -249,7 +249,7 @@ def check(algo, engine, dtype, dim=64, backward=True, split_keys=None, **options
         assert_backward_close(found[:3], dout, q, k, v, plan=found.plan, **dense)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @EMULATED
 @pytest.mark.parametrize(("algo", "engine", "dtype", "more"), [
     ("fa2", "simt", "float32", {"dim": 8}),

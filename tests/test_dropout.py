@@ -166,7 +166,7 @@ def test_the_same_bits_on_numpy(algo):
     same_bits(recovered(cuflash.attention, "numpy", 300, 200, 4, algo=algo))
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @EMULATED
 @EACH_KERNEL
 def test_the_same_bits_in_kernels(algo, engine):
@@ -248,7 +248,7 @@ def test_the_same_bits_of_pages_lengths_and_shifts(engine):
     same_bits(recovered(run, engine, 70, 64, 32, **options), shown)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @EMULATED
 @pytest.mark.parametrize(
     ("algo", "engine", "dim"), [*((*x, 120) for x in BACKWARD_KERNELS), ("fa3", "wgmma", 136)]
@@ -560,7 +560,7 @@ def plans_with_dropout():
             yield pytest.param(make_plan(problem, H200), id=f"backward{dim}-mask")
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("plan", list(plans_with_dropout()))
 def test_nothing_spills_on_hopper(plan):
     require_nvrtc()

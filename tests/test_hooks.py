@@ -251,7 +251,7 @@ def mode_of(kind):
 KINDS = ["dropout nonfinite", "sinks", "bias", "dropout sinks bias"]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", KINDS)
 @EACH_KERNEL
 def test_forward(client, kind, algo, engine):
@@ -288,7 +288,7 @@ def backward_is_right(client, kind, algo, engine, bugs=(), mode="check"):
 BACKWARD_KINDS = ["dropout nonfinite", "sinks", "bias", "dropout sinks bias lengths"]
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kind", BACKWARD_KINDS)
 @EACH_BACKWARD_KERNEL
 def test_backward(client, kind, algo, engine):
@@ -363,14 +363,14 @@ def each_of(bugs):
     return pytest.mark.parametrize(("text", "wrong", "kernel", "kind"), rows)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @each_of(WRONG_FORWARD)
 def test_bugs_planted_in_forward(client, text, wrong, kernel, kind):
     with pytest.raises((EmulatorError, AssertionError), match="bound|NaN|RACE|BOUNDS"):
         forward_is_right(client, kind, *kernel.split(), [(text, wrong)], mode="fast")
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @each_of(WRONG_BACKWARD)
 def test_bugs_planted_in_backward(client, text, wrong, kernel, kind):
     mode = "check" if "lengths" in kind else "fast"

@@ -76,7 +76,7 @@ HOW = {
 }
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("schedule", [0, EAGER], ids=["late", "eager"])
 @pytest.mark.parametrize("dims", [(128, 128), (64, 40), (96, 72)], ids=str)
 @pytest.mark.parametrize("how", HOW)
@@ -94,7 +94,7 @@ def test_emulator(how, dims, schedule):
 SHARED = [row for row in TILES if row.kernel == "fa2_shared_forward"]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("schedule", [0, EAGER], ids=["late", "eager"])
 @pytest.mark.parametrize("row", SHARED, ids=str)
 def test_warps_that_share_rows(row, schedule):

@@ -199,7 +199,7 @@ def test_backward_case(group):
     check_all(CHECKED_GROUPS[group], check_backward)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("group", BACKWARD_GROUPS)
 def test_backward_case_fast(group):
     check_all(BACKWARD_GROUPS[group], lambda case: check_backward(case, mode="fast"))
@@ -208,7 +208,7 @@ def test_backward_case_fast(group):
 BACKWARD_SCHEDULED = CHECKED[::11]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("part", range(4))
 def test_gradients_do_not_depend_on_the_schedule(part):
     def check(case):
@@ -228,7 +228,7 @@ SCHEDULED = [c for c in CASES[::97] if math.prod(c.q) < 1 << 16]
 PARTS = [SCHEDULED[i::4] for i in range(4)]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("part", range(len(PARTS)))
 def test_results_do_not_depend_on_the_schedule(part):
     def check(case):
@@ -241,7 +241,7 @@ def test_results_do_not_depend_on_the_schedule(part):
     check_all(PARTS[part], check)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dim", [40, 128, 192, 256])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("algo", ["fa1", "fa3"])
@@ -257,7 +257,7 @@ def test_long_rows_on_hopper(algo, dim, causal):
         assert result.lse.tobytes() == results[0].lse.tobytes()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("length", [96, 500, 576])
 @pytest.mark.parametrize("band", [{}, {"causal": True}, {"window": (150, 60)}], ids=str)
 @pytest.mark.parametrize("algo", ["fa2", "fa3"])
@@ -287,7 +287,7 @@ GROWING = [
 ONCE = "beyond floats at once"
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("growth", "kernel"), [
     *itertools.product(GROWTHS, GROWING[:1]), *itertools.product(["floats", ONCE], GROWING[1:]),
 ], ids=str)  # fmt: skip
@@ -299,7 +299,7 @@ def test_scores_that_grow(growth, kernel):
     assert_forward_close(*result[:2], q, k, v)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("sign", [1, -1])
 @EACH_TYPE
 def test_huge_scores(algo, engine, dtype, sign):
@@ -339,7 +339,7 @@ def with_forward(dtype, dout, q, k, v, **options):
     )  # fmt: skip
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("row", "dtype"), rows_of(backward=True))
 def test_every_backward_row_of_the_table(row, dtype):
     problem = row_problem(row, dtype)
@@ -354,7 +354,7 @@ def test_every_backward_row_of_the_table(row, dtype):
         assert_backward_close(result[:3], dout, q, k, v, plan=result.plan, **options)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(("row", "dtype"), rows_of(backward=False))
 def test_every_row_of_the_table(row, dtype):
     problem = row_problem(row, dtype)
@@ -460,7 +460,7 @@ def test_a_ticket_behind_the_last_section_is_of_no_head():
     assert check_backward(case, device=device).plan.section == 1
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("algo", "engine", "arch"),
     [
@@ -480,7 +480,7 @@ def test_other_architectures(algo, engine, arch):
         assert_forward_close(result.out, result.lse, q, k, v, plan=result.plan, causal=True)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     ("algo", "engine", "arch"),
     [
@@ -580,7 +580,7 @@ def test_gradients_of_grouped_heads_are_sums(algo, engine):
         assert (error <= 2 * rounded + 2**-24).all()
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @EACH_TYPE
 def test_lse_of_equal_scores_counts_the_visible_keys(algo, engine, dtype):
     """With q = 0 the sum of exponentials is a count: a key too many or too few shows."""
@@ -637,7 +637,7 @@ def test_permuted_keys_change_nothing(algo, engine, dtype):
     assert (np.abs(one.lse - other.lse) <= 2 * bound.lse_bound).all()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @EACH_TYPE
 def test_causal_prefix_depends_on_its_prefix_only(algo, engine, dtype):
     tile, dim = tile_of(algo, engine, dtype), DIMS[engine]
@@ -712,7 +712,7 @@ def test_grouped_heads_equal_repeated_ones(algo, engine):
     assert grouped.lse.tobytes() == plain.lse.tobytes()
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("layout", ["bnhd", "padded", "odd", "offset", "reversed", "sparse"])
 @EACH_TYPE
 def test_strided_views_equal_their_copies(algo, engine, dtype, layout):

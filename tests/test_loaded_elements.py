@@ -60,7 +60,7 @@ def check(
     return plan
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("kind", ["aligned", "odd", "shifted"])
 @pytest.mark.parametrize("engine", ["wgmma", "mma"])
 @pytest.mark.parametrize("of", [np.float32, np.float16])
@@ -73,7 +73,7 @@ def test_so_they_are_with_dropout_and_a_window(of):
     check(kind="odd", of=of, window=(60, 20), dropout_p=0.2, seed=5)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dim", [128, 192, 256])
 def test_so_they_are_of_other_head_dims(dim):
     check(dim=dim, each_head=True, kind="odd")
@@ -99,14 +99,14 @@ def test_products_that_overflow_are_hidden():
     check(overflows=True)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("kind", ["aligned", "odd", "shifted"])
 @pytest.mark.parametrize("engine", ["wgmma", "mma"])
 def test_rows_of_float32(engine, kind):
     check_wide(engine, kind=kind, each_head=True, causal="bottom_right")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dim", [128, 192, 256])
 def test_rows_of_float32_of_other_head_dims(dim):
     check_wide(dim=dim, window=(60, 20), dropout_p=0.2, seed=5)
@@ -155,14 +155,14 @@ def check_packed_heads(engine="wgmma", rows=1, packed=2, **more):
     assert f"PACKED = {packed}" in plan.source()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("engine", ["wgmma", "mma"])
 @pytest.mark.parametrize("rows", [1, 3])
 def test_so_they_are_of_heads_side_by_side(engine, rows):
     check_packed_heads(engine, rows)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("engine", ["wgmma", "mma"])
 @pytest.mark.parametrize("packed", [8, 16])
 def test_so_they_are_of_many_heads_side_by_side(engine, packed):
@@ -178,7 +178,7 @@ def check_ahead(packed=4, group=None, span=0, queries=1, **more):
     check(group=group or packed, row=row, **more)
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize("kind", ["aligned", "odd", "shifted"])
 @pytest.mark.parametrize(("packed", "queries"), [(1, 1), (4, 1), (4, 3), (32, 2)])
 @pytest.mark.parametrize("of", [np.float32, ml_dtypes.bfloat16])
@@ -218,7 +218,7 @@ PLANTED = [
 ]  # fmt: skip
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("text", "wrong", "test"), [x[1:] for x in PLANTED],
                          ids=[x[0] for x in PLANTED])  # fmt: skip
 def test_planted_bugs_are_caught(monkeypatch, text, wrong, test):

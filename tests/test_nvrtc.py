@@ -325,7 +325,7 @@ def check(kernel: Kernel) -> None:
 
 
 # Those around a main kernel are small and alike from row to row: a third of them is enough.
-@pytest.mark.one_in(9)
+@pytest.mark.one_in(12)
 @pytest.mark.parametrize(
     "kernel", [x for i, x in enumerate(every_row()) if not x.name or i % 3 == 0], ids=str
 )
@@ -333,7 +333,7 @@ def test_cost_of_every_row(kernel):
     check(kernel)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kernel", one_row_each(), ids=str)
 def test_cost_on_other_architectures(kernel):
     check(kernel)
@@ -349,7 +349,7 @@ def packed_gradients() -> list[Kernel]:
     return main + any_order + masked(any_order)[:-2]
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("kernel", packed_gradients(), ids=str)
 def test_packed_gradients_on_hopper_spill_nothing(kernel):
     check(kernel)
@@ -381,7 +381,7 @@ def test_cost_of_gradients_on_other_architectures(kernel):
     check(kernel)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("kernel", wide_heads_elsewhere(), ids=str)
 def test_cost_of_wide_heads_on_other_architectures(kernel):
     check(kernel)
@@ -454,7 +454,7 @@ def odd_plans() -> list[Plan]:
     return [make_plan(p, Device(90), algo) for p in problems for algo in ("fa1", "fa2")]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("plan", odd_plans(), ids=lambda p: f"{p.kernel}-{p.problem.dtype}")
 def test_odd_problems_compile(plan):
     require_nvrtc()

@@ -54,14 +54,14 @@ def check_backward(case, device=FEW):
     assert_gradients_close(case, grads, dout, dlse, result.plan)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @needs_emulator
 @pytest.mark.parametrize("case", in_emulator(packed_cases.CASES), ids=str)
 def test_emulator(case):
     check_forward(case)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @needs_emulator
 @pytest.mark.parametrize("case", in_emulator(packed_cases.BACKWARD_CASES), ids=str)
 def test_emulator_backward(case):
@@ -80,7 +80,7 @@ DROPPED = {"dropout_p": 0.3, "seed": 5}
 
 
 @needs_emulator
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("algo", "engine", "more"), [
     ("fa2", "mma", {}), ("fa3", "wgmma", {}), ("fa1", "simt", {}), ("fa2", "mma", DROPPED),
     ("fa3", "wgmma", DROPPED),
@@ -226,7 +226,7 @@ def test_numpy(case, algo):
     assert given[0].tobytes() == out.tobytes()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("case", packed_cases.BACKWARD_CASES[::4], ids=str)
 @pytest.mark.parametrize("algo", ["fa1", "fa2"])
 def test_numpy_backward(case, algo):

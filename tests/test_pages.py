@@ -383,7 +383,7 @@ WILD = [
 EACH_WILD = pytest.mark.parametrize(("engine", "shape", "more"), WILD)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @EACH_WILD
 @needs_emulator
 def test_emulator_hides_what_is_on_no_page(engine, shape, more):
@@ -431,7 +431,7 @@ def parts_are_right(options):
         assert bits == first, f"other bits with seed {seed}"
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("options", PARTS, ids=str)
 @needs_emulator
 def test_emulator_on_parts(options):
@@ -471,7 +471,7 @@ def test_bugs_planted_in_pages(monkeypatch, text, wrong, options):
     must_be_caught(monkeypatch, text, wrong, lambda: parts_are_right(options))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     "row", [x for x in TILES if x.threads and x.reads_pages and not x.backward][::2], ids=str
 )
@@ -526,7 +526,7 @@ def paged_plans():
                 yield pytest.param(plan, arch, id=f"{plan.tile} {page_size} {arch}")
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("plan", "arch"), list(paged_plans()))
 def test_nvrtc(plan, arch):
     require_nvrtc()

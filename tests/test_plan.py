@@ -42,7 +42,7 @@ def backward(*args, **more):
     return problem(*args, backward=True, **more)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.no_cover
 @pytest.mark.parametrize("row", GPU_ROWS, ids=str)
 @given(st.lists(st.integers(0, 5), max_size=3), st.integers(0, 1000))
@@ -56,7 +56,7 @@ def test_grid_is_a_block_per_head_or_per_query_tile(row, leading, n):
     assert plan.threads == 32 * row.warps + (128 if row.engine == "wgmma" else 0)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.no_cover
 @pytest.mark.parametrize(
     "row",
@@ -603,7 +603,7 @@ def served(dtype, algo, arch, d, make=problem):
     return True
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.no_cover
 @pytest.mark.parametrize("arch", ARCHES)
 @pytest.mark.parametrize("algo", ["fa1", "fa2"])

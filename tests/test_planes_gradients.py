@@ -194,7 +194,7 @@ def test_emulator_threads_mark_the_same_head(row):
 
 
 @emulated_only
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("row", [WIDE, WIDEST, MMA_WIDEST], ids=str)
 @pytest.mark.parametrize(
     "change", [x for x in HARD if x.__name__ in (*MAIN, "one_number_in_rows_of_q")]
@@ -253,7 +253,7 @@ def test_emulator_wide_heads(sizes, row):
 
 
 @emulated_only
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @on_all
 @pytest.mark.parametrize(
     "options",
@@ -435,7 +435,7 @@ FORMS = {
 }  # fmt: skip
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     ("dim", "kind"),
     [
@@ -458,7 +458,7 @@ def test_registers_suffice(dim, kind):
             assert (compiled.stack, compiled.spills, compiled.messages) == (0, 0, ())
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     ("arch", "dim", "kind"),
     [

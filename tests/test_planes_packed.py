@@ -116,7 +116,7 @@ PLANTED = {
 
 
 @emulated_only
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_bugs(monkeypatch, name):
     text, wrong, check = PLANTED[name]

@@ -73,7 +73,7 @@ MASK = np.random.default_rng(0).random((100, 90)) < 0.5
 LENGTHS = np.array([60, 7], np.int32)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize(

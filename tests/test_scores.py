@@ -536,7 +536,7 @@ PAIRS = {
 NEW = ("bias", "alibi", "sinks", "score_mod")
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @EMULATED
 @pytest.mark.parametrize("other", [name for name in PAIRS if name not in NEW])
 def test_all_with_each_other_option_in_the_emulator(other):
@@ -656,7 +656,7 @@ HIDING += [("fa3", "wgmma", "float16", "bias", 192)]
 HIDING += [("fa3", "wgmma", "float16", "bias of halves", 64)]
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(("algo", "engine", "dtype", "kind", "dim"), HIDING)
 def test_what_minus_infinity_hides_may_hold_anything(algo, engine, dtype, kind, dim):
     """Forward and backward give what a mask gives, NaN in keys, values, dout and all."""
@@ -837,7 +837,7 @@ def test_planted_bugs_are_caught(monkeypatch, text, wrong, options):
     )
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @EMULATED
 @pytest.mark.parametrize("options", [LATE, WHERE, FLOOR], ids=["late", "where", "floor"])
 @EACH_KERNEL
@@ -939,7 +939,7 @@ def plans_with_scores():
             yield pytest.param(make_plan(problem, H200), SPILLS.get(name, 0), id=str(name))
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("plan", "spills"), list(plans_with_scores()))
 def test_nvrtc(plan, spills):
     require_nvrtc()

@@ -90,7 +90,7 @@ def test_each_kernel_has_tensor_maps_of_its_own():
     assert plan.map_boxes("backward_rows") == ()
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(("d", "e"), DIMS)
 @pytest.mark.parametrize("kind", ["", "blocks", "score"])
 def test_registers_suffice(d, e, kind):

@@ -102,7 +102,7 @@ KINDS = {
 }
 
 
-@pytest.mark.one_in(6)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(("d", "e"), [(192, 128), (136, 160), (160, 160), (136, 128), (192, 8)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_registers_suffice(d, e, kind):

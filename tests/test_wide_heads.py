@@ -80,7 +80,7 @@ def cases_of(row):
         yield of_type[7 * number % len(of_type)]
 
 
-@pytest.mark.one_in(8)
+@pytest.mark.one_in(10)
 @pytest.mark.parametrize("row", SHARING + WIDE, ids=str)
 def test_cases(row):
     """Masks, scores, dropout, parts of keys, packed heads, gradients of arrays."""

@@ -422,7 +422,7 @@ def differentiate_items(length, schedule=0):
     differentiate("wgmma", operand, ("bias",), "fa3", schedule=schedule, **options)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @EMULATED
 @pytest.mark.parametrize("schedule", [EAGER, 1, 2])
 @pytest.mark.parametrize("length", [300, 304])  # the latter's rows leave 16 bytes at a time
@@ -489,7 +489,7 @@ HOPPER_PLANTED = [
 ]  # fmt: skip
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @EMULATED
 @pytest.mark.parametrize(("text", "wrong", "check"), [x[1:] for x in HOPPER_PLANTED],
                          ids=[x[0] for x in HOPPER_PLANTED])  # fmt: skip
@@ -519,7 +519,7 @@ PLANTED = [
 ]  # fmt: skip
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @EMULATED
 @pytest.mark.parametrize(("text", "wrong", "options"), [x[1:] for x in PLANTED],
                          ids=[x[0] for x in PLANTED])  # fmt: skip
@@ -561,7 +561,7 @@ def title(plan):
     return f"{plan.engine}-{plan.problem.head_dim}-{plan.problem.wrt[0].name}"
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("plan", list(plans()), ids=title)
 def test_nvrtc(plan):
     """Hardly anything spills, of two stages on Hopper as well."""
