@@ -7,8 +7,8 @@
 #include "ptx/named_barrier.cuh"
 #include "ptx/tma.cuh"
 
-constexpr int CONSUMER_BARRIER =
-    8;  // named barrier of the first consumer, and one for each other one
+// Named barrier of the first consumer's threads; each other one has the next.
+constexpr int CONSUMER_BARRIER = 8;
 
 // Returns by what scores of this thread's rows are multiplied. A row that planes do not hold is left to the
 // kernel behind: its planes are zeros, as those of rows that are not valid. For all threads of a consumer.
