@@ -8,6 +8,8 @@
     python asv_bench/versions.py main . --shapes 16,32,8192,64 --queries 1 --key-heads 8
     python asv_bench/versions.py main . --shapes 1,32,65536,128 --queries 1 --window 4096
     python asv_bench/versions.py main . --shapes 16,32,8192,64 --queries 1 --one-in 4
+    python asv_bench/versions.py main . --shapes 16,16,4096,128 --packed --shortest 64 --backward
+    python asv_bench/versions.py main . --queries 1 --causal yes --q-offset --shortest 1024
 
 A version is a revision of this repository, or a folder that holds the package: "." is the working
 tree. What is printed is the first version's time / each one's: above 1 it is faster than the first.
@@ -72,6 +74,20 @@ def _both(first: int | None, second: int | None) -> str:
     return "/".join(str(x) for x in (first, second) if x)
 
 
+def _lengths(counts: np.ndarray, keys: np.ndarray, most, packed: bool, q_offset: bool) -> dict:
+    """Options by which only the device knows how many keys each batch entry has.
+
+    Queries end at the last of them. `most` are the queries and keys that there is room for.
+    """
+    if q_offset:
+        return {"q_offset": xp.asarray(keys - counts, np.int32)}
+    if not packed:
+        return {"kv_lengths": xp.asarray(keys, np.int32)}
+    starts = (xp.asarray(np.append(0, x.cumsum()), np.int32) for x in (counts, keys))
+    names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+    return dict(zip(names, (*starts, *most)))
+
+
 class Call:
     """One problem: operands, and what each version is to do with them."""
 
@@ -79,13 +95,20 @@ class Call:
         self, shape, dtype: str, causal: bool, gradients: dict | None, choice: dict,
         value_width: int | None = None, feature: str = "", queries: int | None = None,
         key_heads: int | None = None, window: int | None = None, filled: int | None = None,
-        one_in: int | None = None,
+        one_in: int | None = None, shortest: int | None = None, packed: bool = False,
+        q_offset: bool = False,
     ):  # fmt: skip
         backward = gradients is not None
         name = bench.DTYPES[dtype].name
         batch, heads, length, width = shape
         values = value_width or width
-        rows = (batch, heads, queries or length), (batch, key_heads or heads, length)
+        count, longest = queries or length, filled or length
+        self.most = count, length
+        keys = np.random.default_rng(0).integers(shortest or longest, longest, batch, endpoint=True)
+        counts = keys if packed and not queries else np.full(batch, count)
+        rows = (batch, heads, count), (batch, key_heads or heads, length)
+        if packed:
+            rows = (int(counts.sum()), heads), (int(keys.sum()), key_heads or heads)
         draw = functools.partial(bench.meters.draw, xp)
         sizes = (*rows[0], width), (*rows[1], width), (*rows[1], values), (*rows[0], values)
         drawn = [draw(x, name, seed) for seed, x in enumerate(sizes)]  # q, k, v and dout
@@ -95,12 +118,13 @@ class Call:
         self.options |= {"enable_gqa": True} if key_heads else {}
         if window:
             self.options["window"] = window - 1, 0
-        if filled:
-            self.options["kv_lengths"] = xp.full(batch, filled, np.int32)
+        if filled or shortest or packed or q_offset:
+            self.options |= _lengths(counts, keys, self.most, packed, q_offset)
+        self.function = "attention_varlen" if packed else "attention"
         self.blocks = None
         if one_in:
             self.blocks = (np.arange(-(-length // BLOCK)) % one_in == 0)[None]
-            self.blocks = self.blocks.repeat(-(-rows[0][2] // BLOCK), 0)
+            self.blocks = self.blocks.repeat(-(-count // BLOCK), 0)
         if feature:
             self.options |= FEATURES[feature].options(shape, queries)
             if backward and FEATURES[feature].wrt:
@@ -111,32 +135,34 @@ class Call:
         self.label += " causal" if causal else ""
         self.label += f" window of {window}" if window else ""
         self.label += f" filled with {filled}" if filled else ""
+        self.label += f" lengths from {shortest}" if shortest else ""
+        self.label += " packed" if packed else ""
+        self.label += " q_offset" if q_offset else ""
         self.label += f" one block in {one_in}" if one_in else ""
         self.label += f" {feature}" if feature else ""
-        count = queries or length
-        work = Work(name, (batch, heads), count, length, width, values, backward=backward)
-        self.flops = work.flops * (1 - (count - 1) / (2 * length) if causal else 1)
-        self.flops *= min(window or length, filled or length) / length  # nearly, of few queries
-        self.flops /= one_in or 1
+        seeing = np.minimum(counts, keys) if causal else counts
+        shown = 1 - causal * (seeing - 1) / (2 * keys)
+        pairs = seeing * shown * np.minimum(keys, window or length)  # nearly, in a window
+        work = Work(name, (batch, heads), 1, 1, width, values, backward=backward)
+        self.flops = work.flops * pairs.mean() / (one_in or 1)
         self.tolerance = (bench.GRADIENT_TOLERANCE if backward else bench.TOLERANCE)[dtype]
 
     def of(self, version):
         """The function to time."""
-        given = self.options | self.mask(version)
+        given, forward = self.options | self.mask(version), getattr(version, self.function)
         if self.dout is None:
-            return functools.partial(version.attention, *self.operands, **given)
+            return functools.partial(forward, *self.operands, **given)
         if not self.saved:
-            self.saved = version.attention(*self.operands, return_lse=True, **given)
+            self.saved = forward(*self.operands, return_lse=True, **given)
         arrays = (self.dout, *self.operands, *self.saved)
         options = given | self.gradients
-        return functools.partial(version.attention_backward, *arrays, **options)
+        return functools.partial(getattr(version, f"{self.function}_backward"), *arrays, **options)
 
     def mask(self, version) -> dict:
         """A mask of blocks, as an option of that version's."""
         if self.blocks is None:
             return {}
-        sizes = self.operands[0].shape[2], self.operands[1].shape[2]
-        return {"mask": version.BlockMask(self.blocks, BLOCK, shape=sizes)}
+        return {"mask": version.BlockMask(self.blocks, BLOCK, shape=self.most)}
 
     def compile(self, version) -> None:
         """Have the kernel ready, or leave it to the call to say why not."""
@@ -197,6 +223,12 @@ def add_problems(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--filled", type=int, metavar="KEYS", help="of those there is room for")
     parser.add_argument(
+        "--shortest", type=int, metavar="KEYS", help="lengths are random, from this to the longest"
+    )
+    form = parser.add_mutually_exclusive_group()  # of lengths, by default kv_lengths
+    form.add_argument("--packed", action="store_true", help="sequences one behind another")
+    form.add_argument("--q-offset", action="store_true", help="queries stand where lengths end")
+    parser.add_argument(
         "--one-in", type=int, metavar="N", help=f"of so many blocks of {BLOCK} keys is shown"
     )
     parser.add_argument("--backward", action="store_true")
@@ -215,6 +247,8 @@ def problems(
     choice = {"algo": options.algo, "engine": options.engine, "scale": options.scale}
     if options.feature == ORDER and (options.any_order or not options.backward):
         parser.error(f"--with {ORDER} goes with --backward, without --any-order")
+    if options.q_offset and options.causal != "yes":
+        parser.error("--q-offset goes with --causal yes")
     gradients = {"deterministic": not options.any_order} if options.backward else None
     without = {"deterministic": False} if options.feature == ORDER else gradients
     feature = "" if options.feature == ORDER else options.feature
@@ -224,7 +258,8 @@ def problems(
             made = functools.partial(
                 Call, sizes, options.dtype, causal, choice=choice, value_width=options.value_width,
                 queries=options.queries, key_heads=options.key_heads, window=options.window,
-                filled=options.filled, one_in=options.one_in,
+                filled=options.filled, one_in=options.one_in, shortest=options.shortest,
+                packed=options.packed, q_offset=options.q_offset,
             )  # fmt: skip
             plain = functools.partial(made, gradients=without) if options.feature else None
             yield made(gradients=gradients, feature=feature), plain

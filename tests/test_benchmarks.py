@@ -1278,6 +1278,54 @@ def test_versions_with_a_mask_of_blocks(versions, capsys):
     assert capsys.readouterr().out.count("fp32 (1,2,64,16) one block in 2 ") == 2
 
 
+def called(versions, causal, **given):
+    """A call of 4 batch entries with 20 to 64 keys, its options, and what its flops are made of."""
+    call = versions.Call((4, 2, 64, 16), "fp32", causal, None, {}, shortest=20, **given)
+    return call.of(cuflash), call.options, call.flops / (2 * 4 * 16)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("queries", [None, 3])
+def test_packed_sequences_of_random_lengths(versions, causal, queries):
+    call, options, pairs = called(versions, causal, queries=queries, packed=True)
+    counts, keys = np.diff(options["cu_seqlens_q"]), np.diff(options["cu_seqlens_k"])
+    assert len({*keys}) > 1
+    assert 20 <= min(keys) <= max(keys) <= options["max_seqlen_k"] == 64
+    assert list(counts) == ([3] * 4 if queries else list(keys))
+    assert options["max_seqlen_q"] == (queries or 64)
+    assert call().shape == (sum(counts), 2, 16)
+    shown = sum(n * m - causal * n * (n - 1) / 2 for n, m in zip(counts, keys))
+    assert pairs == pytest.approx(shown)
+
+
+def test_lengths_on_the_device(versions):
+    """Batch entries see as many keys by kv_lengths and by q_offset, and as packed sequences."""
+    call, options, pairs = called(versions, True, queries=3)
+    offset_call, offset_options, offset_pairs = called(versions, True, queries=3, q_offset=True)
+    packed_options = called(versions, True, queries=3, packed=True)[1]
+    keys = options["kv_lengths"]
+    assert list(offset_options["q_offset"] + 3) == list(keys)
+    assert list(np.diff(packed_options["cu_seqlens_k"])) == list(keys)
+    assert pairs == offset_pairs == pytest.approx(sum(3 * keys - 3))
+    np.testing.assert_allclose(call(), offset_call(), atol=1e-6)
+
+
+@pytest.mark.parametrize("form", ["", "packed", "q_offset"])
+def test_versions_of_random_lengths(versions, capsys, form):
+    options = "--shortest", "20", "--queries", "3", "--causal", "yes", "--with", "bias, dbias"
+    forms = ["--" + form.replace("_", "-")] if form else []
+    name = [str(BENCH.parent), *SMALL, *options, *forms]
+    assert versions.main(name) == versions.main([*name, "--backward"]) == 0
+    label = " ".join(["fp32 (1,2,3/64,16) causal lengths from 20", *filter(None, [form]), "bias"])
+    assert capsys.readouterr().out.count(label) == 2
+
+
+def test_a_q_offset_goes_with_a_causal_mask(versions, capsys):
+    with pytest.raises(SystemExit):
+        versions.main([str(BENCH.parent), *SMALL, "--q-offset", "--causal", "both"])
+    assert "--q-offset goes with --causal yes" in capsys.readouterr().err
+
+
 def test_the_flops_of_few_queries(versions):
     made = functools.partial(versions.Call, (1, 2, 64, 16), "fp32", True, None, {})
     pairs = {64: 64 * 65 / 2, 3: 62 + 63 + 64, 1: 64}
@@ -1359,6 +1407,15 @@ def test_a_call_takes_the_row_that_it_is_given(every_row, monkeypatch, options, 
     assert arguments.arrays["q"] is x
     assert call.workspace_bytes == call.plan.workspace_bytes
     assert every_row.taken(function)[0].plan.tile == usual.tile
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_rows_of_packed_sequences(every_row, versions, backward):
+    gradients = {} if backward else None
+    call = versions.Call((4, 2, 512, 64), "fp16", True, gradients, {}, shortest=20, packed=True)
+    plan = every_row.taken(call.of(cuflash))[0].plan
+    assert (plan.problem.sequences, plan.problem.backward) == (4, backward)
+    assert len(every_row.plans(plan)) > 2
 
 
 @pytest.mark.parametrize("backward", [False, True])
