@@ -3,6 +3,7 @@ and with what it estimates to take little more.
 
     python asv_bench/choice.py [--count 200] [--seed 0] [--ms 5] [--json FILE]
     python asv_bench/choice.py --engine mma --few-queries --count 60
+    python asv_bench/choice.py --dtype fp32 --few-queries --count 60
 
 Batches, heads that share keys, queries, keys and head dims are drawn from a seed, about evenly over
 powers of two; half of the problems have few queries, with --few-queries all, half are causal.
@@ -35,7 +36,6 @@ from cuflash.planning.choice import timed_variants
 from cuflash.planning.estimate import estimate
 from cuflash.planning.plan import TILES
 
-DTYPE = "bf16"
 NEAR = 1.5  # times the estimate of what is chosen, up to which others are timed
 MOST = 12  # others
 MOST_BYTES = 1 << 29  # of queries, and of keys
@@ -52,6 +52,7 @@ class Case(NamedTuple):
     keys: int
     width: int
     causal: bool
+    dtype: str
 
     @property
     def heads(self) -> int:
@@ -63,7 +64,8 @@ class Case(NamedTuple):
         """Whether it is soon timed; and every query sees a key."""
         rows = max(self.heads * self.queries, self.key_heads * self.keys)
         flops = 4 * self.batch * self.heads * self.queries * self.keys * self.width
-        fits = 2 * self.batch * rows * self.width <= MOST_BYTES and flops <= MOST_FLOPS
+        item = bench.DTYPES[self.dtype].itemsize
+        fits = item * self.batch * rows * self.width <= MOST_BYTES and flops <= MOST_FLOPS
         return fits and (not self.causal or self.queries <= self.keys)
 
     def plan(self, device, engine: str | None = None):
@@ -73,7 +75,7 @@ class Case(NamedTuple):
 
         def array(heads, length):
             shape = self.batch, length, heads, self.width
-            return np.empty(shape, bench.DTYPES[DTYPE]).swapaxes(1, 2)
+            return np.empty(shape, bench.DTYPES[self.dtype]).swapaxes(1, 2)
 
         k, v = (array(self.key_heads, self.keys) for _ in range(2))
         options = {"causal": self.causal, "enable_gqa": self.group > 1}
@@ -84,11 +86,11 @@ class Case(NamedTuple):
         """Its operands on the GPU."""
         shape = self.batch, self.heads, self.keys, self.width
         sizes = {"key_heads": self.key_heads, "queries": self.queries}
-        return bench.Problem(shape, DTYPE, self.causal and BOTTOM_RIGHT, "bnhd", **sizes)
+        return bench.Problem(shape, self.dtype, self.causal and BOTTOM_RIGHT, "bnhd", **sizes)
 
 
-def draw_cases(count: int, seed: int, few_queries: bool = False) -> list[Case]:
-    """Random cases, the same for a seed."""
+def draw_cases(count: int, seed: int, few_queries: bool = False, dtype="bf16") -> list[Case]:
+    """Random cases, the same for a seed and a type."""
     rng, found = np.random.default_rng(seed), []
 
     def size(low, high):
@@ -97,7 +99,8 @@ def draw_cases(count: int, seed: int, few_queries: bool = False) -> list[Case]:
     while len(found) < count:
         queries = size(0, 4) if few_queries or rng.random() < 0.5 else size(4, 13)
         group, width = (int(rng.choice(sizes)) for sizes in ((1, 4, 8), (64, 128, 256)))
-        case = Case(size(0, 7), size(0, 5), group, queries, size(6, 16), width, rng.random() < 0.5)
+        sizes = size(0, 7), size(0, 5), group, queries, size(6, 16), width
+        case = Case(*sizes, causal=rng.random() < 0.5, dtype=dtype)
         if case.is_moderate:
             found.append(case)
     return found
@@ -167,6 +170,7 @@ def main(arguments=None) -> None:
     parser.add_argument("--seed", type=int, default=0, help="of their sizes")
     parser.add_argument("--engine", help="whose rows there are, by default all")
     parser.add_argument("--few-queries", action="store_true", help="up to 16")
+    parser.add_argument("--dtype", choices=list(bench.DTYPES), default="bf16", help="%(default)s")
     parser.add_argument("--ms", type=float, default=5, help="GPU time per candidate and problem")
     parser.add_argument("--json", metavar="FILE", help="also write the results there")
     options = parser.parse_args(arguments)
@@ -174,7 +178,7 @@ def main(arguments=None) -> None:
     facts, rows = bench.facts(), []
     print(", ".join(f"{key} {value}" for key, value in facts.items()))
     device = launch_module().device_facts(0)
-    cases = draw_cases(options.count, options.seed, options.few_queries)
+    cases = draw_cases(options.count, options.seed, options.few_queries, options.dtype)
     found = {case: candidates(case.plan(device, options.engine)) for case in cases}
     compile_kernels([plan for plans in found.values() for plan, _ in plans])
     for case, plans in found.items():

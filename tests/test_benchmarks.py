@@ -758,6 +758,13 @@ def test_random_problems_are_the_same_for_a_seed(choice):
     assert not any(case.causal and case.queries > case.keys for case in cases)
     for name, least in (("width", 3), ("group", 3), ("causal", 2), ("keys", 50)):
         assert len({getattr(case, name) for case in cases}) >= least, name
+    assert {case.dtype for case in cases} == {"bf16"}
+
+
+def test_random_problems_are_of_the_type_asked_for(choice):
+    for case in choice.draw_cases(5, 1, few_queries=True, dtype="fp64"):
+        assert case.queries <= 16
+        assert case.plan(H200).problem.dtype == "float64"
 
 
 def test_candidates_are_near_and_each_is_another_kernel(choice):
@@ -780,7 +787,7 @@ def test_what_a_choice_loses_is_told(choice, monkeypatch, tmp_path, capsys):
     device = types.SimpleNamespace(synchronize=lambda: None)
     np_and_cuda = types.SimpleNamespace(cuda=types.SimpleNamespace(Device=lambda: device))
     launch = types.SimpleNamespace(device_facts=lambda number: H200)
-    case = choice.Case(1, 2, 4, 1, 4096, 64, False)
+    case = choice.Case(1, 2, 4, 1, 4096, 64, causal=False, dtype="bf16")
     tiles = [plan.tile for plan, _ in choice.candidates(case.plan(H200))]
 
     def with_row(tile, function):
@@ -802,7 +809,7 @@ def test_what_a_choice_loses_is_told(choice, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(choice, "launch_module", lambda: launch)
     monkeypatch.setattr(choice, "compile_kernels", len)
     monkeypatch.setattr(choice, "with_row", with_row)
-    monkeypatch.setattr(choice, "draw_cases", lambda count, seed, few: [case] * count)
+    monkeypatch.setattr(choice, "draw_cases", lambda count, *_: [case] * count)
     file = tmp_path / "rows.json"
     choice.main(["--count", "1", "--json", str(file)])
     (row,) = json.loads(file.read_text())["rows"]

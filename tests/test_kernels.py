@@ -799,9 +799,10 @@ def test_hidden_keys_cost_nothing(algo, engine):
 def test_grid_is_what_the_papers_say(algo, engine):
     """fa1: one block per head, fa2: one per head and query tile. Counted by the emulator."""
     dtype, dim = DTYPES[engine][0], DIMS[engine]
-    block_q = tile_of(algo, engine, dtype).block_q
+    tile = tile_of(algo, engine, dtype)
+    block_q = tile.block_q
     q, k, v = random(np.random.default_rng(12), dtype, 3, 2, 3, 2 * block_q + 1, dim)
-    result = attention(q, k, v, algo=algo, engine=engine)
+    result = attention(q, k, v, algo=algo, engine=engine, row=tile)
     assert result.stats["blocks"] == result.plan.grid == (6 if algo == "fa1" else 6 * 3)
     rows = 3 * block_q if engine == "wgmma" else 2 * block_q + 1  # wgmma: of whole tiles
     needed = 6 * rows * (dim + 2) * 4

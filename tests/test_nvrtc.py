@@ -169,7 +169,9 @@ def every_row() -> list[Kernel]:
     mma = [x for x in halves if (x.row.algo, x.row.engine) != ("fa2", "wgmma")]
     simt = [x for x in kernels("sm_90a", ["float32", "float64"]) if x.row.engine == "simt"]
     rows = list(dict.fromkeys(x.row for x in simt))
+    floats = [x for x in simt if "float64" not in x.row.dtypes]  # of which some rows are alone
     turns = [x for x in simt if x.dtype == ("float32", "float64")[rows.index(x.row) % 2]]
+    turns = list(dict.fromkeys(floats + turns))
     # What masks and softcap add is alike from row to row: one of four rows has either.
     made = mma + masked(mma[::4]) + capped(mma[1::4]) + split(mma)[::4] + paged(mma)[::4]
     any_order = in_any_order(mma)

@@ -81,7 +81,7 @@ def _spans(tile: Tile, problem: Problem, device: Device) -> Iterable[int]:
         least = ceil_div(most_keys, MOST_PARTS if problem.is_packed else MOST_SPANS)
         found = [span for span in UNKNOWN_SPANS if span >= least]
         return found or (round_up(least, max(UNKNOWN_SPANS)),)
-    slots = device.multiprocessors * tile.blocks_per_multiprocessor
+    slots = device.multiprocessors * tile.blocks_at_a_time(problem, device)
     least = round_up(max(LEAST_SPAN, most_keys // MOST_SPANS), tile.block_k)
     spans = {0}
     for waves in WAVES:

@@ -28,8 +28,11 @@ def estimate(tile: Tile, problem: Problem, device: Device) -> float:
     items = _items(tile, problem)
     if not groups or not items:
         return tile.start_time
-    slots = device.multiprocessors * tile.blocks_per_multiprocessor
-    between, slowdown = tile.item_time + tile.block_time, tile.slowdown(device)
+    blocks = tile.blocks_at_a_time(problem, device)
+    slots = device.multiprocessors * blocks
+    sharing = min(blocks, ceil_div(groups * items.total(), device.multiprocessors))
+    slowdown = tile.slowdown(device) * sharing / tile.blocks_per_multiprocessor
+    between = tile.item_time + tile.block_time
     load = tile.load_time(problem, device, groups * items.total())
 
     def time_of(tiles: int, filled: float) -> float:

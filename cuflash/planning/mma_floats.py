@@ -36,6 +36,13 @@ class FloatMmaTile(MmaTile):
     dtypes: tuple[str, ...] = ("float32",)
 
     @property
+    def slab_rows(self) -> int:
+        """Rows of a tile that take as long together as one of them: making planes of keys and
+        values takes as long for all.
+        """
+        return self.block_q
+
+    @property
     def behind(self) -> simt.SimtTile:
         """The row of the kernel that works on what this one leaves out, with the same tiles."""
         return simt.behind(self)

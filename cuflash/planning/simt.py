@@ -15,6 +15,11 @@ if TYPE_CHECKING:
     from ..typing import Engine
 
 
+FLOAT = ("float32",)
+FLOATS = (*FLOAT, *DOUBLE)
+FIXED_SHARE = 0.35  # of the time of a key tile at a row's largest head dim: the same at all
+
+
 @dataclass(frozen=True, kw_only=True)
 class SimtTile(WarpTile):
     """A row whose warps have `32 / row_lanes * lane_rows` rows: so many lanes share a row, and each
@@ -27,6 +32,13 @@ class SimtTile(WarpTile):
     def warp_rows(self) -> int:
         """Rows of one warp: queries, or keys in backward."""
         return 32 // self.row_lanes * self.lane_rows
+
+    @property
+    def slab_rows(self) -> int:
+        """Rows of a tile that take as long together as one of them: warps work on rows that do not
+        exist, too, and memory and the FMA units, which bound the time, on all of a tile's.
+        """
+        return self.block_q
 
     def item_bytes(self, problem: Problem) -> int:
         """Of an element in shared memory: of the type of sums."""
@@ -59,6 +71,10 @@ class SimtTile(WarpTile):
         chunk, across = self._chunk(problem), self.warps * 32 * 4 // self.block_q
         return 4 * chunk * ceil_div(self.widths(problem)[0], chunk * across)
 
+    def columns(self, problem: Problem) -> float:
+        """Of queries, keys and values, that a key tile takes as long as."""
+        return (1 - FIXED_SHARE) * sum(self.widths(problem)) + FIXED_SHARE * 2 * self.max_dim
+
     def step_time(self, problem: Problem, filled: float = 1.0) -> float:
         """Of doubles the units multiply half as many."""
         return super().step_time(problem, filled) * (2 if problem.dtype in DOUBLE else 1)
@@ -78,6 +94,34 @@ def _both(**sizes: Any) -> tuple[SimtTile, SimtTile]:
 
 
 # fmt: off
+# For up to 32 rows of a group, queries times heads: what takes time there is to bring the keys from
+# memory. Many small blocks on a multiprocessor keep it busy; each has one tile of keys under way.
+# On an H200 (2026-11-28), one query, 32/8 heads of D 128 in float32, 16 x 8k keys, of which memory
+# takes 244 us: 4x32 279 us, with two stages 282, 4x64 280, with the 4 rows in 4 warps 283, in one
+# 281, 8x32 286; planes of mma 746, 32x32 about 600. Of 16 rows: 16x16 in one warp 326, in two 372,
+# 16x32 369, planes 742; of 32: 32x32 in two warps 523, planes 750. D 512, 8 rows: 8x16 172, 8x32
+# with room for one block 266. Rates are calibrate.py's; item and start times fit 90 problems of
+# choice.py (--few-queries, fp32 and fp64, seed 0), since many blocks leave little of them to see.
+FEW_ROWS = (
+    _fa2(dtypes=FLOATS, max_dim=64,  block_k=32, warps=2, row_lanes=16, lane_rows=2, min_blocks=8,
+         rate=20, item_time=0.8, start_time=9.0),
+    _fa2(dtypes=FLOAT,  max_dim=64,  block_k=32, warps=1, row_lanes=8,  lane_rows=4, min_blocks=8,
+         rate=31, item_time=0.8, start_time=9.0),
+    _fa2(dtypes=FLOATS, max_dim=128, block_k=32, warps=2, row_lanes=32, lane_rows=2, min_blocks=6,
+         rate=12, item_time=0.8, start_time=9.0),
+    _fa2(dtypes=FLOATS, max_dim=128, block_k=32, warps=2, row_lanes=16, lane_rows=2, min_blocks=6,
+         rate=20, item_time=0.8, start_time=9.0),
+    _fa2(dtypes=FLOAT,  max_dim=128, block_k=16, warps=1, row_lanes=8,  lane_rows=4, min_blocks=8,
+         rate=28, item_time=0.8, start_time=9.0),
+    _fa2(dtypes=FLOAT,  max_dim=128, block_k=32, warps=2, row_lanes=16, lane_rows=8, min_blocks=4,
+         rate=35, item_time=0.8, start_time=9.0),
+    _fa2(dtypes=FLOATS, max_dim=256, block_k=16, warps=2, row_lanes=32, lane_rows=4, min_blocks=4,
+         rate=21, item_time=0.8, start_time=9.0),
+    _fa2(dtypes=FLOAT,  max_dim=256, block_k=16, warps=1, row_lanes=8,  lane_rows=4, min_blocks=4,
+         rate=23, item_time=0.8, start_time=9.0),
+    _fa2(dtypes=FLOATS, max_dim=512, block_k=16, warps=2, row_lanes=32, lane_rows=4, min_blocks=2,
+         rate=15, item_time=0.8, start_time=9.0),
+)
 _FORWARD = (
     _fa2(dtypes=SINGLE, max_dim=16,  block_k=64, warps=4, row_lanes=4,  lane_rows=4,
          rate=30, item_time=1.34, start_time=6.6),
@@ -95,6 +139,7 @@ _FORWARD = (
          rate=18, item_time=1.25, start_time=12.3),
     _fa2(dtypes=EVERY,  max_dim=512, block_k=8,  warps=2, row_lanes=8,  lane_rows=1,
          rate=11, item_time=0.94, start_time=12.1),
+    *FEW_ROWS,
     _fa2(dtypes=EVERY,  max_dim=1024, block_k=4, warps=4, row_lanes=32, lane_rows=1,
          rate=8, item_time=0.77, start_time=14.3),  # on an H100, 2026-11-25
     _fa1(dtypes=SINGLE, max_dim=64,  block_k=128, warps=8, row_lanes=8,  lane_rows=4, stages=2,

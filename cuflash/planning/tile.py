@@ -169,6 +169,10 @@ class Tile:
         """Blocks that work on a multiprocessor at a time."""
         return 1
 
+    def blocks_at_a_time(self, problem: Problem, device: Device) -> int:
+        """And that it has room for."""
+        return self.blocks_per_multiprocessor
+
     @property
     def block_time(self) -> float:
         """Microseconds that a block takes which begins where another one has ended."""
@@ -179,12 +183,17 @@ class Tile:
         """Rows of a tile that take as long together as one of them."""
         return self.block_q
 
+    def columns(self, problem: Problem) -> float:
+        """Of queries, keys and values, that a key tile takes as long as: with few exponentials take
+        longer than products.
+        """
+        return max(problem.head_dim + problem.value_dim, 1.5 * self.max_dim)
+
     def step_time(self, problem: Problem, filled: float = 1.0) -> float:
         """Microseconds of a block for a key tile, where all multiprocessors are busy and so much of
         its tile of queries is there.
         """
-        columns = max(problem.head_dim + problem.value_dim, 1.5 * self.max_dim)  # else exponentials
-        flops = 2 * self.block_q * self.block_k * columns
+        flops = 2 * self.block_q * self.block_k * self.columns(problem)
         full = flops * self.blocks_per_multiprocessor * MULTIPROCESSORS / (self.rate * 1e6)
         return full * share_of_time(filled)
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from ..operands.dtypes import CHUNK_BYTES, ITEM_BYTES
 from .kernel_tile import KernelTile
 from .launches import Buffer, Launch
+from .occupancy import blocks_in_shared_memory
 from .problem import Device, Problem
 from .tile import ceil_div
 
@@ -17,6 +18,7 @@ PLANES_TICKETS = 3  # of the kernels of gradients on planes, and of the one behi
 LATENCY = 1.5  # microseconds that a tile of keys and values is under way
 FEW_TILES = 2  # of queries: these read keys from memory
 SINGLE_STAGE = 1.12  # times as long as with two: of few queries at head dim 128 1.09 to 1.17
+MANY_BLOCKS = 4  # of a multiprocessor: they load tiles for as long as others compute
 REGISTERS = 65536  # of a multiprocessor
 USUAL_REGISTERS = 168  # of a thread
 
@@ -76,19 +78,26 @@ class WarpTile(KernelTile):
         """
         if self.query_tiles(problem) > FEW_TILES:
             return 0.0
+        counted = self.blocks_at_a_time(problem, device)
         room = device.shared_bytes // self.shared_bytes(problem)
         room = min(room, REGISTERS // (USUAL_REGISTERS * self.threads))
-        sharing = min(max(room, self.min_blocks), ceil_div(items, device.multiprocessors))
-        return LATENCY / max(1, self.stages - 1) * self.min_blocks / max(1, sharing)
+        sharing = min(max(room, counted), ceil_div(items, device.multiprocessors))
+        return LATENCY / max(1, self.stages - 1) * counted / max(counted, sharing)
 
     def crowding(self, problem: Problem) -> float:
         """How much longer memory takes with as many keys under way as the row has."""
-        return SINGLE_STAGE if self.stages == 1 else 1.0
+        alone = self.stages == 1 and self.min_blocks < MANY_BLOCKS
+        return SINGLE_STAGE if alone else 1.0
 
     @property
     def blocks_per_multiprocessor(self) -> int:
         """Blocks that work on a multiprocessor at a time."""
         return self.min_blocks
+
+    def blocks_at_a_time(self, problem: Problem, device: Device) -> int:
+        """And that its shared memory has room for."""
+        room = blocks_in_shared_memory(device, self.shared_bytes(problem))
+        return max(1, min(room, self.min_blocks))
 
     @property
     def scored(self) -> tuple[int, int]:
