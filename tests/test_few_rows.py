@@ -39,9 +39,7 @@ SHARES = [
 def planned(dtype, dim, group=1, queries=1, device=H200, **more):
     """The plan of a step of decoding: 16 sequences of 8,192 keys, 8 key heads."""
     heads = 8 * group
-    problem = Problem(
-        dtype, (16, heads), queries, 8192, dim, dim, heads=heads, group=group, **more
-    )
+    problem = Problem(dtype, (16, heads), queries, 8192, dim, dim, heads=heads, group=group, **more)
     return make_plan(problem, device)
 
 

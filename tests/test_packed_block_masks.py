@@ -1,5 +1,7 @@
 """A BlockMask whose queries are few: heads of a group side by side under lists of its tiles."""
 
+import dataclasses
+
 import emulated
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from test_splits import EACH_KERNEL, KERNELS, decode, operands
 from tolerance import assert_forward_close
 
 from cuflash import BlockMask, ScoreMod
-from cuflash.planning.plan import make_plan
+from cuflash.planning.plan import TILES, make_plan
 
 EMULATED = pytest.mark.skipif(available() is not None, reason=str(available()))
 ROWS = [*KERNELS, *(("fa2", "mma", x) for x in ("float32", "float64")), ("fa2", "wgmma", "float16")]
@@ -46,6 +48,13 @@ def computed_mask(kind, queries, keys):
     return mask
 
 
+def packed_row(group, span):
+    """The row of `simt` with 32 queries: the plan takes smaller ones, which 16 queries fill."""
+    row = next(x for x in TILES if (x.kind, x.block_q, x.max_dim) == ("fa2 simt", 32, 128))
+    packed = min(1 << (group - 1).bit_length(), row.block_q)
+    return dataclasses.replace(row, packed=packed, span=span or 0)
+
+
 def is_right(
     engine="wgmma", algo=None, dtype=None, queries=3, keys=200, group=3,
     kind="of entries", computed=False, span=None, **options,
@@ -58,8 +67,9 @@ def is_right(
         q, k, v = (x.reshape(3, 2, -1, *x.shape[2:]) for x in (q, k, v))
     options["enable_gqa"] = kind not in WITH_AXIS
     options["mask"] = (computed_mask if computed else mask_of)(kind, queries, keys)
+    row = packed_row(group, span) if engine == "simt" else None
     for seed in range(2):
-        where = {"algo": algo, "engine": engine, "device": FEW, "schedule": seed}
+        where = {"algo": algo, "engine": engine, "device": FEW, "schedule": seed, "row": row}
         result = attention(q, k, v, split_keys=span, **where, **options)
         assert result.plan.tile.packed > 1
         assert bool(result.plan.problem.mask_form.text) == computed

@@ -1,4 +1,4 @@
-"""A mask's bits in shared memory, in the forward pass on wgmma; tiles that the band hides."""
+"""A mask's bits in shared memory, on wgmma; tiles that the band hides."""
 
 import functools
 
@@ -14,6 +14,7 @@ from tolerance import assert_backward_close, assert_forward_close
 
 from cuflash import reference
 from cuflash.masks.band import Band
+from cuflash.masks.predicate import MaskForm
 from cuflash.planning.plan import make_plan
 from cuflash.planning.problem import Device, Problem
 from cuflash.scores.score import softcap
@@ -23,9 +24,9 @@ H200 = Device(90, "NVIDIA H200", multiprocessors=132)
 FEW = Device(90, "NVIDIA H200", multiprocessors=2)
 
 
-def long_plan(dim, backward=False, mask="elements", **more):
+def long_plan(dim, backward=False, mask="elements", dtype="bfloat16", **more):
     """Of long sequences in many heads."""
-    sizes = ("bfloat16", (4, 2048 // dim), 4096, 4096, dim, dim)
+    sizes = (dtype, (4, 2048 // dim), 4096, 4096, dim, dim)
     options = {"heads": 2048 // dim, "mask": mask, "band": Band(right=0), "backward": backward}
     return make_plan(Problem(*sizes, **(options | more)), H200)
 
@@ -68,9 +69,28 @@ def test_bits_come_by_shared_memory_where_there_is_room():
     assert not long_plan(64).tile.stages_bits(computed)
 
 
-def operands(dim):
+# Head dims and types of gradients: of one kernel, of two, on planes, and on planes of wide rows.
+GRADIENTS = [(64, "bfloat16"), (256, "bfloat16"), (64, "float32"), (256, "float32")]
+
+
+@pytest.mark.parametrize(("dim", "dtype"), GRADIENTS)
+def test_bits_of_gradients_come_by_shared_memory(dim, dtype):
+    plan = long_plan(dim, backward=True, dtype=dtype)
+    kernels = [x.name for x in plan.kernels if x.name.startswith("hopper_") and "sum" not in x.name]
+    assert kernels
+    for kernel in kernels:
+        assert "STAGES_BITS = true" in plan.source(kernel)
+        tile = plan.tile.of_kernel(kernel)
+        assert tile.shared(plan.problem)[-1].name == "bits"
+        assert tile.shared_bytes(plan.problem) <= H200.shared_bytes
+    for others in ({"mask": ""}, {"mask": "blocks", "mask_form": MaskForm("q % 3 != 0")}):
+        assert "STAGES_BITS = false" in long_plan(dim, True, dtype=dtype, **others).source()
+
+
+def operands(dim, dtype="bfloat16"):
     rng = np.random.default_rng(dim)
-    return [rng.standard_normal((2, 2, 300, dim)).astype(ml_dtypes.bfloat16) for _ in range(4)]
+    kind = np.float32 if dtype == "float32" else ml_dtypes.bfloat16
+    return [rng.standard_normal((2, 2, 300, dim)).astype(kind) for _ in range(4)]
 
 
 def shown():
@@ -81,22 +101,27 @@ def shown():
     return mask
 
 
-def check(dim=64, schedule=0, backward=False, **options):
-    """Several items a block; what is hidden are NaN and infinities."""
-    q, k, v, dout = operands(dim)
-    k[..., 7, :], v[..., 7, :], v[..., -1, :] = np.nan, np.inf, np.nan
+def check(dim=64, schedule=0, backward=False, dtype="bfloat16", **options):
+    """Several items a block; what is hidden are NaN and infinities or, since planes do not hold
+    these, large numbers.
+    """
+    q, k, v, dout = operands(dim, dtype)
+    poison = (9, 9, 9) if dtype == "float32" else (np.nan, np.inf, np.nan)
+    k[..., 7, :], v[..., 7, :], v[..., -1, :] = poison
     options = {"mask": shown(), "causal": True} | options
     where = {"engine": "wgmma", "algo": "fa3", "schedule": schedule, "device": FEW}
     if not backward:
-        result = attention(q, k, v, row=long_plan(dim).tile, **where, **options)
+        result = attention(q, k, v, row=long_plan(dim, dtype=dtype).tile, **where, **options)
         assert "STAGES_BITS = true" in result.plan.source()
         assert np.isfinite(result.out.astype(np.float32)).all()
-        assert_forward_close(result.out, result.lse, q, k, v, **options)
+        assert_forward_close(result.out, result.lse, q, k, v, plan=result.plan, **options)
         return
     out, lse = reference.attention(q, k, v, return_lse=True, **options)
     inputs = dout, q, k, v, out.astype(q.dtype), lse.astype(np.float32)
-    grads = attention_backward(*inputs, row=long_plan(dim, True).tile, **where, **options)
-    assert_backward_close(grads[:3], dout, q, k, v, **options)
+    row = long_plan(dim, True, dtype=dtype).tile
+    grads = attention_backward(*inputs, row=row, **where, **options)
+    assert "STAGES_BITS = true" in grads.plan.source()
+    assert_backward_close(grads[:3], dout, q, k, v, plan=grads.plan, **options)
 
 
 def check_lost():
@@ -128,9 +153,18 @@ def test_results_are_right(way, dim):
 
 
 @emulated
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("way", WAYS)
+def test_results_of_planes_are_right(way, dim):
+    check(dim, dtype="float32", **WAYS[way])
+
+
+@emulated
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("schedule", [EAGER, 1])
-def test_so_they_are_under_other_schedules(schedule):
-    check(schedule=schedule)
+def test_so_they_are_under_other_schedules(schedule, dtype):
+    check(schedule=schedule, dtype=dtype)
 
 
 @emulated
@@ -139,18 +173,30 @@ def test_so_they_are_of_scores_worked_out_again():
 
 
 @emulated
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize(("dim", "dtype"), GRADIENTS)
 @pytest.mark.parametrize("way", WAYS)
-def test_gradients_are_right(way):
-    check(backward=True, **WAYS[way])
+def test_gradients_are_right(way, dim, dtype):
+    check(dim, backward=True, dtype=dtype, **WAYS[way])
+
+
+@emulated
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize(("dim", "dtype"), GRADIENTS)
+@pytest.mark.parametrize("schedule", [EAGER, 1])
+def test_so_gradients_are_under_other_schedules(dim, dtype, schedule):
+    check(dim, schedule, backward=True, dtype=dtype)
 
 
 window = functools.partial(check, **WAYS["window"])
+gradients, of_two, of_planes, of_wide = (
+    functools.partial(check, dim, backward=True, dtype=dtype) for dim, dtype in GRADIENTS
+)
 PLANTED = [
     ("bits are not waited for", r"full\.expect\(BYTES\);", "", check),
-    ("bits are of another tile", r"p\.mask_bits \+ i64\(of\.bits\)", "p.mask_bits + i64(0)", check),
+    ("bits are of another tile", r"p\.mask_bits \+ i64\(number\)", "p.mask_bits + i64(0)", check),
     ("bits of another slot", r"smem\.bits\[now\.slot\]\.hide", "smem.bits[0].hide", check),
-    ("the visit of another slot", r"smem\.bits\[now\.slot\]\.visit", "smem.bits[0].visit", check),
+    ("the visit of another slot", r"smem\.visits\[now\.slot\]", "smem.visits[0]", check),
     ("bits are overwritten while lanes read",
      r"__syncwarp\(\);(?=  // all lanes have read what is hidden)", "", check_lost),
     ("all consumers have the first one's rows", r"tile, consumer \* SLAB\);", "tile, 0);", check),
@@ -158,6 +204,24 @@ PLANTED = [
      "tile.column(0) - 2 * w + 2", check),
     ("a row of three words is one of four", r"words \+ r \* WORDS", "words + r * 4",
      functools.partial(check, 128)),
+    ("planes do not wait for bits", r"full\.expect\(BYTES\);", "",
+     functools.partial(check, dtype="float32")),
+    ("planes have bits of another slot", r"find_bits\(smem\.bits\[now\.slot\]",
+     "find_bits(smem.bits[0]", functools.partial(check, dtype="float32")),
+    ("gradients do not wait for bits", r"full\.expect\(BYTES\);", "", gradients),
+    ("dQ does not wait for bits", r"full\.expect\(BYTES\);", "", of_two),
+    ("gradients have bits of another slot", r"find_bits\(smem\.bits\[slot\]",
+     "find_bits(smem.bits[0]", gradients),
+    ("dK has bits of another slot", r"find_bits\(smem\.bits\[slot\],", "find_bits(smem.bits[0],",
+     of_planes),
+    ("dQ has bits of another slot", r"find_bits\(smem\.bits\[slot\]\[", "find_bits(smem.bits[0][",
+     of_planes),
+    ("all queries have the first ones' bits", r"smem\.bits\[slot\]\[consumer\]",
+     "smem.bits[slot][0]", of_two),
+    ("all warps have the first ones' bits", r"smem\.bits\[slot\]\[column\]",
+     "smem.bits[slot][0]", of_wide),
+    ("all keys have the first ones' bits", r"staged\.words \+ first_row \* StagedBits::WORDS",
+     "staged.words", of_wide),
     ("the band hides a row too many", r"row_last = query_of\(tile_row \+ MASK_ROWS - 1\)",
      "row_last = query_of(tile_row - 1)", check),
     ("a window hides too much", r"farthest < i64\(head\.shift\) - p\.band_left",

@@ -171,8 +171,8 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
         GradientStep now{p, tile, item.located.head, facts.visit.tile * BLOCK_Q,
                          item.key_tile * BLOCK_K + consumer * SLAB};
         const auto bits_of = [&](const GradientStep& step) {
-            return TileBits(p, step.head, facts.visit.bits, consumer * SLAB, step.k_begin,
-                            step.q_begin);
+            return find_bits(smem.bits[slot], p, step.head, facts.visit.bits, consumer * SLAB,
+                             step.k_begin, step.q_begin);
         };
         const u32 row_stats =
             SHARED_BASE + shared_at::row_stats + slot * (ROW_STATS * sizeof(float));

@@ -182,7 +182,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         if (missing.any()) missing.hide(S_regs, columns, 0);
     };
     // The `i`-th visit, whose keys are in the slot at hand.
-    const auto visit_at = [&](int i) { return STAGES_BITS ? smem.bits[now.slot].visit : keys[i]; };
+    const auto visit_at = [&](int i) { return STAGES_BITS ? smem.visits[now.slot] : keys[i]; };
     // Turns the scores of the `i`-th visit into probabilities; returns whether O must be rescaled.
     const auto exponentiate = [&](int i, const Visit& visit) {
         if (i + 1 == keys.count() && speaks) barriers.Q_empty[consumer].arrive();

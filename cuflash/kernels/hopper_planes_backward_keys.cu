@@ -78,7 +78,8 @@ __device__ __forceinline__ void sum_values(const Params& p, SharedMemory& smem) 
             const TurnedStep now = step_in(smem, slot, p, tile, head, k_begin);
             TurnedStep::Rows rows;
             rows.load(tile, p, head, now.q_begin, k_begin);
-            const TileBits bits(p, head, facts.visit.bits, 0, k_begin, now.q_begin);
+            const TileBits bits =
+                find_bits(smem.bits[slot], p, head, facts.visit.bits, 0, k_begin, now.q_begin);
             const TurnedStep::Shown shown = load_tile_bits(tile, bits);
             wait_products<0>(S);
             settle(small);

@@ -98,7 +98,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             commit_products();
             QueryStep::Rows rows;
             rows.load(tile, p, head, q_begin, now.k_begin);
-            const TileBits bits(p, head, sight.bits, 0, now.k_begin, q_begin);
+            const TileBits bits =
+                find_bits(smem.bits[slot][consumer], p, head, sight.bits, 0, now.k_begin, q_begin);
             QueryStep::Shown shown;
             shown.load(tile, bits);
             wait_products<1>(S);

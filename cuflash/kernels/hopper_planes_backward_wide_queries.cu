@@ -62,6 +62,8 @@ struct SharedMemory {
     Barriers barriers;
     KeyFacts facts[STAGES];
     alignas(16) TicketSlots<QueryItem> items;
+    StagedBits bits[STAGES_BITS ? STAGES : 1]
+                   [COLUMNS_OF_LIST];  // of a mask, for the keys in the slot
 };
 static_assert(sizeof(SharedMemory::dO) == shared_at::K &&
                   sizeof(SharedMemory::K) == shared_at::V - shared_at::K &&
@@ -137,7 +139,8 @@ __device__ __forceinline__ void weigh_keys(const Params& p, SharedMemory& smem) 
             const QueryStep now{p, tile, head, stats, q_begin, k_begin};
             QueryStep::Rows rows;
             rows.load(tile, p, head, q_begin, k_begin);
-            const TileBits bits(p, head, sight.bits, first_row, k_begin, q_begin);
+            const TileBits bits = find_bits(smem.bits[slot][column], p, head, sight.bits, first_row,
+                                            k_begin, q_begin);
             QueryStep::Shown shown;
             shown.load(tile, bits);
             wait_products<0>(S);

@@ -96,18 +96,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         }
     };
     const auto visit_keys = [&](int i) {
-        const Visit visit = keys[i];
+        Visit visit;
+        if (!STAGES_BITS) visit = keys[i];
         Accumulator S_regs[Tile::ROWS][Tile::COLUMNS], rescale[Tile::ROWS];
         barriers.K_full[now.slot].wait(now.parity);
+        if (STAGES_BITS) visit = smem.visits[now.slot];
         open_products();
         const TileUnits units = smem.factors[now.slot];
         tile.score(S_regs, Q, K + now.slot * (Tile::Keys::BYTES >> 4));
         rows.load(tile, p, head, row_begin, visit.tile * BLOCK_K);
-        const TileBits tile_bits(p, head, visit.bits, consumer * SLAB, row_begin,
-                                 visit.tile * BLOCK_K);
+        const TileBits tile_bits = find_bits(smem.bits[now.slot], p, head, visit.bits,
+                                             consumer * SLAB, row_begin, visit.tile * BLOCK_K);
         bits.load(columns, tile_bits, tile.column(0));
         wait_products<0>(S_regs);
-        __syncwarp();  // all lanes have read the units
+        __syncwarp();  // all lanes have read the units and the mask's bits
         if (speaks) barriers.K_empty[now.slot].arrive();
         Accumulator score_units[] = {q_units.at[0] * units.k, q_units.at[1] * units.k};
         if (SCORE_IS_MODIFIED) scale_rows(S_regs, score_units);

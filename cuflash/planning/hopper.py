@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 from ..operands.dtypes import HALF, ITEM_BYTES
 from .kernel_tile import KernelTile
-from .launches import MapBox
+from .launches import Buffer, MapBox
 from .mma import MmaTile
 from .problem import Device, Problem
-from .tile import round_up
+from .tile import ceil_div, round_up
 from .warps import WarpTile
 
 if TYPE_CHECKING:
@@ -104,6 +104,12 @@ class HopperTile(KernelTile):
                 return WITHOUT[option]
         return super().reject(problem, device)
 
+    @property
+    def bits_bytes(self) -> int:
+        """Of what a mask shows of a tile."""
+        height, width = self.scored
+        return height * ceil_div(width, 32) * 4
+
     def constants(self, problem: Problem) -> dict[str, int | bool]:
         """Sizes that every kernel reads."""
         head, value = self.row_widths(problem)
@@ -146,8 +152,26 @@ class HopperTile(KernelTile):
 class HopperGradientTile(HopperTile):
     """Sizes of a kernel of gradients, which copies tiles of queries and keys as a whole."""
 
+    staged_bits: ClassVar[int] = 1  # tiles of a mask's bits that come with a step
+
     backward: bool = True
     stages: int = 2
+
+    def tiles(self, problem: Problem) -> tuple[Buffer, ...]:
+        """Shared memory but for a mask's bits."""
+        raise NotImplementedError
+
+    def shared(self, problem: Problem) -> tuple[Buffer, ...]:
+        """Tiles and what belongs to them; a mask's bits."""
+        bits = Buffer("bits", self.bits_bytes, self.stages * self.staged_bits)
+        return (*self.tiles(problem), *([bits] if self.stages_bits(problem) else []))
+
+    def stages_bits(self, problem: Problem) -> bool:
+        """Whether a mask's bits come with the tiles of a step, if there is room for them."""
+        if not (problem.mask_is_stored and self.staged_bits):
+            return False
+        used = sum(buffer.bytes for buffer in self.tiles(problem))
+        return used + self.bits_bytes * self.stages * self.staged_bits <= MOST_SHARED
 
     @property
     def side_by_side(self) -> bool:
@@ -194,5 +218,6 @@ class HopperGradientTile(HopperTile):
             "SIDE_BY_SIDE": self.side_by_side,
             "MARKS_NONFINITE": True,
             "STAGES_ROWS": self.stages_rows(problem),
+            "STAGES_BITS": self.stages_bits(problem),
         }
         return super().constants(problem) | own

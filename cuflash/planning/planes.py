@@ -239,10 +239,6 @@ class PlanesTile(WgmmaTile):
             ),
         )
 
-    def stages_bits(self, problem: Problem) -> bool:
-        """Whether the bits of a mask come by way of shared memory."""
-        return False
-
     def stages_rows(self, problem: Problem) -> bool:
         """Whether elements of an array come by way of shared memory: nothing is left of that."""
         return False

@@ -96,11 +96,11 @@ class PlanesKeysTile(WgmmaKeysTile):
             return reason
         return few_queries(self, problem, device)
 
-    def shared(self, problem: Problem) -> tuple[Buffer, ...]:
+    def tiles(self, problem: Problem) -> tuple[Buffer, ...]:
         """Tiles as the copy engine lays them out, weights, numbers of rows, barriers."""
         weights = self.block_k * self.block_q * ITEM_BYTES[problem.accumulator]
         own = {"P": weights, "barriers": BARRIER_BYTES}
-        parts = super().shared(problem)
+        parts = super().tiles(problem)
         return tuple(x._replace(tile_bytes=own.get(x.name, x.tile_bytes)) for x in parts)
 
     def workspace(self, problem: Problem) -> tuple[Buffer, ...]:
@@ -193,10 +193,10 @@ class PlanesWideQueriesTile(PlanesQueriesTile):
         """Tiles of V in shared memory at a time: of 64 keys together."""
         return WARPGROUP_ROWS // self.rows
 
-    def shared(self, problem: Problem) -> tuple[Buffer, ...]:
+    def tiles(self, problem: Problem) -> tuple[Buffer, ...]:
         """Tiles as the copy engine lays them out, weights, barriers."""
         weights = self.block_q * self.block_k * ITEM_BYTES[problem.accumulator]
-        parts = {part.name: part for part in super().shared(problem)}
+        parts = {part.name: part for part in super().tiles(problem)}
         parts["P"] = Buffer("P", weights, self.stages)
         return tuple(parts[name] for name in ("dO", "K", "V", "P", "barriers"))
 

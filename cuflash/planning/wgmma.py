@@ -210,12 +210,6 @@ class WgmmaTile(HopperTile):
             Buffer("rows", self._rows_bytes(problem)),
         )
 
-    @property
-    def bits_bytes(self) -> int:
-        """Of what a mask shows of a tile."""
-        height, width = self.scored
-        return height * ceil_div(width, 32) * 4
-
     def stages_bits(self, problem: Problem) -> bool:
         """Whether a mask's bits come with the keys, for which some tiles leave no room."""
         if self.keys_outside or not problem.mask_is_stored:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from ..operands.dtypes import CHUNK_BYTES, HALF, ITEM_BYTES
 from .array_gradients import Wanted, walk_name
@@ -36,6 +37,8 @@ class WgmmaArrayTile(HopperGradientTile):
         The row of the backward pass, whose tiles and workspace these are.
     """
 
+    staged_bits: ClassVar[int] = 0
+
     first: KernelTile
 
     @property
@@ -62,7 +65,7 @@ class WgmmaArrayTile(HopperGradientTile):
         """Tiles of K, of V, and of Q and dO in shared memory at a time."""
         return (2, 2, 2) if self.max_dim <= 64 else (2, 1, 2)
 
-    def shared(self, problem: Problem) -> tuple[Buffer, ...]:
+    def tiles(self, problem: Problem) -> tuple[Buffer, ...]:
         """Tiles as the copy engine lays them out, elements, numbers of rows, barriers and steps."""
         item = ITEM_BYTES[problem.dtype]
         head, value = (width * item for width in self.widths(problem))

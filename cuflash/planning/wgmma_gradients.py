@@ -236,7 +236,7 @@ class WgmmaGradientTile(HopperGradientTile):
         """What is kept of a tile of queries: two numbers each, and flags."""
         return 2 * self.block_q * ITEM_BYTES[problem.accumulator] + CHUNK_BYTES
 
-    def shared(self, problem: Problem) -> tuple[Buffer, ...]:
+    def tiles(self, problem: Problem) -> tuple[Buffer, ...]:
         """Tiles as the copy engine lays them out, dS, a tile of dQ, numbers of rows, barriers."""
         item = ITEM_BYTES[problem.dtype]
         head, value = (width * item for width in self.widths(problem))

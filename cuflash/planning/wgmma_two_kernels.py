@@ -68,7 +68,7 @@ class WgmmaKeysTile(WgmmaGradientTile):
         """Why this row cannot or should not serve, or an empty string."""
         return super().reject(problem, device) or self.queries.reject(problem, device)
 
-    def shared(self, problem: Problem) -> tuple[Buffer, ...]:
+    def tiles(self, problem: Problem) -> tuple[Buffer, ...]:
         """Tiles as the copy engine lays them out, weights, numbers of rows, barriers.
 
         Weights are P and, where scores are modified, P times the derivative.
@@ -148,6 +148,7 @@ class WgmmaQueriesTile(HopperGradientTile):
     """
 
     whole_panels: ClassVar[bool] = True
+    staged_bits: ClassVar[int] = 2
 
     first: WgmmaKeysTile
 
@@ -174,7 +175,7 @@ class WgmmaQueriesTile(HopperGradientTile):
         """Tiles of V in shared memory at a time."""
         return 1 if sum(self.row_widths(problem)) > 448 else 2
 
-    def shared(self, problem: Problem) -> tuple[Buffer, ...]:
+    def tiles(self, problem: Problem) -> tuple[Buffer, ...]:
         """Tiles as the copy engine lays them out, and barriers."""
         head, value = (width * ITEM_BYTES[problem.dtype] for width in self.row_widths(problem))
         return (

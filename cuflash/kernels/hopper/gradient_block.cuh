@@ -8,6 +8,7 @@
 #include "hopper/gradient_tiles.cuh"
 #include "hopper/producer.cuh"
 #include "hopper/roles.cuh"
+#include "hopper/staged_bits.cuh"
 #include "hopper/tables.cuh"
 #include "ptx/named_barrier.cuh"
 
@@ -81,6 +82,7 @@ struct SharedMemory {
     alignas(8) unsigned char found_nonfinite[WARPS];
     u32 cleared_keys[BLOCK_K / 32];  // which of its keys did: a bit for each
     alignas(16) TicketSlots<KeyItem> items;
+    StagedBits bits[STAGES_BITS ? STAGES : 1];  // of a mask, for the queries in the slot
     alignas(16) unsigned char rows[CONSUMERS][STAGES_ROWS ? GradientStep::Rows::BYTES : 16];
 };
 static_assert(sizeof(SharedMemory::K) == shared_at::V &&
@@ -141,6 +143,7 @@ __device__ __forceinline__ void copy_tiles(const Params& p, const GradientTables
             const int q_begin = note_step(smem.facts[slot], item, i) * BLOCK_Q;
             const int row = query_origin(item.located.head) + q_begin;
             Barrier& Q_full = barriers.Q_full[slot];
+            if (STAGES_BITS) smem.bits[slot].load(p, smem.facts[slot].visit.bits, Q_full);
             Q_full.arrive_and_expect(QueryRows::BYTES + ROW_STATS * sizeof(float));
             load_expected_panels<QueryRows>(smem.Q[slot], Q_full, &tables.q, row,
                                             item.located.q_position);

@@ -65,6 +65,7 @@ __device__ __forceinline__ void copy_steps(const Params& p, const GradientTables
             barriers.Q_empty[slot].wait(step.parity() ^ 1);
             smem.facts[slot] = {visit, item.queries.is_cut(visit)};
             Barrier& Q_full = barriers.Q_full[slot];
+            if (STAGES_BITS) smem.bits[slot].load(p, visit.bits, Q_full);
             Q_full.arrive_and_expect(QueryRows::BYTES + ROW_STATS * sizeof(float));
             load_expected_panels<QueryRows>(smem.Q[slot], Q_full, &tables.q, row,
                                             item.located.q_position);

@@ -5,6 +5,7 @@
 #include "hopper/gradient_panels.cuh"
 #include "hopper/producer.cuh"
 #include "hopper/query_items.cuh"
+#include "hopper/staged_bits.cuh"
 #include "hopper/tables.cuh"
 
 // A step's slots, and the parities of their phases, follow from its number.
@@ -49,6 +50,11 @@ __device__ __forceinline__ void copy_key_steps(const Params& p, const GradientTa
             barriers.K_empty[slot].wait(step.parity() ^ 1);
             smem.facts[slot].tile = tile;
             item.look(i, entry, smem.facts[slot].sights);
+            if (STAGES_BITS)
+#pragma unroll
+                for (int c = 0; c < COLUMNS_OF_LIST; ++c)
+                    smem.bits[slot][c].load(p, smem.facts[slot].sights[c].bits,
+                                            barriers.K_full[slot]);
             load_panels<KeyRows>(smem.K[slot], barriers.K_full[slot], &tables.k, row,
                                  item.located.k_position);
             // Later than keys: this waits for the last item's scores.

@@ -3,6 +3,7 @@
 #pragma once
 #include "hopper/gradient_steps.cuh"
 #include "hopper/roles.cuh"
+#include "hopper/staged_bits.cuh"
 
 static_assert(BLOCK_K == SLAB && CONSUMERS == 2, "the consumers have the same keys");
 
@@ -47,6 +48,7 @@ struct SharedMemory {
     StepFacts facts[STAGES];
     int nonfinite_keys;  // whether the tile of keys holds infinities or NaN
     alignas(16) TicketSlots<KeyItem> items;
+    StagedBits bits[STAGES_BITS ? STAGES : 1];  // of a mask, for the queries in the slot
 };
 static_assert(sizeof(SharedMemory::K) == shared_at::V &&
                   sizeof(SharedMemory::V) == shared_at::Q - shared_at::V &&

@@ -77,7 +77,8 @@ __device__ __forceinline__ void sum_values(const Params& p, SharedMemory& smem) 
             const auto log2_sums = now.load_stats(0);
             PackedStep::Rows rows;
             rows.load(tile, p, now.head, now.q_begin, now.k_begin);
-            const TileBits bits(p, now.head, facts.visit.bits, 0, k_begin, now.q_begin);
+            const TileBits bits =
+                find_bits(smem.bits[slot], p, now.head, facts.visit.bits, 0, k_begin, now.q_begin);
             const PackedStep::Shown shown = load_tile_bits(tile, bits);
             wait_products<0>(S);
             rows.exchange(tile);

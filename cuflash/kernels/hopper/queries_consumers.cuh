@@ -85,7 +85,8 @@ __device__ __forceinline__ void sum_queries(const Params& p, SharedMemory& smem,
             const bool cut = sight.seen == Sight::SOME || nonfinite_keys || stats.nonfinite;
             QueryStep::Rows rows;
             rows.load(tile, p, now.head, now.q_begin, now.k_begin);
-            const TileBits bits(p, now.head, sight.bits, 0, now.k_begin, q_begin);
+            const TileBits bits = find_bits(smem.bits[slot][consumer], p, now.head, sight.bits, 0,
+                                            now.k_begin, q_begin);
             QueryStep::Shown shown;
             shown.load(tile, bits);
             wait_products<1>(S);

@@ -10,17 +10,15 @@ struct StagedBits {
     static constexpr int WORDS = StoredTile::WORDS;  // of a row
     static constexpr int BYTES = STAGES_BITS ? MASK_ROWS * WORDS * int(sizeof(u32)) : 0;
 
-    Visit visit;
     alignas(16) u32 words[STAGES_BITS ? MASK_ROWS * WORDS : 4];
 
-    // Notes a visit, and begins to copy its bits. Who arrives at `full` does so later.
+    // Begins to copy the bits with this number, if it is one. Who arrives at `full` does so later.
     template <typename P>
-    __device__ __forceinline__ void load(const P& p, const Visit& of, Barrier& full) {
+    __device__ __forceinline__ void load(const P& p, int number, Barrier& full) {
         if constexpr (STAGES_BITS) {
-            visit = of;
-            if (of.bits < 0) return;
+            if (number < 0) return;
             full.expect(BYTES);
-            load_bytes(words, p.mask_bits + i64(of.bits) * (MASK_ROWS * WORDS), BYTES, full);
+            load_bytes(words, p.mask_bits + i64(number) * (MASK_ROWS * WORDS), BYTES, full);
         }
     }
 
@@ -57,3 +55,15 @@ struct StagedBits {
         return afresh(shown);  // else bits are tested where they came from
     }
 };
+
+// What the mask shows of a tile, from a warpgroup's first row on: its bits in the slot or, where there is
+// no room for them, in memory. The rest is what TileBits has.
+template <typename Bits = TileBits, typename P>
+__device__ __forceinline__ Bits find_bits(const StagedBits& staged, const P& p, const Head& head,
+                                          int number, int first_row, int row_begin,
+                                          int column_begin) {
+    if constexpr (STAGES_BITS)
+        return Bits(number < 0 ? nullptr : staged.words + first_row * StagedBits::WORDS);
+    else
+        return Bits(p, head, number, first_row, row_begin, column_begin);
+}

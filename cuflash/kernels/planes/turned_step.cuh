@@ -61,6 +61,7 @@ struct TurnedStepOf {
     }
 
     // Sets the weights of hidden pairs to -0, whatever they were, and those of queries without weight.
+    // No condition is left out where another one suffices: a branch for each pair would take longer.
     __device__ __forceinline__ void hide(Tile& P, Tile& W, const TileBits& bits,
                                          const Shown& shown) const {
 #pragma unroll
@@ -70,10 +71,14 @@ struct TurnedStepOf {
 #pragma unroll
             for (int j = 0; j < COLUMNS; ++j) {
                 const int column = tile.column(j);
-                if (column < first || column > last ||
-                    !shown.has(Columns{tile}, bits, tile.column(0), i, j) ||
-                    stats(0, j / 2).at[j % 2] == infinity<Accumulator>())
-                    P[i][j] = W[i][j] = Accumulator(-0.0);
+                const bool outside = bool(column < first) | bool(column > last) |
+                                     (stats(0, j / 2).at[j % 2] == infinity<Accumulator>());
+                const bool hidden =
+                    MASK_IS_COMPUTED && outside
+                        ? true
+                        : outside | !shown.has(Columns{tile}, bits, tile.column(0), i, j);
+                P[i][j] = hidden ? Accumulator(-0.0) : P[i][j];
+                W[i][j] = hidden ? Accumulator(-0.0) : W[i][j];
             }
         }
     }

@@ -64,6 +64,7 @@ struct StoredTile {
     static constexpr int WORDS = round_up(MASK_COLUMNS, 32) / 32;
     const u32* words;  // null: it shows all of the tile
 
+    explicit __device__ __forceinline__ StoredTile(const u32* words) : words(words) {}
     // `number` is the tile's among those of bits, or -1. Rows of the tile begin with that of the
     // position `row_begin`, the `first_row`-th, and columns with that of `column_begin`.
     template <typename P>
