@@ -176,13 +176,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         if (keys.is_cut_by_band(visit))
             hide_outside_band(S_regs, columns, p, head, row_begin, k_begin + tile.column(0));
         if (STAGES_BITS && visit.bits >= 0)
-            smem.bits[now.slot].hide(S_regs, -infinity<Accumulator>(), tile, consumer * SLAB);
+            smem.staged[now.slot].bits.hide(S_regs, -infinity<Accumulator>(), tile,
+                                            consumer * SLAB);
         if (MASKED && !STAGES_BITS && visit.bits >= 0)
             bits.hide(S_regs, -infinity<Accumulator>(), columns, bits_of(visit), tile.column(0));
         if (missing.any()) missing.hide(S_regs, columns, 0);
     };
     // The `i`-th visit, whose keys are in the slot at hand.
-    const auto visit_at = [&](int i) { return STAGES_BITS ? smem.visits[now.slot] : keys[i]; };
+    const auto visit_at = [&](int i) {
+        return STAGES_BITS ? smem.staged[now.slot].visit : keys[i];
+    };
     // Turns the scores of the `i`-th visit into probabilities; returns whether O must be rescaled.
     const auto exponentiate = [&](int i, const Visit& visit) {
         if (i + 1 == keys.count() && speaks) barriers.Q_empty[consumer].arrive();

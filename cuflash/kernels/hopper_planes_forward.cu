@@ -100,12 +100,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         if (!STAGES_BITS) visit = keys[i];
         Accumulator S_regs[Tile::ROWS][Tile::COLUMNS], rescale[Tile::ROWS];
         barriers.K_full[now.slot].wait(now.parity);
-        if (STAGES_BITS) visit = smem.visits[now.slot];
+        if (STAGES_BITS) visit = smem.staged[now.slot].visit;
         open_products();
         const TileUnits units = smem.factors[now.slot];
         tile.score(S_regs, Q, K + now.slot * (Tile::Keys::BYTES >> 4));
         rows.load(tile, p, head, row_begin, visit.tile * BLOCK_K);
-        const TileBits tile_bits = find_bits(smem.bits[now.slot], p, head, visit.bits,
+        const TileBits tile_bits = find_bits(smem.staged[now.slot].bits, p, head, visit.bits,
                                              consumer * SLAB, row_begin, visit.tile * BLOCK_K);
         bits.load(columns, tile_bits, tile.column(0));
         wait_products<0>(S_regs);

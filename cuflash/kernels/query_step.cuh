@@ -7,6 +7,7 @@
 #include "seams/key_tiles.cuh"
 #include "seams/position.cuh"
 #include "seams/score.cuh"
+#include "tiles/lane_bits.cuh"
 
 // What backward_rows has worked out of a thread's queries.
 template <typename QueryScores>
@@ -130,14 +131,22 @@ struct QueryStepOf {
             const bool weighs = stats.log2_sums[i] != infinity<Accumulator>();
             first[i] = visible.first - k_begin, last[i] = weighs ? visible.last - k_begin : -1;
         }
+        if constexpr (Shown::IS_LOADED) {
 #pragma unroll
-        for (int j = 0; j < COLUMNS; ++j)
+            for (int i = 0; i < ROWS; ++i)
+                LaneBits<COLUMNS>(tile.column(0), first[i], last[i], [&](int w) {
+                    return shown.shown[i][w];
+                }).hide(weights[i], Accumulator(-0.0));
+        } else {
 #pragma unroll
-            for (int i = 0; i < ROWS; ++i) {
-                const int column = tile.column(j);
-                if (column < first[i] || column > last[i] || !shown.has(tile, bits, i, j))
-                    weights[i][j] = -Accumulator(0);
-            }
+            for (int j = 0; j < COLUMNS; ++j)
+#pragma unroll
+                for (int i = 0; i < ROWS; ++i) {
+                    const int column = tile.column(j);
+                    if (column < first[i] || column > last[i] || !shown.has(tile, bits, i, j))
+                        weights[i][j] = -Accumulator(0);
+                }
+        }
     }
     static __device__ __forceinline__ void hide_all(Accumulator (&weights)[ROWS][COLUMNS]) {
 #pragma unroll

@@ -433,6 +433,12 @@ def _(asm, m, ops):
     return f"{target} = {a} + {b};"
 
 
+@_ptx(r"prmt\.b32")
+def _(asm, m, ops):
+    target, *x = (asm.value(op, "r") for op in ops)
+    return f"{target} = emu_permute({', '.join(x)});"
+
+
 @_ptx(r"mul\.wide\.u32")
 def _(asm, m, ops):
     target, a, b = map(asm.value, ops)

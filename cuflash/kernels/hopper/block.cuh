@@ -30,17 +30,21 @@ struct Barriers {
     }
 };
 
+// Where a mask's bits come with the keys, what they are of.
+struct StagedVisit {
+    Visit visit;
+    StagedBits bits;
+};
+
 struct SharedMemory {
     unsigned char Q[CONSUMERS][Tile::Queries::BYTES];
     unsigned char K[STAGES][Tile::Keys::BYTES];
     unsigned char V[STAGES][Tile::Values::BYTES];
     Barriers barriers;
     alignas(16) ItemSlots<Item> items;
-    // Where a mask's bits come with the keys in a slot, which visit these are for, and its bits.
-    Visit visits[STAGES_BITS ? STAGES : 1];
-    StagedBits bits[STAGES_BITS ? STAGES : 1];
-    u32 missing[PAGED ? STAGES : 1];  // which boxes of a slot's keys are on no page
-    TileFactors factors[STAGES];      // of the keys and values in the slot, with the keys
+    StagedVisit staged[STAGES_BITS ? STAGES : 1];  // of the keys in the slot
+    u32 missing[PAGED ? STAGES : 1];               // which boxes of a slot's keys are on no page
+    TileFactors factors[STAGES];  // of the keys and values in the slot, with the keys
     alignas(16) unsigned char rows[STAGES_ROWS ? WARPS * StagedRows<BLOCK_K>::WARP_BYTES : 16];
 };
 static_assert(BLOCK_Q == CONSUMERS * SLAB, "a consumer has SLAB queries");
@@ -122,8 +126,8 @@ __device__ __forceinline__ void copy_tiles(const Params& p, const Maps& tables,
             if (PAGED && speaks) smem.missing[slot] = missing;
             if (HAS_FACTORS) smem.factors[slot] = factors;
             if (STAGES_BITS && speaks) {
-                smem.visits[slot] = visit;
-                smem.bits[slot].load(p, visit.bits, barriers.K_full[slot]);
+                smem.staged[slot].visit = visit;
+                smem.staged[slot].bits.load(p, visit.bits, barriers.K_full[slot]);
             }
             tiles.load<Tile::Keys>(i, smem.K[slot], barriers.K_full[slot], &tables.k, row,
                                    item.k_position);

@@ -9,6 +9,7 @@
 #include "seams/key_tiles.cuh"
 #include "seams/line_side.cuh"
 #include "seams/score.cuh"
+#include "tiles/lane_bits.cuh"
 #include "tiles/warpgroup.cuh"
 
 using ScoreRows = Panels<BLOCK_Q, BLOCK_K>;  // of dS
@@ -197,7 +198,16 @@ struct GradientStep {
             for (int j = 0; j < Scores::COLUMNS; ++j)
                 if (tile.column(j) < first || tile.column(j) > last) P[i][j] = Accumulator(-0.0);
         }
-        bits.hide(P, Accumulator(-0.0), tile, 0);
+        if constexpr (MASK_IS_STORED) {
+            if (bits.is_full()) return;
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i)
+                LaneBits<Scores::COLUMNS>(tile.column(0), [&](int w) {
+                    return bits.word(tile.row(i), 32 * w);
+                }).hide(P[i], Accumulator(-0.0));
+        } else {
+            bits.hide(P, Accumulator(-0.0), tile, 0);
+        }
     }
     // The same of packed ones.
     __device__ __forceinline__ void hide(PackedGroup& P, int group, const TileBits& bits) const {

@@ -2,6 +2,7 @@
 // keys, columns queries. Reads the prelude.
 #pragma once
 #include "hopper/gradient_tiles.cuh"
+#include "tiles/lane_bits.cuh"
 
 // Weights are packed times 2^WEIGHT_EXPONENT, so that small ones keep their digits in float16. Those
 // times the derivative of a modified score, or divided by the share that dropout keeps, must not pass
@@ -105,34 +106,53 @@ struct PackedStep {
     // without weight. The sign tells -0 from a weight that is too small for a number.
     __device__ __forceinline__ void hide(Weights& weights, const TileBits& bits,
                                          const Shown& shown) const {
-        int first[ROWS], last[ROWS];
-#pragma unroll
-        for (int i = 0; i < ROWS; ++i) {
-            const VisibleQueries visible(p, head, k_begin + tile.row(i));
-            first[i] = visible.first - q_begin, last[i] = visible.last - q_begin;
-        }
-#pragma unroll
-        for (int m = 0; m < PAIRS; ++m) {
-            const auto log2_sums = stats(0, m);
+        if constexpr (Shown::IS_LOADED) {
+            using Seen = LaneBits<Scores::COLUMNS>;
+            const Seen weighs = Seen::where(
+                [&](int j) { return stats(0, j / 2).at[j % 2] != infinity<Accumulator>(); });
 #pragma unroll
             for (int i = 0; i < ROWS; ++i) {
-                u32 mask = 0;
-#pragma unroll
-                for (int e = 0; e < 2; ++e) {
-                    const int column = tile.column(2 * m + e);
-                    const bool hidden =
-                        column < first[i] || column > last[i] ||
-                        log2_sums.at[e] == infinity<Accumulator>() ||
-                        !shown.has(Columns{tile}, bits, tile.column(0), i, 2 * m + e);
-                    mask |= hidden ? 0xffffu << 16 * e : 0;
-                }
-                const auto hide_pair = [&](Packed& packed) {
-                    u32& pair = pair_of(packed, i, m);
-                    pair = pair & ~mask | HIDDEN & mask;
+                const VisibleQueries visible(p, head, k_begin + tile.row(i));
+                Seen seen(tile.column(0), visible.first - q_begin, visible.last - q_begin,
+                          [&](int w) { return shown.word(i, w); });
+                seen.bits &= weighs.bits;
+                const auto hide_row = [&](Packed& packed) {
+                    seen.hide_pairs([&](int m) -> u32& { return pair_of(packed, i, m); });
                 };
-                hide_pair(weights.kept());
-                if (DROPS) hide_pair(weights.all());
-                if (SCORE_HAS_SLOPE) hide_pair(weights.sloped());
+                hide_row(weights.kept());
+                if (DROPS) hide_row(weights.all());
+                if (SCORE_HAS_SLOPE) hide_row(weights.sloped());
+            }
+        } else {
+            int first[ROWS], last[ROWS];
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i) {
+                const VisibleQueries visible(p, head, k_begin + tile.row(i));
+                first[i] = visible.first - q_begin, last[i] = visible.last - q_begin;
+            }
+#pragma unroll
+            for (int m = 0; m < PAIRS; ++m) {
+                const auto log2_sums = stats(0, m);
+#pragma unroll
+                for (int i = 0; i < ROWS; ++i) {
+                    u32 mask = 0;
+#pragma unroll
+                    for (int e = 0; e < 2; ++e) {
+                        const int column = tile.column(2 * m + e);
+                        const bool hidden =
+                            column < first[i] || column > last[i] ||
+                            log2_sums.at[e] == infinity<Accumulator>() ||
+                            !shown.has(Columns{tile}, bits, tile.column(0), i, 2 * m + e);
+                        mask |= hidden ? 0xffffu << 16 * e : 0;
+                    }
+                    const auto hide_pair = [&](Packed& packed) {
+                        u32& pair = pair_of(packed, i, m);
+                        pair = pair & ~mask | HIDDEN & mask;
+                    };
+                    hide_pair(weights.kept());
+                    if (DROPS) hide_pair(weights.all());
+                    if (SCORE_HAS_SLOPE) hide_pair(weights.sloped());
+                }
             }
         }
     }

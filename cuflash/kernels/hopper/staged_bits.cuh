@@ -1,9 +1,9 @@
 // The bits of a mask of elements by way of shared memory: the copy engine brings those of a tile with the
 // tile itself, so that nobody waits for memory when the scores are there. Reads the prelude: STAGES_BITS.
 #pragma once
-#include "few_registers.cuh"
 #include "ptx/tma.cuh"
 #include "seams/tile_lists.cuh"
+#include "tiles/lane_bits.cuh"
 
 // What a mask shows of a tile, for a slot of shared memory.
 struct StagedBits {
@@ -27,32 +27,16 @@ struct StagedBits {
     template <typename Tile, int ROWS, int COLUMNS, typename A>
     __device__ __forceinline__ void hide(A (&values)[ROWS][COLUMNS], A hidden, const Tile& tile,
                                          int first_row) const {
+        static_assert(LaneBits<COLUMNS>::WORDS == WORDS, "a lane's bits of a row are one word");
+        using Row = Vector<u32, WORDS == 3 ? 1 : WORDS>;
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
-            const u32 shown = read(tile, first_row + tile.row(i));
-#pragma unroll
-            for (int bit = 0; bit < 32; ++bit) {
-                const int j = (bit % 8 / 2 * 4 + bit / 8) * 2 + bit % 2;
-                if (j < COLUMNS && !(shown >> bit & 1)) values[i][j] = hidden;
-            }
+            const int r = first_row + tile.row(i);
+            const Row* const row = reinterpret_cast<const Row*>(words + r * WORDS);
+            LaneBits<COLUMNS>(tile.column(0), [&](int w) {
+                return WORDS == 3 ? row[w].at[0] : row->at[w];
+            }).hide(values[i], hidden);
         }
-    }
-
-  private:
-    // What a lane's columns show of a row. Of each eight columns a lane has the same two, so that of
-    // four words its bits make one: a byte of it has bits that one instruction turns into predicates.
-    template <typename Tile>
-    __device__ __forceinline__ u32 read(const Tile& tile, int r) const {
-        static_assert(WORDS <= 4, "a lane's bits of a row are one word");
-        using Row = Vector<u32, WORDS == 3 ? 1 : WORDS>;
-        const Row* const row = reinterpret_cast<const Row*>(words + r * WORDS);
-        u32 shown = 0;
-#pragma unroll
-        for (int w = 0; w < WORDS; ++w) {
-            const u32 word = WORDS == 3 ? row[w].at[0] : row->at[w];
-            shown |= __funnelshift_r(word, word, tile.column(0) - 2 * w) & 0x03030303u << 2 * w;
-        }
-        return afresh(shown);  // else bits are tested where they came from
     }
 };
 

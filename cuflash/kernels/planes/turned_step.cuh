@@ -5,6 +5,7 @@
 #include "seams/hooks.cuh"
 #include "seams/key_tiles.cuh"
 #include "seams/score.cuh"
+#include "tiles/lane_bits.cuh"
 #include "tiles/warp_rows.cuh"
 
 // One step of four warps: 64 keys, from k_begin on, against a tile of queries.
@@ -61,25 +62,23 @@ struct TurnedStepOf {
     }
 
     // Sets the weights of hidden pairs to -0, whatever they were, and those of queries without weight.
-    // No condition is left out where another one suffices: a branch for each pair would take longer.
     __device__ __forceinline__ void hide(Tile& P, Tile& W, const TileBits& bits,
                                          const Shown& shown) const {
+        using Seen = LaneBits<COLUMNS>;
+        const Seen weighs = Seen::where(
+            [&](int j) { return stats(0, j / 2).at[j % 2] != infinity<Accumulator>(); });
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
             const VisibleQueries visible(p, head, k_begin + tile.row(i));
-            const int first = visible.first - q_begin, last = visible.last - q_begin;
-#pragma unroll
-            for (int j = 0; j < COLUMNS; ++j) {
-                const int column = tile.column(j);
-                const bool outside = bool(column < first) | bool(column > last) |
-                                     (stats(0, j / 2).at[j % 2] == infinity<Accumulator>());
-                const bool hidden =
-                    MASK_IS_COMPUTED && outside
-                        ? true
-                        : outside | !shown.has(Columns{tile}, bits, tile.column(0), i, j);
-                P[i][j] = hidden ? Accumulator(-0.0) : P[i][j];
-                W[i][j] = hidden ? Accumulator(-0.0) : W[i][j];
-            }
+            Seen seen(tile.column(0), visible.first - q_begin, visible.last - q_begin,
+                      [&](int w) { return shown.word(i, w); });
+            seen.bits &= weighs.bits;
+            if constexpr (MASK_IS_COMPUTED)
+                seen.bits &= Seen::where([&](int j) {
+                                 return shown.has(Columns{tile}, bits, tile.column(0), i, j);
+                             }).bits;
+            seen.hide(P[i], Accumulator(-0.0));
+            if (SCORE_HAS_SLOPE) seen.hide(W[i], Accumulator(-0.0));
         }
     }
 

@@ -129,10 +129,14 @@ struct ComputedTile {
 
 using TileBits = Select<MASK_IS_COMPUTED, ComputedTile<Params>, StoredTile>::type;
 
+constexpr bool MASK_IS_STORED = MASKED && !MASK_IS_COMPUTED;
+
 // What is loaded of a tile ahead of its use: nothing where the mask is computed,
-template <typename Tile, int ROWS, int COLUMNS, bool LOADS = MASKED && !MASK_IS_COMPUTED>
+template <typename Tile, int ROWS, int COLUMNS, bool LOADS = MASK_IS_STORED>
 struct LoadedBits {
+    static constexpr bool IS_LOADED = false;
     __device__ __forceinline__ void load(const Tile&, const TileBits&, int) {}
+    __device__ __forceinline__ u32 word(int, int) const { return ~0u; }
     template <typename A>
     __device__ __forceinline__ void hide(A (&values)[ROWS][COLUMNS], A hidden, const Tile& tile,
                                          const TileBits& bits, int column) const {
@@ -147,6 +151,7 @@ struct LoadedBits {
 // behind the load would wait for it.
 template <typename Tile, int ROWS, int COLUMNS>
 struct LoadedBits<Tile, ROWS, COLUMNS, true> {
+    static constexpr bool IS_LOADED = true;
     static constexpr int STEP = COLUMNS * Tile::ROW_THREADS;
     u32 words[ROWS][round_up(STEP, 32) / 32];
     int shift;
@@ -160,6 +165,8 @@ struct LoadedBits<Tile, ROWS, COLUMNS, true> {
             for (int c = 0; c < STEP; c += 32)
                 words[i][c / 32] = bits.is_full() ? ~0u : bits.word(tile.row(i), column + c);
     }
+    // The columns of a row from 32 * w on.
+    __device__ __forceinline__ u32 word(int i, int w) const { return words[i][w]; }
     template <typename A>
     __device__ __forceinline__ void hide(A (&values)[ROWS][COLUMNS], A hidden, const Tile& tile,
                                          const StoredTile&, int) const {
@@ -195,8 +202,9 @@ __device__ __forceinline__ LoadedTile<Tile> load_tile_bits(const Tile& tile, con
 
 // The same of a tile whose rows are keys, to a warpgroup whose rows are its columns: 64 queries, which may
 // be of several tiles, and 64 keys or 32.
-template <typename Tile, bool LOADS = MASKED && !MASK_IS_COMPUTED>
+template <typename Tile, bool LOADS = MASK_IS_STORED>
 struct TurnedBits {
+    static constexpr bool IS_LOADED = false;
     __device__ __forceinline__ void load(const Tile&, const TileBits&) {}
     __device__ __forceinline__ void turn(const Tile&) {}
     __device__ __forceinline__ bool has(const Tile& tile, const TileBits& bits, int i,
@@ -206,10 +214,11 @@ struct TurnedBits {
 };
 template <typename Tile>
 struct TurnedBits<Tile, true> {
+    static constexpr bool IS_LOADED = true;
     static constexpr int HALVES = Tile::COLUMNS / 8;  // of 64 keys
     static_assert(Tile::ROWS == 2 && HALVES <= 2, "16 queries of a warp, up to 64 keys");
     u32 words[HALVES];  // of the keys `lane` and 32 + `lane`: those that have the warp's queries
-    u32 shown[2][HALVES] = {};  // of the lane's queries
+    u32 shown[2][HALVES] = {};  // of the lane's queries, words of keys
 
     __device__ __forceinline__ void load(const Tile& tile, const StoredTile& bits) {
 #pragma unroll
@@ -236,11 +245,7 @@ struct TurnedBits<Tile, true> {
         for (int i = 0; i < 2; ++i)
 #pragma unroll
             for (int half = 0; half < HALVES; ++half)
-                shown[i][half] = __shfl_sync(FULL_WARP, bits, 16 * half + 8 * i + tile.lane / 4) >>
-                                 tile.lane % 4 * 2;
-    }
-    __device__ __forceinline__ bool has(const Tile&, const StoredTile&, int i, int j) const {
-        return shown[i][j / 8] >> (j / 2 % 4 * 8 + j % 2) & 1;
+                shown[i][half] = __shfl_sync(FULL_WARP, bits, 16 * half + 8 * i + tile.lane / 4);
     }
 };
 

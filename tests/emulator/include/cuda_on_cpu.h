@@ -500,7 +500,7 @@ inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
     return (unsigned)(((emu_u64)high << 32 | low) >> (shift & 31));
 }
-inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+inline unsigned emu_permute(unsigned a, unsigned b, unsigned selector) {
     emu_u64 bytes = (emu_u64)b << 32 | a;
     unsigned result = 0;
     for (int i = 0; i < 4; i++) {
@@ -509,6 +509,10 @@ inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
         result |= byte << 8 * i;
     }
     return result;
+}
+// As prmt, but that it spreads no signs.
+inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
+    return emu_permute(a, b, selector & 0x7777);
 }
 // NaN converts to 0 and what does not fit saturates, as on the device.
 inline int emu_to_int(double x) {
