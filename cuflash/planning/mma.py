@@ -46,6 +46,13 @@ class MmaTile(WarpTile):
     least_dim: int = 1
     trades: bool = False
 
+    @property
+    def slab_rows(self) -> int:
+        """Rows of a tile that take as long together as one of them: of doubles, whose products
+        bound the time, warps whose rows do not exist take as long as others.
+        """
+        return self.block_q if self.dtypes == DOUBLE else super().slab_rows
+
     def __str__(self) -> str:
         text = super().__str__()
         return f"{text}, {self.split} share queries" if self.shares_queries else text

@@ -198,16 +198,7 @@ struct GradientStep {
             for (int j = 0; j < Scores::COLUMNS; ++j)
                 if (tile.column(j) < first || tile.column(j) > last) P[i][j] = Accumulator(-0.0);
         }
-        if constexpr (MASK_IS_STORED) {
-            if (bits.is_full()) return;
-#pragma unroll
-            for (int i = 0; i < ROWS; ++i)
-                LaneBits<Scores::COLUMNS>(tile.column(0), [&](int w) {
-                    return bits.word(tile.row(i), 32 * w);
-                }).hide(P[i], Accumulator(-0.0));
-        } else {
-            bits.hide(P, Accumulator(-0.0), tile, 0);
-        }
+        hide_by_mask(P, bits, tile);
     }
     // The same of packed ones.
     __device__ __forceinline__ void hide(PackedGroup& P, int group, const TileBits& bits) const {
