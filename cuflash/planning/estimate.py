@@ -19,8 +19,6 @@ DRAM_RATE = 4.4e6  # bytes per microsecond
 CACHE_RATE = 7.0e6  # bytes per microsecond from the L2 cache to all multiprocessors
 PART_RATE = 2.0e6  # bytes per microsecond of what parts leave, written and read
 OVERLAP = 0.03  # of what takes second longest shows beside what takes longest
-# Of a key tile's time among as many blocks as a multiprocessor works on, that of a block alone.
-ALONE = 0.5
 MOST_TILES = 64  # of a head's tiles of queries so many are looked at
 
 
@@ -33,7 +31,7 @@ def estimate(tile: Tile, problem: Problem, device: Device) -> float:
     blocks = tile.blocks_at_a_time(problem, device)
     slots = device.multiprocessors * blocks
     sharing = min(blocks, ceil_div(groups * items.total(), device.multiprocessors))
-    share = max(ALONE, sharing / tile.blocks_per_multiprocessor)
+    share = max(tile.alone, sharing / tile.blocks_per_multiprocessor)
     slowdown = tile.slowdown(device) * share
     between = tile.item_time + tile.block_time
     load = tile.load_time(problem, device, groups * items.total())

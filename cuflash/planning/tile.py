@@ -174,6 +174,11 @@ class Tile:
         return self.blocks_per_multiprocessor
 
     @property
+    def alone(self) -> float:
+        """Of a key tile's time among so many blocks, that of a block alone."""
+        return 1.0
+
+    @property
     def block_time(self) -> float:
         """Microseconds that a block takes which begins where another one has ended."""
         return 0.0

@@ -19,6 +19,7 @@ LATENCY = 1.5  # microseconds that a tile of keys and values is under way
 FEW_TILES = 2  # of queries: these read keys from memory
 SINGLE_STAGE = 1.12  # times as long as with two: of few queries at head dim 128 1.09 to 1.17
 MANY_BLOCKS = 4  # of a multiprocessor: they load tiles for as long as others compute
+BUSY_WARPS = 5  # that keep a multiprocessor busy
 REGISTERS = 65536  # of a multiprocessor
 USUAL_REGISTERS = 168  # of a thread
 
@@ -93,6 +94,13 @@ class WarpTile(KernelTile):
     def blocks_per_multiprocessor(self) -> int:
         """Blocks that work on a multiprocessor at a time."""
         return self.min_blocks
+
+    @property
+    def alone(self) -> float:
+        """Of a key tile's time among so many blocks, that of a block alone: a few warps each wait
+        for what they have asked for.
+        """
+        return min(1.0, BUSY_WARPS / (self.warps * self.min_blocks))
 
     def blocks_at_a_time(self, problem: Problem, device: Device) -> int:
         """And that its shared memory has room for."""
