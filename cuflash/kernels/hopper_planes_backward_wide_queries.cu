@@ -62,8 +62,8 @@ struct SharedMemory {
     Barriers barriers;
     KeyFacts facts[STAGES];
     alignas(16) TicketSlots<QueryItem> items;
-    StagedBits bits[STAGES_BITS ? STAGES : 1]
-                   [COLUMNS_OF_LIST];  // of a mask, for the keys in the slot
+    // Of a mask, for the keys in the slot.
+    StagedBits bits[STAGES_BITS ? STAGES : 1][COLUMNS_OF_LIST];
 };
 static_assert(sizeof(SharedMemory::dO) == shared_at::K &&
                   sizeof(SharedMemory::K) == shared_at::V - shared_at::K &&

@@ -45,8 +45,8 @@ struct SharedMemory {
     // Whether the tile of keys holds infinities or NaN: with SIDE_BY_SIDE.
     int nonfinite_keys[STAGES];
     alignas(16) TicketSlots<QueryItem> items;
-    StagedBits bits[STAGES_BITS ? STAGES : 1]
-                   [COLUMNS_OF_LIST];  // of a mask, for the keys in the slot
+    // Of a mask, for the keys in the slot.
+    StagedBits bits[STAGES_BITS ? STAGES : 1][COLUMNS_OF_LIST];
 };
 static_assert(SIDE_BY_SIDE || sizeof(SharedMemory::Q) == shared_at::dO &&
                                   sizeof(SharedMemory::dO) == shared_at::K - shared_at::dO &&
