@@ -8,7 +8,7 @@
 //     thread 0      works out the items and copies tiles by TMA
 //                                            K, V   [BLOCK_K][D], [BLOCK_K][DV]
 //                                            Q, dO  [2][BLOCK_Q][D], [2][BLOCK_Q][DV]   rings
-//                   and what backward_rows has worked out of the queries
+//                   and what backward_rows has worked out of the queries; with them a mask's bits
 //     warps 1, 2    add parts of dQ in global memory
 //     warp 3        waits for turns
 //     consumers     compute S^T, P^T, dP^T, dS^T, dK and dV, which stay in registers, and dQ

@@ -9,7 +9,7 @@
 //     thread 0      works out the items and copies tiles by TMA
 //                                            K, V   [BLOCK_K][D], [BLOCK_K][DV]
 //                                            Q, dO  [2][BLOCK_Q][D], [2][BLOCK_Q][DV]   rings
-//                   and what backward_rows has worked out of the queries
+//                   and what backward_rows has worked out of the queries; with them a mask's bits
 //     warp 3        looks for infinities and NaN among the keys
 //     consumer 1    S^T = K Q^T     P^T     dV += P^T dO
 //     consumer 2    dP^T = V dO^T   dS^T    dK += dS^T Q
