@@ -175,11 +175,15 @@ def test_headers_of_a_toolkit(monkeypatch, tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("engine", ["simt", "mma", None])
-def test_the_driver_agrees_with_the_compiler(monkeypatch, engine, backward):
+def test_the_driver_agrees_with_the_compiler(monkeypatch, tmp_path, engine, backward):
     """Registers, local memory and occupancy of the kernels that this device runs."""
     cupy = pytest.importorskip("cupy")
-    from cuflash.gpu import resources
+    from cuflash.gpu import launch, resources
 
+    # What another process has left in CuPy's cache may be another release of NVRTC's.
+    monkeypatch.setenv("CUPY_CACHE_DIR", str(tmp_path))
+    launch._load.cache_clear()
+    launch.compiled.cache_clear()
     q = cupy.zeros((1, 8, 512, 64), np.float16)
     plan = cuflash.plan(q, q, q, engine=engine, backward=backward)
     driver = cuflash.kernel_info(plan)

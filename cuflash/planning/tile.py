@@ -170,12 +170,14 @@ class Tile:
         return 1
 
     def blocks_at_a_time(self, problem: Problem, device: Device) -> int:
-        """And that it has room for."""
+        """As many of these as a multiprocessor of the device has room for."""
         return self.blocks_per_multiprocessor
 
     @property
     def alone(self) -> float:
-        """Of a key tile's time among so many blocks, that of a block alone."""
+        """Time of a key tile for a block alone on a multiprocessor, as a share of that where
+        `blocks_per_multiprocessor` share it.
+        """
         return 1.0
 
     @property

@@ -97,13 +97,13 @@ class WarpTile(KernelTile):
 
     @property
     def alone(self) -> float:
-        """Of a key tile's time among so many blocks, that of a block alone: a few warps each wait
-        for what they have asked for.
+        """Time of a key tile for a block alone on a multiprocessor, as a share of that where
+        `min_blocks` share it. A few warps mostly wait, and so gain little by being alone.
         """
         return min(1.0, BUSY_WARPS / (self.warps * self.min_blocks))
 
     def blocks_at_a_time(self, problem: Problem, device: Device) -> int:
-        """And that its shared memory has room for."""
+        """As many of these as shared memory has room for."""
         room = blocks_in_shared_memory(device, self.shared_bytes(problem))
         return max(1, min(room, self.min_blocks))
 
