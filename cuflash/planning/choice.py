@@ -49,8 +49,8 @@ def _variants(row: Tile, problem: Problem, device: Device) -> Iterator[Tile]:
         yield row
         return
     for packed in _packings(row, problem):
-        tile = replace(row, packed=packed)
-        yield from (replace(tile, span=span) for span in _spans(tile, problem, device))
+        tile = row.with_variant(packed, 0)
+        yield from (row.with_variant(packed, span) for span in _spans(tile, problem, device))
 
 
 def _packings(row: Tile, problem: Problem) -> Iterator[int]:

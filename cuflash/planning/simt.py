@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -185,6 +186,7 @@ BEHIND_GRADIENTS = {
 # fmt: on
 
 
+@functools.lru_cache(maxsize=256)
 def behind(row: WarpTile) -> SimtTile:
     """The row behind one whose tiles become planes, with the same tiles of scores."""
     lanes = 8 if row.max_dim <= 64 or row.block_q > 128 else 16

@@ -6,6 +6,7 @@ wgmma.py and numpy.py. `docs/adding-an-engine.md` shows how to add one.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
@@ -16,6 +17,8 @@ from .problem import Device, Problem
 from .score_costs import NONE, score_cost
 
 if TYPE_CHECKING:
+    from typing_extensions import Self
+
     from ..typing import Algo, Engine
 
 MULTIPROCESSORS = 132  # of the device that rates are of
@@ -93,6 +96,15 @@ class Tile:
     def has_variants(self) -> bool:
         """Whether it can pack heads and split keys."""
         return False
+
+    def with_variant(self, packed: int, span: int) -> Self:
+        """The same row with so many heads packed, and parts of so many keys.
+
+        `dataclasses.replace` would take 16 us, and a plan looks at a hundred of them.
+        """
+        tile = object.__new__(type(self))
+        tile.__dict__.update(self.__dict__, packed=packed, span=span)
+        return tile
 
     @property
     def variant(self) -> str:
@@ -285,7 +297,7 @@ class Tile:
 
     def shared_bytes(self, problem: Problem) -> int:
         """Size of it."""
-        return sum(buffer.bytes for buffer in self.shared(problem))
+        return _shared_bytes(self, problem)
 
     def workspace(self, problem: Problem) -> tuple[Buffer, ...]:
         """What the kernels keep in device memory beside their results.
@@ -330,3 +342,9 @@ class Tile:
     def of_kernel(self, kernel: str) -> Tile:
         """The row that has the sizes of one of the kernels: this one, if they share them."""
         return self
+
+
+@functools.lru_cache(maxsize=1024)
+def _shared_bytes(tile: Tile, problem: Problem) -> int:
+    """A plan asks for it five times of each of a hundred variants."""
+    return sum(buffer.bytes for buffer in tile.shared(problem))
