@@ -8,8 +8,6 @@ is known of it.
 
 from __future__ import annotations
 
-from collections import Counter
-
 from ..operands.dtypes import ITEM_BYTES
 from .problem import Device, Problem
 from .tile import Tile, ceil_div, round_up, share_of_time
@@ -30,11 +28,12 @@ def estimate(tile: Tile, problem: Problem, device: Device) -> float:
         return tile.start_time
     blocks = tile.blocks_at_a_time(problem, device)
     slots = device.multiprocessors * blocks
-    sharing = min(blocks, ceil_div(groups * items.total(), device.multiprocessors))
+    total = groups * sum(items.values())
+    sharing = min(blocks, ceil_div(total, device.multiprocessors))
     share = max(tile.alone, sharing / tile.blocks_per_multiprocessor)
     slowdown = tile.slowdown(device) * share
     between = tile.item_time + tile.block_time
-    load = tile.load_time(problem, device, groups * items.total())
+    load = tile.load_time(problem, device, blocks, total)
 
     def time_of(tiles: int, filled: float) -> float:
         steps = tiles * max(tile.step_time(problem, filled) * slowdown, load)
@@ -72,11 +71,11 @@ def _key_bytes(problem: Problem) -> int:
     return (problem.head_dim + problem.value_dim) * ITEM_BYTES[problem.dtype]
 
 
-def _items(tile: Tile, problem: Problem) -> Counter[tuple[int, float]]:
+def _items(tile: Tile, problem: Problem) -> dict[tuple[int, float], int]:
     """How many items of one head, or group of packed heads, visit how many key tiles, with how much
     of their tile of queries there.
     """
-    lengths: Counter[tuple[int, float]] = Counter()
+    lengths: dict[tuple[int, float], int] = {}
     tiles = tile.query_tiles(problem) // tile.group_tiles(problem)
     looked_at = range(0, tiles, max(1, ceil_div(tiles, MOST_TILES)))
     for index in looked_at:
@@ -87,7 +86,8 @@ def _items(tile: Tile, problem: Problem) -> Counter[tuple[int, float]]:
         span = tile.span or problem.key_length
         while first < last:
             part = min(last, (first // span + 1) * span)
-            lengths[ceil_div(part, tile.block_k) - first // tile.block_k, filled] += 1
+            item = ceil_div(part, tile.block_k) - first // tile.block_k, filled
+            lengths[item] = lengths.get(item, 0) + 1
             first = part
     weight = tiles / max(1, len(looked_at))
-    return Counter({item: round(count * weight) for item, count in lengths.items()})
+    return {item: round(count * weight) for item, count in lengths.items()}

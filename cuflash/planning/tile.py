@@ -216,9 +216,9 @@ class Tile:
         full = flops * self.blocks_per_multiprocessor * MULTIPROCESSORS / (self.rate * 1e6)
         return full * share_of_time(filled)
 
-    def load_time(self, problem: Problem, device: Device, items: int) -> float:
+    def load_time(self, problem: Problem, device: Device, counted: int, items: int) -> float:
         """Microseconds of a block for a key tile at least, which memory takes to bring it, where
-        there are so many items in all.
+        so many blocks of a multiprocessor are counted on, and there are so many items in all.
         """
         return 0.0
 

@@ -72,14 +72,13 @@ class WarpTile(KernelTile):
         """Rows of a tile that take as long together as one of them: a warp's."""
         return self.warp_rows
 
-    def load_time(self, problem: Problem, device: Device, items: int) -> float:
+    def load_time(self, problem: Problem, device: Device, counted: int, items: int) -> float:
         """Microseconds of a block for a key tile at least: all but one of its stages are under way
         together. More blocks than are counted on may share a multiprocessor, and bring theirs
         meanwhile. Where there are many queries keys are in the cache, and soon there.
         """
         if self.query_tiles(problem) > FEW_TILES:
             return 0.0
-        counted = self.blocks_at_a_time(problem, device)
         room = device.shared_bytes // self.shared_bytes(problem)
         room = min(room, REGISTERS // (USUAL_REGISTERS * self.threads))
         sharing = min(max(room, counted), ceil_div(items, device.multiprocessors))
