@@ -56,10 +56,11 @@ def test_memory_bounds_few_queries(dtype, dim, group, queries):
     assert estimate(plan.tile, plan.problem, H200) < 20 + 1.5 * keys / DRAM_RATE
 
 
-@pytest.mark.parametrize("more", [{"page_size": 16, "page_table": "int32"}, {"split_keys": 512}])
+PAGES = {"page_size": 16, "page_table": "int32", "kv_lengths": "int32"}
+
+
+@pytest.mark.parametrize("more", [PAGES, {"split_keys": 512}])
 def test_so_do_caches_in_pages_and_given_spans(more):
-    if "page_size" in more:
-        more["kv_lengths"] = "int32"
     plan = planned("float32", 128, 4, **more)
     assert dataclasses.replace(plan.tile, packed=1, span=0) in FEW_ROWS
 

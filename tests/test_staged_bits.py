@@ -2,10 +2,9 @@
 
 import functools
 
-import ml_dtypes
 import numpy as np
 import pytest
-from cases import GROWTHS, growing_scores, random_mask
+from cases import GROWTHS, growing_scores, numpy_dtype, random_mask
 from emulated import attention, attention_backward
 from emulator import available
 from emulator.module import EAGER
@@ -89,7 +88,7 @@ def test_bits_of_gradients_come_by_shared_memory(dim, dtype):
 
 def operands(dim, dtype="bfloat16"):
     rng = np.random.default_rng(dim)
-    kind = np.float32 if dtype == "float32" else ml_dtypes.bfloat16
+    kind = numpy_dtype(dtype)
     return [rng.standard_normal((2, 2, 300, dim)).astype(kind) for _ in range(4)]
 
 
@@ -192,8 +191,6 @@ window = functools.partial(check, **WAYS["window"])
 gradients, of_two, of_planes, of_wide = (
     functools.partial(check, dim, backward=True, dtype=dtype) for dim, dtype in GRADIENTS
 )
-
-
 PLANTED = [
     ("bits are not waited for", r"full\.expect\(BYTES\);", "", check),
     ("bits are of another tile", r"p\.mask_bits \+ i64\(number\)", "p.mask_bits + i64(0)", check),
@@ -206,8 +203,8 @@ PLANTED = [
     ("all consumers have the first one's rows", r"tile,\s+consumer \* SLAB\);", "tile, 0);", check),
     ("columns are those of the lane before", r"lane_column - 2 \* w", "lane_column - 2 * w + 2",
      check),
-    ("all pairs have the first one's bits", r"spread_signs\(lower, upper, byte, byte\)",
-     "spread_signs(lower, upper, 0, 0)", of_two),
+    ("all pairs have the first one's bits", r"spread_signs\(lower, upper, byte\)",
+     "spread_signs(lower, upper, 0)", of_two),
     ("halves of pairs are exchanged", r"spread_signs\(lower, upper", "spread_signs(upper, lower",
      of_two),
     ("the band shows a column more", r"bits_from\(last \+ 1 - 32", "bits_from(last + 2 - 32",

@@ -131,7 +131,7 @@ struct QueryStepOf {
             const bool weighs = stats.log2_sums[i] != infinity<Accumulator>();
             first[i] = visible.first - k_begin, last[i] = weighs ? visible.last - k_begin : -1;
         }
-        if constexpr (Shown::IS_LOADED) {
+        if constexpr (MASK_IS_STORED) {
 #pragma unroll
             for (int i = 0; i < ROWS; ++i)
                 LaneBits<COLUMNS>(tile.column(0), first[i], last[i], [&](int w) {

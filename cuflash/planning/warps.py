@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from ..operands.dtypes import CHUNK_BYTES, ITEM_BYTES
 from .kernel_tile import KernelTile
 from .launches import Buffer, Launch
-from .occupancy import blocks_in_shared_memory
+from .occupancy import REGISTERS, blocks_in_shared_memory
 from .problem import Device, Problem
 from .tile import ceil_div
 
@@ -20,7 +20,6 @@ FEW_TILES = 2  # of queries: these read keys from memory
 SINGLE_STAGE = 1.12  # times as long as with two: of few queries at head dim 128 1.09 to 1.17
 MANY_BLOCKS = 4  # of a multiprocessor: they load tiles for as long as others compute
 BUSY_WARPS = 5  # that keep a multiprocessor busy
-REGISTERS = 65536  # of a multiprocessor
 USUAL_REGISTERS = 168  # of a thread
 
 

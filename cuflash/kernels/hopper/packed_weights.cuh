@@ -106,7 +106,7 @@ struct PackedStep {
     // without weight. The sign tells -0 from a weight that is too small for a number.
     __device__ __forceinline__ void hide(Weights& weights, const TileBits& bits,
                                          const Shown& shown) const {
-        if constexpr (Shown::IS_LOADED) {
+        if constexpr (MASK_IS_STORED) {
             using Seen = LaneBits<Scores::COLUMNS>;
             const Seen weighs = Seen::where(
                 [&](int j) { return stats(0, j / 2).at[j % 2] != infinity<Accumulator>(); });

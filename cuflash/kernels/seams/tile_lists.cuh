@@ -134,7 +134,6 @@ constexpr bool MASK_IS_STORED = MASKED && !MASK_IS_COMPUTED;
 // What is loaded of a tile ahead of its use: nothing where the mask is computed,
 template <typename Tile, int ROWS, int COLUMNS, bool LOADS = MASK_IS_STORED>
 struct LoadedBits {
-    static constexpr bool IS_LOADED = false;
     __device__ __forceinline__ void load(const Tile&, const TileBits&, int) {}
     __device__ __forceinline__ u32 word(int, int) const { return ~0u; }
     template <typename A>
@@ -151,7 +150,6 @@ struct LoadedBits {
 // behind the load would wait for it.
 template <typename Tile, int ROWS, int COLUMNS>
 struct LoadedBits<Tile, ROWS, COLUMNS, true> {
-    static constexpr bool IS_LOADED = true;
     static constexpr int STEP = COLUMNS * Tile::ROW_THREADS;
     u32 words[ROWS][round_up(STEP, 32) / 32];
     int shift;
@@ -204,7 +202,6 @@ __device__ __forceinline__ LoadedTile<Tile> load_tile_bits(const Tile& tile, con
 // be of several tiles, and 64 keys or 32.
 template <typename Tile, bool LOADS = MASK_IS_STORED>
 struct TurnedBits {
-    static constexpr bool IS_LOADED = false;
     __device__ __forceinline__ void load(const Tile&, const TileBits&) {}
     __device__ __forceinline__ void turn(const Tile&) {}
     __device__ __forceinline__ bool has(const Tile& tile, const TileBits& bits, int i,
@@ -214,7 +211,6 @@ struct TurnedBits {
 };
 template <typename Tile>
 struct TurnedBits<Tile, true> {
-    static constexpr bool IS_LOADED = true;
     static constexpr int HALVES = Tile::COLUMNS / 8;  // of 64 keys
     static_assert(Tile::ROWS == 2 && HALVES <= 2, "16 queries of a warp, up to 64 keys");
     u32 words[HALVES];  // of the keys `lane` and 32 + `lane`: those that have the warp's queries

@@ -59,7 +59,7 @@ struct LaneBits {
 #pragma unroll
             for (int byte = 0; byte < 4; ++byte) {
                 if (8 * w + 2 * byte >= COLUMNS) continue;
-                const u32 shown = spread_signs(lower, upper, byte, byte);
+                const u32 shown = spread_signs(lower, upper, byte);
                 u32& pair = pair_of(4 * w + byte);
                 pair = pair & shown | 0x80008000 & ~shown;
             }
