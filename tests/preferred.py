@@ -20,11 +20,16 @@ def preferred(rows):
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(planning, "best_variants", best_variants)
         patched.setattr(run, "_calls", {})
-        planning._chosen.cache_clear()
+        _forget_plans()
         try:
             yield
         finally:
-            planning._chosen.cache_clear()
+            _forget_plans()
+
+
+def _forget_plans():
+    planning._made.cache_clear()
+    planning._chosen.cache_clear()
 
 
 def assert_preferred(plan, rows):

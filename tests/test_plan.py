@@ -3,7 +3,9 @@
 import dataclasses
 import itertools
 import math
+import random
 import re
+import statistics
 from collections import Counter
 
 import numpy as np
@@ -18,6 +20,8 @@ import cuflash
 from cuflash import reference
 from cuflash.masks.band import Band
 from cuflash.operands.dtypes import DOUBLE, HALF, ITEM_BYTES
+from cuflash.planning import plan as planning
+from cuflash.planning.estimate import estimate
 from cuflash.planning.mma_float_gradients import FloatKeysTile
 from cuflash.planning.plan import MOST_COMPARED, TILES, Plan, make_plan
 from cuflash.planning.planes import PlanesTile
@@ -1030,3 +1034,46 @@ def test_rows_of_numpy_say_their_tiles():
     rows = [row for row in TILES if row.engine == "numpy"]
     sizes = ("16x65536", "2048x512")
     assert {str(row) for row in rows} == {f"{x} numpy {y}" for x in ("fa1", "fa2") for y in sizes}
+
+
+def test_lengths_that_grow_choose_few_rows():
+    planning._chosen.cache_clear()
+    sizes = "bfloat16", (4, 8, 4), 1
+    for keys in range(2049, 4097):
+        make_plan(Problem(*sizes, keys, 128, 128, heads=32, group=4), H200)
+    assert planning._chosen.cache_info().misses == 32
+
+
+def test_rounded_lengths():
+    def rounded(length):
+        p = problem(n=length, m=1).rounded
+        assert p == dataclasses.replace(problem(n=length, m=1), query_length=p.query_length)
+        return p.query_length
+
+    exact = [1, 17, 63, 64, 80, 512, 1024, 1056, 4096, 4224, 1 << 20]
+    assert [rounded(n) for n in exact] == exact
+    assert [rounded(n) for n in (65, 197, 1009, 1025, 4097, 16385)] == [
+        80, 208, 1024, 1056, 4224, 16896
+    ]  # fmt: skip
+    for length in range(65, 20000, 7):
+        more = rounded(length) - length
+        assert 0 <= more < max(16, length / 32)
+    gradients = backward("bfloat16", (4, 8), 1000, 1001, 64)
+    assert gradients.rounded is gradients
+
+
+def test_a_row_for_rounded_lengths_takes_hardly_longer():
+    """And serves just these, as all plans do."""
+    draw = random.Random(2)
+    times = []
+    for _ in range(60):
+        keys = int(2 ** draw.uniform(6, 14))
+        queries = draw.choice([1, 4, keys, min(keys, 1000)])
+        dtype, dim = draw.choice(["float16", "float32"]), draw.choice([64, 128])
+        p = Problem(dtype, (4, 8), queries, keys, dim, dim, heads=8, band=Band(right=0))
+        plan, exact = make_plan(p, H200), planning._chosen(p, H200, None, None)
+        assert plan.problem is p
+        assert not plan.tile.reject(p, H200)
+        times.append(estimate(plan.tile, p, H200) / estimate(exact.tile, p, H200))
+    assert statistics.fmean(times) < 1.005
+    assert max(times) < 1.1

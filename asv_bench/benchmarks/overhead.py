@@ -1,5 +1,7 @@
 """What a call costs besides its arithmetic."""
 
+import time
+
 import numpy as np
 
 import cuflash
@@ -67,6 +69,50 @@ class PackedOverhead:
         return gpu.samples(a / b for a, b in zip(self.packed, self.batch))
 
     track_against_a_batch.unit = "x its time"
+
+
+class GrowingCache:
+    """Time of the host for a step of decoding whose keys are one more each time, as an array that
+    grows has: lengths that no call had before are planned. Beside that of one step again.
+    """
+
+    version = "1"
+    timeout = 300
+    params = (["bf16", "fp32"],)
+    param_names = ("dtype",)
+    keys = range(2049, 2305)
+    grown = None
+
+    def setup(self, dtype):
+        """Once per process and set of parameters: a length is new only once."""
+        if self.grown is not None:
+            return
+        wait = gpu.need_gpu().cuda.Device().synchronize
+        q, k, v = (gpu.draw((4, 32, self.keys.stop, 128), dtype).cupy for _ in range(3))
+        q, k, v = q[:, :, :1], k[:, :8], v[:, :8]
+
+        def step(keys):
+            cuflash.attention(q, k[:, :, :keys], v[:, :, :keys], enable_gqa=True)
+
+        step(self.keys.start - 1)  # compiles
+        self.grown = []
+        for keys in self.keys:
+            wait()
+            start = time.perf_counter()
+            step(keys)
+            self.grown.append(time.perf_counter() - start)
+        (self.again,) = gpu.host_times([lambda: step(self.keys.start)], 10)
+
+    def track_mean_seconds(self, dtype):
+        return float(np.mean(self.grown))
+
+    def track_seconds(self, dtype):
+        return gpu.samples(self.grown)
+
+    def track_seconds_again(self, dtype):
+        return gpu.samples(1e-6 * x for x in self.again)
+
+    track_mean_seconds.unit = track_seconds.unit = track_seconds_again.unit = "seconds"
 
 
 class HostOverhead:

@@ -73,7 +73,8 @@ class Plan:
     rejected : tuple of (Tile, str)
         Rows that do not serve, and why not; in backward and of fa1 only earlier ones.
     others : tuple of (Tile, float)
-        Of a forward pass, what else would serve, and the microseconds that it is estimated to take.
+        Of a forward pass, what else would serve, and the microseconds that it is estimated to take
+        with the lengths of `problem.rounded`.
     copies : tuple of (str, int)
         Operands that are read from copies or written by way of them, and the bytes of these.
     """
@@ -351,7 +352,8 @@ class Plan:
         if behind := self._behind:
             lines.append(f"behind     {behind}")
         if self.tile.rate:
-            lines.append(f"estimate   {estimate(self.tile, p.typical, self.device):.1f} us")
+            time = estimate(self.tile, p.rounded.typical, self.device)
+            lines.append(f"estimate   {time:.1f} us")
         lines += [f"other      {time:.1f} us: {tile}" for tile, time in self.others[:MOST_OTHERS]]
         lines += [f"rejected   {line}" for line in _reasons(self.rejected)]
         return "\n".join(lines)
@@ -382,7 +384,8 @@ def make_plan(
 ) -> Plan:
     """The row of the table that serves `problem` best on `device`.
 
-    Of forward rows that is the one that is estimated to take least; of others, the first.
+    Of forward rows that is the one that is estimated to take least; of others, the first. It is
+    chosen, and remembered, for `problem.rounded`: that takes milliseconds.
 
     Parameters
     ----------
@@ -405,27 +408,42 @@ def make_plan(
     if not is_one_of(engine, (None, *ENGINES)):
         known = ", ".join(map(repr, ENGINES))
         raise ValueError(f"engine={engine!r}: choose one of {known}, or None")
-    return _chosen(problem, device, algo, engine)
+    if plan := _made(problem, device, algo, engine):
+        return plan
+    asked = ", ".join(f"{n}={v!r}" for n, v in (("algo", algo), ("engine", engine)) if v)
+    rejected = [(row, row.reject(problem, device)) for row in _rows(problem, algo, engine)]
+    reasons = "\n".join(f"  {line}" for line in _reasons(rejected))
+    reasons = reasons or "  there is no kernel of that kind"
+    raise NotImplementedError(
+        f"no kernel serves {problem} on {device}{' with ' + asked if asked else ''}:\n{reasons}"
+    )
 
 
-@functools.lru_cache(maxsize=1024)
-def _chosen(problem: Problem, device: Device, algo: str | None, engine: str | None) -> Plan:
-    rows = [
+def _rows(problem: Problem, algo: str | None, engine: str | None) -> list[Tile]:
+    """The rows of the table to choose from."""
+    return [
         row
         for row in TILES
         if row.backward == problem.backward
         and row.algo in ((algo,) if algo else DEFAULT_ALGOS)
         and engine in (None, row.engine)
     ]
-    if plan := _fastest(problem, device, rows) or _first_that_serves(problem, device, rows):
-        return plan
-    asked = ", ".join(f"{n}={v!r}" for n, v in (("algo", algo), ("engine", engine)) if v)
-    rejected = [(row, row.reject(problem, device)) for row in rows]
-    reasons = "\n".join(f"  {line}" for line in _reasons(rejected))
-    reasons = reasons or "  there is no kernel of that kind"
-    raise NotImplementedError(
-        f"no kernel serves {problem} on {device}{' with ' + asked if asked else ''}:\n{reasons}"
-    )
+
+
+@functools.lru_cache(maxsize=1024)
+def _made(problem: Problem, device: Device, algo: str | None, engine: str | None) -> Plan | None:
+    """The plan with the row that is chosen for about these lengths, if it serves just these."""
+    chosen = _chosen(problem.rounded, device, algo, engine)
+    if chosen and not chosen.tile.reject(problem, device):
+        return replace(chosen, problem=problem)
+    return _chosen(problem, device, algo, engine)
+
+
+@functools.lru_cache(maxsize=1024)
+def _chosen(problem: Problem, device: Device, algo: str | None, engine: str | None) -> Plan | None:
+    """The plan with the row that is best for just these lengths, if one serves."""
+    rows = _rows(problem, algo, engine)
+    return _fastest(problem, device, rows) or _first_that_serves(problem, device, rows)
 
 
 def _fastest(problem: Problem, device: Device, rows: Iterable[Tile]) -> Plan | None:

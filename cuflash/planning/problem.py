@@ -302,6 +302,19 @@ class Problem:
         )
 
     @property
+    def rounded(self) -> Problem:
+        """What a forward row is chosen for: the same with lengths rounded up, so that of a cache
+        that grows there are few. Gradients, whose rows have limits, are not rounded.
+        """
+        lengths = self.query_length, self.key_length, *self.longest
+        queries, keys, *longest = map(_rounded, lengths)
+        if self.backward or (queries, keys, *longest) == lengths:
+            return self
+        return replace(
+            self, query_length=queries, key_length=keys, longest=(longest[0], longest[1])
+        )
+
+    @property
     def head_count(self) -> int:
         """B * H: heads of the whole batch."""
         return math.prod(self.leading)
@@ -360,6 +373,17 @@ class Problem:
         return text if self.aligned else text + ", rows not aligned to 16 bytes"
 
 
+def _rounded(length: int) -> int:
+    """A length, or a multiple of 16 that is at most 1/32 longer or 15 rows. Tiles, whose sizes are
+    multiples of 16, are as many up to 1,024 rows.
+    """
+    if length <= EXACT_LENGTHS:
+        return length
+    step = max(16, 1 << ((length - 1).bit_length() - 6))
+    return -(-length // step) * step
+
+
+EXACT_LENGTHS = 64  # queries or keys: of few, each one counts
 MAP_AXES = 3  # leading axes of a tensor map, beside rows and columns
 
 
