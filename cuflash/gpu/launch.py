@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("cuflash")
 _compiling: dict[int, threading.Lock] = {}  # by the hash of a source
+_loaded: set[tuple[int, int]] = set()  # devices, and hashes of sources
 
 
 @functools.cache
@@ -124,7 +125,9 @@ def compiled(
     kernel = kernel or next(x for x in plan.kernels if x.name == plan.kernel)
     source, name, options = compiler_input(plan, kernel)
     with _compiling.setdefault(hash(source), threading.Lock()):  # a second thread waits for it
-        return _load(source, name, options, kernel.shared_bytes, device_id)
+        function = _load(source, name, options, kernel.shared_bytes, device_id)
+    _loaded.add((device_id, hash(source)))
+    return function
 
 
 def _compiled_in_threads(device_id: int) -> Callable[[Plan | CopyPlan, Launch], Any]:
@@ -141,17 +144,18 @@ def _compiled_in_threads(device_id: int) -> Callable[[Plan | CopyPlan, Launch], 
 
 def compile_all(plan: Plan, device_id: int) -> list[Any]:
     """The functions of a plan's kernels on one device; several are compiled side by side."""
-    if len(plan.kernels) == 1:
-        return [compiled(plan, device_id, kernel) for kernel in plan.kernels]
-    compile_one = _compiled_in_threads(device_id)
     # NVRTC lets programs wait for each other in a part of its work: the longest goes ahead.
+    # Sources are made one by one: threads would share Python's time for it.
     ordered = sorted(plan.kernels, key=lambda kernel: kernel.name != plan.kernel)
+    sources = {kernel: compiler_input(plan, kernel)[0] for kernel in ordered}
+    new = [x for x in ordered if (device_id, hash(sources[x])) not in _loaded]
     made = {}
-    with ThreadPoolExecutor(len(ordered)) as pool:
-        for kernel in ordered:
-            compiler_input(plan, kernel)  # one by one: threads would share Python's time for it
-            made[kernel] = pool.submit(compile_one, plan, kernel)
-    return [made[kernel].result() for kernel in plan.kernels]
+    if len(new) > 1:
+        compile_one = _compiled_in_threads(device_id)
+        with ThreadPoolExecutor(len(new)) as pool:
+            futures = {kernel: pool.submit(compile_one, plan, kernel) for kernel in new}
+        made = {kernel: future.result() for kernel, future in futures.items()}
+    return [made.get(kernel) or compiled(plan, device_id, kernel) for kernel in plan.kernels]
 
 
 def compile_each(

@@ -264,10 +264,13 @@ class PlanesTile(WgmmaTile):
         all keys of a tile, or with 16.
         """
         head, value = self.widths(problem)
-        scores = product("multiply_shared", problem, self.block_k, head, planes=(*SMALL, *LARGE))
+        scores = product(
+            "multiply_shared", problem.dtype, self.block_k, head, planes=(*SMALL, *LARGE)
+        )
         with_values = [
             product(
-                name, problem, columns, keys, a="registers", b="down", planes=planes, adds=False
+                name, problem.dtype, columns, keys, a="registers", b="down", planes=planes,
+                adds=False,
             )
             for columns, keys in ((self.value_part(problem), self.block_k), (turn_part(value), 16))
             for name, planes in (("multiply_small_registers", SMALL), ("multiply_registers", LARGE))

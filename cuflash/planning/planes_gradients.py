@@ -39,10 +39,10 @@ def products_of(problem: Problem, sizes: KernelTile, passing: int, *, sums: tupl
             (f"multiply_{small}shared", head),
             (f"multiply_{small}shared_values", value),
         ):
-            made.append(product(name, problem, passing, depth, planes=planes))
+            made.append(product(name, problem.dtype, passing, depth, planes=planes))
         made += [
             product(
-                f"multiply_{small}registers", problem, part, passing, a="registers", b="down",
+                f"multiply_{small}registers", problem.dtype, part, passing, a="registers", b="down",
                 planes=planes, adds=False,
             )
             for part in dict.fromkeys(map(summed_at_once, sums))
@@ -209,7 +209,7 @@ class PlanesWideQueriesTile(PlanesQueriesTile):
         head, _ = self.widths(problem)
         scores = (
             product(
-                f"multiply_{small}queries", problem, self.block_k, head, a="registers",
+                f"multiply_{small}queries", problem.dtype, self.block_k, head, a="registers",
                 planes=planes, adds=False,
             )
             for small, planes in (("small_", SMALL), ("", LARGE))

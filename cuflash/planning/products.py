@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Literal, TypeAlias
 
-from .problem import Problem
 from .tile import ceil_div
 
 # How an operand's numbers that are summed over lie: along the rows of a matrix in shared memory,
@@ -16,8 +16,9 @@ Planes: TypeAlias = tuple[tuple[int, int], ...]
 KINDS = {"float16": "f16", "bfloat16": "bf16", "float32": "f16"}  # float32 is planes of halves
 
 
+@functools.lru_cache(maxsize=256)
 def product(
-    name: str, problem: Problem, columns: int, depth: int, *, a: Summed = "along",
+    name: str, dtype: str, columns: int, depth: int, *, a: Summed = "along",
     b: Summed = "along", planes: Planes = (), adds: bool | None = None,
 ) -> str:  # fmt: skip
     """A function of one product of 64 rows and `columns` columns, summed over `depth`.
@@ -31,7 +32,7 @@ def product(
     Of matrices that are two planes it is the sum of products of these `planes`, in this order.
     `adds` says whether it is added to C, by default where A is in registers.
     """
-    count, kind = columns // 2, KINDS[problem.dtype]
+    count, kind = columns // 2, KINDS[dtype]
     depth = ceil_div(depth, 16)
     adds = a == "registers" if adds is None else adds
     steps = [(i, pair) for pair in planes or ((0, 0),) for i in range(depth)]

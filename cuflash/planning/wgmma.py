@@ -297,8 +297,10 @@ class WgmmaTile(HopperTile):
         _, value = self.widths(problem)
         return "\n".join(
             [
-                product("multiply_shared", problem, self.step_k, problem.head_dim),
-                product("multiply_registers", problem, value, self.step_k, a="registers", b="down"),
+                product("multiply_shared", problem.dtype, self.step_k, problem.head_dim),
+                product(
+                    "multiply_registers", problem.dtype, value, self.step_k, a="registers", b="down"
+                ),
             ]
         )
 

@@ -114,12 +114,14 @@ class WgmmaArrayTile(HopperGradientTile):
 
         Tiles of a warpgroup also have a product of registers, which is not used.
         """
-        unused = product("multiply_registers", problem, 32, self.block_q, a="registers", b="down")
+        unused = product(
+            "multiply_registers", problem.dtype, 32, self.block_q, a="registers", b="down"
+        )
         return "\n".join(
             [
                 unused,
-                product("multiply_shared", problem, self.block_q, problem.head_dim),
-                product("multiply_shared_values", problem, self.block_q, problem.value_dim),
+                product("multiply_shared", problem.dtype, self.block_q, problem.head_dim),
+                product("multiply_shared_values", problem.dtype, self.block_q, problem.value_dim),
                 super().products(problem),
             ]
         )

@@ -328,7 +328,7 @@ class WgmmaGradientTile(HopperGradientTile):
     def products(self, problem: Problem) -> str:
         """Those for keys, and dQ^T = K^T dS^T, of dS as [queries][keys]."""
         of_queries = (
-            product("multiply_for_queries", problem, queries, self.block_k, a="down")
+            product("multiply_for_queries", problem.dtype, queries, self.block_k, a="down")
             for _, queries in self.dq_blocks(problem)
         )
         return "\n".join([self.key_products(problem), *of_queries])
@@ -337,13 +337,15 @@ class WgmmaGradientTile(HopperGradientTile):
         """S^T = K Q^T and dP^T = V dO^T; dK += dS^T Q and dV += P^T dO, the left in registers."""
         widths = dict.fromkeys(round_up(dim, 32) for dim in (problem.head_dim, problem.value_dim))
         sums = (
-            product("multiply_registers", problem, width, self.block_q, a="registers", b="down")
+            product(
+                "multiply_registers", problem.dtype, width, self.block_q, a="registers", b="down"
+            )
             for width in widths
         )
         return "\n".join(
             [
-                product("multiply_shared", problem, self.block_q, problem.head_dim),
-                product("multiply_shared_values", problem, self.block_q, problem.value_dim),
+                product("multiply_shared", problem.dtype, self.block_q, problem.head_dim),
+                product("multiply_shared_values", problem.dtype, self.block_q, problem.value_dim),
                 *sums,
             ]
         )

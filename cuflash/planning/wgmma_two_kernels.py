@@ -202,9 +202,11 @@ class WgmmaQueriesTile(HopperGradientTile):
         head, _ = self.widths(problem)
         return "\n".join(
             [
-                product("multiply_shared", problem, self.block_k, problem.head_dim),
-                product("multiply_shared_values", problem, self.block_k, problem.value_dim),
-                product("multiply_registers", problem, head, self.block_k, a="registers", b="down"),
+                product("multiply_shared", problem.dtype, self.block_k, problem.head_dim),
+                product("multiply_shared_values", problem.dtype, self.block_k, problem.value_dim),
+                product(
+                    "multiply_registers", problem.dtype, head, self.block_k, a="registers", b="down"
+                ),
             ]
         )
 

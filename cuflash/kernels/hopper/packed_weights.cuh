@@ -28,8 +28,7 @@ struct PackedStep {
     static constexpr int ROWS = Scores::ROWS, PAIRS = Scores::COLUMNS / 2;
     using Rows = LoadedColumns<Scores, ROWS, Scores::COLUMNS>;  // of captured arrays
     using Columns = Scores::FromFirstColumn;
-    using Shown = LoadedTile<Scores>;          // by a mask
-    static constexpr u32 HIDDEN = 0x80008000;  // a pair of -0
+    using Shown = LoadedTile<Scores>;  // by a mask
 
     const Params& p;
     const Scores& tile;
@@ -106,54 +105,25 @@ struct PackedStep {
     // without weight. The sign tells -0 from a weight that is too small for a number.
     __device__ __forceinline__ void hide(Weights& weights, const TileBits& bits,
                                          const Shown& shown) const {
-        if constexpr (MASK_IS_STORED) {
-            using Seen = LaneBits<Scores::COLUMNS>;
-            const Seen weighs = Seen::where(
-                [&](int j) { return stats(0, j / 2).at[j % 2] != infinity<Accumulator>(); });
+        using Seen = LaneBits<Scores::COLUMNS>;
+        const Seen weighs = Seen::where(
+            [&](int j) { return stats(0, j / 2).at[j % 2] != infinity<Accumulator>(); });
 #pragma unroll
-            for (int i = 0; i < ROWS; ++i) {
-                const VisibleQueries visible(p, head, k_begin + tile.row(i));
-                Seen seen(tile.column(0), visible.first - q_begin, visible.last - q_begin,
-                          [&](int w) { return shown.word(i, w); });
-                seen.bits &= weighs.bits;
-                const auto hide_row = [&](Packed& packed) {
-                    seen.hide_pairs([&](int m) -> u32& { return pair_of(packed, i, m); });
-                };
-                hide_row(weights.kept());
-                if (DROPS) hide_row(weights.all());
-                if (SCORE_HAS_SLOPE) hide_row(weights.sloped());
-            }
-        } else {
-            int first[ROWS], last[ROWS];
-#pragma unroll
-            for (int i = 0; i < ROWS; ++i) {
-                const VisibleQueries visible(p, head, k_begin + tile.row(i));
-                first[i] = visible.first - q_begin, last[i] = visible.last - q_begin;
-            }
-#pragma unroll
-            for (int m = 0; m < PAIRS; ++m) {
-                const auto log2_sums = stats(0, m);
-#pragma unroll
-                for (int i = 0; i < ROWS; ++i) {
-                    u32 mask = 0;
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) {
-                        const int column = tile.column(2 * m + e);
-                        const bool hidden =
-                            column < first[i] || column > last[i] ||
-                            log2_sums.at[e] == infinity<Accumulator>() ||
-                            !shown.has(Columns{tile}, bits, tile.column(0), i, 2 * m + e);
-                        mask |= hidden ? 0xffffu << 16 * e : 0;
-                    }
-                    const auto hide_pair = [&](Packed& packed) {
-                        u32& pair = pair_of(packed, i, m);
-                        pair = pair & ~mask | HIDDEN & mask;
-                    };
-                    hide_pair(weights.kept());
-                    if (DROPS) hide_pair(weights.all());
-                    if (SCORE_HAS_SLOPE) hide_pair(weights.sloped());
-                }
-            }
+        for (int i = 0; i < ROWS; ++i) {
+            const VisibleQueries visible(p, head, k_begin + tile.row(i));
+            Seen seen(tile.column(0), visible.first - q_begin, visible.last - q_begin,
+                      [&](int w) { return shown.word(i, w); });
+            seen.bits &= weighs.bits;
+            if constexpr (MASK_IS_COMPUTED)
+                seen.bits &= Seen::where([&](int j) {
+                                 return shown.has(Columns{tile}, bits, tile.column(0), i, j);
+                             }).bits;
+            const auto hide_row = [&](Packed& packed) {
+                seen.hide_pairs([&](int m) -> u32& { return pair_of(packed, i, m); });
+            };
+            hide_row(weights.kept());
+            if (DROPS) hide_row(weights.all());
+            if (SCORE_HAS_SLOPE) hide_row(weights.sloped());
         }
     }
 
