@@ -44,11 +44,11 @@ PLANTED = [
     ("runs are of other queries", r"query_of\(unit / WORDS\)", "(unit / WORDS)",
      {"kind": "of all heads", "keys": 208}),
     ("a tile begins at another query", r"query_of\(row_begin\) \* p", "row_begin * p",
-     {"engine": "mma", "queries": 60}),
+     {"engine": "mma", "queries": 70}),
     ("rows end too early", r"i64\(p\.mask_height\) \* PACKED", "i64(p.mask_height)",
      {"queries": 30}),
     ("the band is of rows", r"row_begin = query_of\(tile_row\)", "row_begin = tile_row",
-     {"engine": "mma", "queries": 60, "window": (20, None)}),
+     {"engine": "mma", "queries": 70, "window": (20, None)}),
 ]  # fmt: skip
 
 

@@ -1045,19 +1045,24 @@ def test_lengths_that_grow_choose_few_rows():
 
 
 def test_rounded_lengths():
-    def rounded(length):
-        p = problem(n=length, m=1).rounded
-        assert p == dataclasses.replace(problem(n=length, m=1), query_length=p.query_length)
-        return p.query_length
+    def rounded(queries, keys):
+        given = problem(n=queries, m=keys)
+        p = given.rounded
+        lengths = {"query_length": p.query_length, "key_length": p.key_length}
+        assert p == dataclasses.replace(given, **lengths)
+        return tuple(lengths.values())
 
-    exact = [1, 17, 63, 64, 80, 512, 1024, 1056, 4096, 4224, 1 << 20]
-    assert [rounded(n) for n in exact] == exact
-    assert [rounded(n) for n in (65, 197, 1009, 1025, 4097, 16385)] == [
-        80, 208, 1024, 1056, 4224, 16896
-    ]  # fmt: skip
-    for length in range(65, 20000, 7):
-        more = rounded(length) - length
-        assert 0 <= more < max(16, length / 32)
+    exact = [(1, 1), (17, 63), (197, 64), (256, 256), (512, 1024), (1056, 4096), (4224, 1 << 20)]
+    assert [rounded(*given) for given in exact] == exact
+    assert rounded(257, 300) == (272, 304)
+    assert rounded(1009, 1025) == (1024, 1056)
+    assert rounded(4097, 16385) == (4224, 16896)
+    for length in range(257, 20000, 7):
+        queries, keys = rounded(length, length)
+        assert queries == keys
+        assert 0 <= keys - length < max(16, length / 32)
+    packed = problem(n=5000, m=6001, sequences=3, longest=(300, 4097)).rounded
+    assert (packed.query_length, packed.key_length, packed.longest) == (5120, 6016, (304, 4224))
     gradients = backward("bfloat16", (4, 8), 1000, 1001, 64)
     assert gradients.rounded is gradients
 

@@ -373,9 +373,12 @@ class Problem:
         return text if self.aligned else text + ", rows not aligned to 16 bytes"
 
 
+EXACT_LENGTHS = 256  # of so few each one counts: heads that are packed multiply queries
+
+
 def _rounded(length: int) -> int:
-    """A length, or a multiple of 16 that is at most 1/32 longer or 15 rows. Tiles, whose sizes are
-    multiples of 16, are as many up to 1,024 rows.
+    """A length; of more than EXACT_LENGTHS a multiple of 16 that is at most 1/32 longer or 15 rows.
+    Tiles, whose sizes are multiples of 16, are as many up to 1,024 rows.
     """
     if length <= EXACT_LENGTHS:
         return length
@@ -383,7 +386,6 @@ def _rounded(length: int) -> int:
     return -(-length // step) * step
 
 
-EXACT_LENGTHS = 64  # queries or keys: of few, each one counts
 MAP_AXES = 3  # leading axes of a tensor map, beside rows and columns
 
 
