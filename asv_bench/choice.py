@@ -112,7 +112,7 @@ def candidates(plan) -> list:
 
     Each with the microseconds estimated.
     """
-    given = plan.problem, plan.device
+    given = plan.problem.rounded, plan.device
     kinds = {(tile.algo, tile.engine) for tile in (plan.tile, *(tile for tile, _ in plan.others))}
     rows = (row for row in TILES if row.rate and (row.algo, row.engine) in kinds)
     found = sorted((v for row in rows for v in timed_variants(row, *given)), key=lambda x: x[0])

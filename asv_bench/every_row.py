@@ -86,7 +86,7 @@ def plans(plan: Plan) -> list[Plan]:
     """
     kind = plan.algo, plan.engine, plan.problem.backward
     rows = (row for row in TILES if (row.algo, row.engine, row.backward) == kind)
-    given = plan.problem, plan.device
+    given = plan.problem.rounded, plan.device
     served = (row for row in rows if not row.reject(*given))
     best = (best_variants(x, *given)[0][1] if x.rate else x for x in served)
     return list(each_kernel_once(plan, best))

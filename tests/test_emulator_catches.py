@@ -905,7 +905,7 @@ WRONG_MASKS = [
     ("bits of the second word of a row left out", r"WORDS \+ column / 32\]", "WORDS]", {}),
     ("bits one column on, backward", r"shift = column % 32", "shift = (column + 1) % 32",
      BACKWARD),
-    ("nothing hidden", r"bits\.hide\(S, -infinity.*?;", "", GIVEN),
+    ("nothing hidden", r"shown\.hide\(S_regs, -infinity.*?;", "", GIVEN),
     ("nothing hidden, backward", r"if \(CUT\) bits\.hide\(S.*?;", "", BACKWARD),
     ("tiles with bits not cut", r"visit\.bits >= 0 \|\| ", "", GIVEN),
     ("bits from the block's first row on", r"(MASK_ROWS) \+ first_row;", r"\1;", {}),
@@ -913,6 +913,12 @@ WRONG_MASKS = [
      BACKWARD),
     ("NaN from under the mask", r"bits\.has\(tile\.row\(i\), k - k_begin\)", "true",
      {**GIVEN, "nonfinite": True}),
+    ("no second walk, with care", r"!careful && __syncthreads_or\(has_nonfinite.*?\)\)", "false",
+     {**GIVEN, "nonfinite": True}),
+    ("values are not cleared in it", r"careful && STAGES > 1 &&", "false &&",
+     {**GIVEN, "nonfinite": True}),
+    ("no care with gradients", r"!MARKS_NONFINITE \|\| log2_sums\[NONFINITE\] != .*?;", "false;",
+     {**BACKWARD, "nonfinite": True}),
     ("the place after the first tile of a band", r"return low;", "return low + 1;", BAND),
     ("the place before the first tile of a band", r"return low;", "return low - (low > begin);",
      {**ORDER, **BAND}),
@@ -978,7 +984,9 @@ def masked_inputs(engine, algo, backward, nonfinite, aligned):
     mask[:, : tile.block_q, : tile.block_k] = True  # a full tile
     mask[:, -3:, : tile.block_k] = True
     mask[:, -2, 5] = mask[:, 3, -1] = False
-    if nonfinite:
+    if nonfinite and backward:
+        dout[:, 9, 4] = np.inf  # of a query that some keys of a tile see
+    elif nonfinite:
         v[..., 5, 3] = np.inf  # of a key that some queries of a tile see
     if aligned:  # rows of the array begin at multiples of 16 bytes
         mask = np.pad(mask, ((0, 0), (0, 0), (0, -m % 16)))[..., :m]

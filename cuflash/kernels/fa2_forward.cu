@@ -44,8 +44,10 @@ static_assert(is_laid_out<Tile::Shared>(tile_bytes::Q, Q_TILE) &&
                   is_laid_out<Tile::Shared>(tile_bytes::exchange, Tile::EXCHANGE),
               "the plan's tiles are those of the kernel");
 
-// Works on the tile of queries, or the part of its keys, with this number.
-__device__ __forceinline__ void attend(const Params& p, int number) {
+// Works on the tile of queries, or the part of its keys, with this number. Infinities and NaN among the
+// values leave some in all sums, and seldom there are any: so a block that is not `careful` does not look
+// for them in tiles in which something is hidden. It returns whether it must be, to all threads.
+__device__ __forceinline__ bool attend(const Params& p, int number, bool careful) {
     extern __shared__ __align__(16) unsigned char smem[];
     Tile::Shared* const Q_smem = reinterpret_cast<Tile::Shared*>(smem + shared_at::Q);
     Tile::Shared* const K_smem = reinterpret_cast<Tile::Shared*>(smem + shared_at::K);
@@ -56,20 +58,20 @@ __device__ __forceinline__ void attend(const Params& p, int number) {
     int query_tiles = p.query_tiles;
     if constexpr (BEHIND_HOPPER) query_tiles = tiles_behind(p);
     QueryBlock block;
-    if (!block.locate(p, number, query_tiles)) return;
+    if (!block.locate(p, number, query_tiles)) return false;
     Head& head = block.head;
     const int query_tile = block.query_tile;
     const int first_row = warp * Tile::WARP_ROWS;
     const int block_row = query_tile * BLOCK_Q, row_begin = block_row + first_row;
-    if (!has_work(p, head, block_row, block_row + BLOCK_Q)) return;
+    if (!has_work(p, head, block_row, block_row + BLOCK_Q)) return false;
     if constexpr (AFTER_PLANES)
-        if (!is_left_by_kernel_before(p, head, block_row, block_row + BLOCK_Q)) return;
+        if (!is_left_by_kernel_before(p, head, block_row, block_row + BLOCK_Q)) return false;
     const KeyTiles<BLOCK_K> tiles(p, head, query_tile, BLOCK_Q);
     const Accumulator multiplier = score_multiplier(p);
 
     Tile tile(threadIdx.x % 32, exchange + warp * Tile::EXCHANGE);
     PlaneFactors factors;
-    if (!take_planes(tile, p, head, factors)) return;
+    if (!take_planes(tile, p, head, factors)) return false;
     limit_scores(tile, p.scale);
     using Exact = OnlineSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS>;
     using Guarded = GuardedSoftmax<Accumulator, Tile::ROWS, Tile::ROW_THREADS>;
@@ -121,14 +123,16 @@ __device__ __forceinline__ void attend(const Params& p, int number) {
                 ? split_keys(tile, K_smem)
                 : split_tiles(tile, K_smem + stage * K_TILE, V_smem + stage * V_TILE, valid_rows))
             break;
-        if ((cut || SCORE_MAY_HIDE) && STAGES > 1 && !IN_PLANES)
+        if (careful && STAGES > 1 && (cut || SCORE_MAY_HIDE))
             nonfinite |=
                 clear_nonfinite<BLOCK_K, Tile::PADDED_DV, THREADS>(V_smem + stage * V_TILE);
 
 #pragma unroll 1
         for (int step = 0; step < BLOCK_K; step += STEP_K) {
             Accumulator S_regs[Tile::ROWS][Tile::COLUMNS], rescale[Tile::ROWS];
-            RowsAhead<Tile, Tile::ROWS, Tile::COLUMNS> rows;  // of a captured array
+            RowsAhead<Tile, Tile::ROWS, Tile::COLUMNS> rows;    // of a captured array
+            LoadedBits<Tile, Tile::ROWS, Tile::COLUMNS> shown;  // by a mask
+            shown.load(tile, bits, step);
             rows.fetch(tile, p, head, row_begin, k_begin + step);
             const auto score_beside = [&](const auto&... beside) {
                 if constexpr (SPREADS)
@@ -137,7 +141,10 @@ __device__ __forceinline__ void attend(const Params& p, int number) {
                     tile.score(S_regs, K_smem + stage * K_TILE + step * Tile::PITCH);
                 rows.take(tile, p, head, row_begin, k_begin + step);
                 modify_scores(S_regs, tile, p, head, row_begin, k_begin + step, rows, !cut);
-                if (cut) mask_scores(S_regs, tile, p, head, row_begin, k_begin + step, bits, step);
+                if (cut) {
+                    hide_outside_band(S_regs, tile, p, head, row_begin, k_begin + step);
+                    shown.hide(S_regs, -infinity<Accumulator>(), tile, bits, step);
+                }
                 missing.hide(S_regs, tile, step);
             };
             const auto score = [&] {
@@ -170,7 +177,7 @@ __device__ __forceinline__ void attend(const Params& p, int number) {
                     next_keys = load_keys(K_smem, p, head, tiles[i + 1].tile);
                 commit_copies();
                 split_values(tile, V_smem, valid_rows);  // what is unheld is seen at the next keys
-                if ((cut || SCORE_MAY_HIDE) && !IN_PLANES)
+                if (careful && (cut || SCORE_MAY_HIDE))
                     nonfinite |= clear_nonfinite<BLOCK_K, Tile::PADDED_DV, THREADS>(V_smem);
             }
             expect_zeros(tile, cut);
@@ -181,8 +188,9 @@ __device__ __forceinline__ void attend(const Params& p, int number) {
         __syncthreads();  // tile i + 1 has arrived for all; nobody reads tile i any more
     }
     wait_copies<0>();
+    if (!IN_PLANES && !careful && __syncthreads_or(has_nonfinite_sums(O_regs))) return true;
     finish_rows(tile);
-    if (is_left_to_kernel_behind(p, tile, K_smem)) return;
+    if (is_left_to_kernel_behind(p, tile, K_smem)) return false;
     if (nonfinite) {
 #pragma unroll 1
         for (int i = 0; i < tiles.count(); ++i) {
@@ -198,6 +206,7 @@ __device__ __forceinline__ void attend(const Params& p, int number) {
         p, head, block.part, [&](const auto* strides) { return position.offset(p, strides); });
     store_rows_by_way_of<Tile::PITCH>(Q_smem + first_row * Tile::PITCH, O_regs, softmax, tile, p,
                                       head, row_begin, output);
+    return false;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
@@ -208,10 +217,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         if (!__syncthreads_or(has_mark(p, threadIdx.x, THREADS))) return;
         const int count = p.head_count * tiles_behind(p) * (SPLIT ? p.parts : 1);
         for (int number = blockIdx.x; number < count; number += gridDim.x) {
-            attend(p, number);
+            attend(p, number, true);
             __syncthreads();  // nobody reads this tile's memory any more
         }
     } else {
-        attend(p, blockIdx.x);
+        bool careful = AFTER_PLANES;  // planes leave out what is not finite
+#pragma unroll 1
+        while (attend(p, blockIdx.x, careful)) careful = true;
     }
 }

@@ -64,15 +64,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         reinterpret_cast<Accumulator*>(smem + shared_at::exchange) + first_row * WARP_SPLIT,
         Tile::part());
     Accumulator O_regs[Tile::ROWS][Tile::VALUE_COLUMNS];
-    clear_rows(O_regs);
 
     load_queries(Q_smem, p, head, block_row);
-    if (tiles.count() > 0) load_keys(K_smem, p, head, tiles[0].tile);
-    commit_copies();
+    bool careful = false;    // as fa2_forward.cu has it
     bool nonfinite = false;  // values of cut tiles that the products must not see
-    wait_copies<0>();
-    __syncthreads();  // Q and the first keys have arrived for all
-    tile.take_queries(Q_smem + first_row * Tile::PITCH);
     // Rows have no origins yet at their first tile of keys.
     const auto visit_keys = [&](int i, auto is_first) {
         const Visit visit = tiles[i];
@@ -84,11 +79,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         commit_copies();
 
         Accumulator S_regs[Tile::ROWS][Tile::COLUMNS];
+        LoadedBits<Tile, Tile::ROWS, Tile::COLUMNS> shown;  // by a mask
+        shown.load(tile, bits, first_key);
         const auto score = [&] {
             score_own_keys(S_regs, tile, Q_smem + first_row * Tile::PITCH, K_smem, traded);
             modify_scores(S_regs, tile, p, head, row_begin, k_begin + first_key, !cut);
-            if (cut)
-                mask_scores(S_regs, tile, p, head, row_begin, k_begin + first_key, bits, first_key);
+            if (cut) {
+                hide_outside_band(S_regs, tile, p, head, row_begin, k_begin + first_key);
+                shown.hide(S_regs, -infinity<Accumulator>(), tile, bits, first_key);
+            }
             missing.hide(S_regs, tile, first_key);
         };
         const auto publish = [&] {
@@ -124,14 +123,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         }
         if (i + 1 < tiles.count()) load_keys(K_smem, p, head, tiles[i + 1].tile);
         commit_copies();
-        if (cut || SCORE_MAY_HIDE)
+        if (careful && (cut || SCORE_MAY_HIDE))
             nonfinite |= clear_nonfinite<BLOCK_K, Tile::PADDED_DV, THREADS>(V_smem);
         tile.template accumulate_published<BLOCK_K>(O_regs, P_slab, V_smem);
         wait_copies<0>();
         __syncthreads();  // K_i+1 has arrived for all; nobody reads V_i nor P any more
     };
-    if (tiles.count() > 0) visit_keys(0, Constant<true>());
-    for (int i = 1; i < tiles.count(); ++i) visit_keys(i, Constant<false>());
+#pragma unroll 1
+    for (;; careful = true) {
+        if (tiles.count() > 0) load_keys(K_smem, p, head, tiles[0].tile);
+        commit_copies();
+        clear_rows(O_regs);
+        softmax.restart();
+        wait_copies<0>();
+        __syncthreads();  // Q and the first keys have arrived for all
+        tile.take_queries(Q_smem + first_row * Tile::PITCH);
+        if (tiles.count() > 0) visit_keys(0, Constant<true>());
+        for (int i = 1; i < tiles.count(); ++i) visit_keys(i, Constant<false>());
+        if (careful || !__syncthreads_or(has_nonfinite_sums(O_regs))) break;
+    }
     wait_copies<0>();
     softmax.share_sums(tile);
     if (nonfinite) {

@@ -67,6 +67,17 @@ __device__ __forceinline__ bool clear_nonfinite(S* tile) {
     return __syncthreads_or(found) != 0;
 }
 
+// Whether a lane has infinities or NaN among its sums.
+template <int ROWS, int COLUMNS>
+__device__ __forceinline__ bool has_nonfinite_sums(const Accumulator (&sums)[ROWS][COLUMNS]) {
+    bool found = false;
+#pragma unroll
+    for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+        for (int j = 0; j < COLUMNS; ++j) found |= !is_finite(sums[i][j]);
+    return found;
+}
+
 // Gives a tile back the infinities and NaN that clear_nonfinite() has taken from it: the tile holds
 // the rows from `first` on.
 template <int TILE_ROWS, int D, int PITCH, int THREADS, typename S, typename T>

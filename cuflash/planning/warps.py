@@ -265,7 +265,7 @@ class WarpTile(KernelTile):
                 "TURNS": 1,
                 "SIDE_THREADS": self.threads,
                 "CLEARS_DQ": not ordered,
-                "MARKS_NONFINITE": False,
+                "MARKS_NONFINITE": ITEM_BYTES[problem.dtype] == 2,
                 "LOCATES_HEADS": False,
             }
         return super().constants(problem) | own

@@ -198,7 +198,7 @@ struct GradientStep {
             for (int j = 0; j < Scores::COLUMNS; ++j)
                 if (tile.column(j) < first || tile.column(j) > last) P[i][j] = Accumulator(-0.0);
         }
-        hide_by_mask(P, bits, tile);
+        bits.hide(P, Accumulator(-0.0), tile, 0);
     }
     // The same of packed ones.
     __device__ __forceinline__ void hide(PackedGroup& P, int group, const TileBits& bits) const {

@@ -6,6 +6,7 @@
 // because it has pointers to lists only where MASKED.
 #pragma once
 #include "seams/sequence.cuh"
+#include "tiles/lane_bits.cuh"
 
 // What a mask shows of a tile, which the band may hide from all heads.
 enum { EMPTY, PARTIAL, FULL, OUTSIDE };
@@ -169,16 +170,17 @@ struct LoadedBits<Tile, ROWS, COLUMNS, true> {
     __device__ __forceinline__ void hide(A (&values)[ROWS][COLUMNS], A hidden, const Tile& tile,
                                          const StoredTile&, int) const {
 #pragma unroll
-        for (int i = 0; i < ROWS; ++i)
+        for (int i = 0; i < ROWS; ++i) {
+            if constexpr (Tile::IS_OF_TENSOR_CORES)
+                LaneBits<COLUMNS>(tile.column(0), [&](int w) {
+                    return words[i][w] >> shift;
+                }).hide(values[i], hidden);
+            else
 #pragma unroll
-            for (int w = 0; w < STEP; w += 32) {
-                const u32 shown = words[i][w / 32] >> shift;
-#pragma unroll
-                for (int j = 0; j < COLUMNS; ++j) {
-                    const int c = tile.column(j) - w;
-                    if (c >= 0 && c < 32 && !(shown >> c & 1)) values[i][j] = hidden;
-                }
-            }
+                for (int j = 0; j < COLUMNS; ++j)
+                    if (const int c = tile.column(j); !(words[i][c / 32] >> shift >> c % 32 & 1))
+                        values[i][j] = hidden;
+        }
     }
     // Whether the mask shows value (i, j).
     __device__ __forceinline__ bool has(const Tile& tile, const StoredTile&, int, int i,

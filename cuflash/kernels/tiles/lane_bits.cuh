@@ -3,7 +3,6 @@
 #pragma once
 #include "few_registers.cuh"
 #include "ptx/bits.cuh"
-#include "seams/tile_lists.cuh"
 
 // Of a row of a tile that four lanes share: of each eight columns a lane has two. Bit 2 * (m / 4) + e of byte
 // m % 4 is of the lane's column 2 * m + e.
@@ -72,17 +71,3 @@ struct LaneBits {
         return u32(u64(~0u) << min(max(n, 0), 32));
     }
 };
-
-// Sets a warp's numbers to -0 where the mask hides them: all that its lanes have of a tile.
-template <typename Bits, typename Tile, int ROWS, int COLUMNS, typename A>
-__device__ __forceinline__ void hide_by_mask(A (&values)[ROWS][COLUMNS], const Bits& bits,
-                                             const Tile& tile) {
-    if constexpr (!SAME<Bits, StoredTile>)
-        bits.hide(values, A(-0.0), tile, 0);
-    else if (!bits.is_full())
-#pragma unroll
-        for (int i = 0; i < ROWS; ++i)
-            LaneBits<COLUMNS>(tile.column(0), [&](int w) {
-                return bits.word(tile.row(i), 32 * w);
-            }).hide(values[i], A(-0.0));
-}

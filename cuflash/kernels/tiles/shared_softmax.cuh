@@ -23,6 +23,11 @@ struct SharedSoftmax : OnlineSoftmax<A, ROWS, ROW_THREADS> {
     __device__ __forceinline__ SharedSoftmax(A* exchange, int part)
         : exchange(exchange), part(part) {}
 
+    // No row has seen a key.
+    __device__ __forceinline__ void restart() {
+        static_cast<Exact&>(*this) = Exact();
+        settled = false;
+    }
     // Turns scores into P and returns whether the origins at hand serve for that. Where they do not,
     // S holds nothing of use.
     template <int COLUMNS>

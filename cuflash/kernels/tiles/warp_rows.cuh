@@ -25,6 +25,7 @@ struct WarpRows {
     // The tile as from the lane's first column on, so that columns are constants: there are many.
     struct FromFirstColumn {
         static constexpr int ROW_THREADS = 4;
+        static constexpr bool IS_OF_TENSOR_CORES = true;
         const WarpRows& tile;
         __device__ __forceinline__ int row(int i) const { return tile.row(i); }
         __device__ __forceinline__ int column(int j) const { return j / 2 * 8 + j % 2; }
