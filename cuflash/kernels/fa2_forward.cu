@@ -132,7 +132,7 @@ __device__ __forceinline__ bool attend(const Params& p, int number, bool careful
             Accumulator S_regs[Tile::ROWS][Tile::COLUMNS], rescale[Tile::ROWS];
             RowsAhead<Tile, Tile::ROWS, Tile::COLUMNS> rows;    // of a captured array
             LoadedBits<Tile, Tile::ROWS, Tile::COLUMNS> shown;  // by a mask
-            shown.load(tile, bits, step);
+            if (!IN_PLANES) shown.load(tile, bits, step);       // planes leave no registers for it
             rows.fetch(tile, p, head, row_begin, k_begin + step);
             const auto score_beside = [&](const auto&... beside) {
                 if constexpr (SPREADS)
@@ -142,6 +142,7 @@ __device__ __forceinline__ bool attend(const Params& p, int number, bool careful
                 rows.take(tile, p, head, row_begin, k_begin + step);
                 modify_scores(S_regs, tile, p, head, row_begin, k_begin + step, rows, !cut);
                 if (cut) {
+                    if (IN_PLANES) shown.load(tile, bits, step);
                     hide_outside_band(S_regs, tile, p, head, row_begin, k_begin + step);
                     shown.hide(S_regs, -infinity<Accumulator>(), tile, bits, step);
                 }

@@ -15,6 +15,7 @@
 // Up to 256 columns two warps share rows, up to 512 two or four. docs/kernels.md says what bounds the speed.
 //
 // Grid: as fa2_forward.cu.
+#include "few_registers.cuh"
 #include "forward_loads.cuh"
 #include "halved_scores.cuh"
 #include "nonfinite.cuh"
@@ -54,7 +55,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const Accumulator multiplier = score_multiplier(p);
 
     const int sharers = threadIdx.x / (32 * WARP_SPLIT);  // which of the groups of warps
-    const int first_row = sharers * Tile::WARP_ROWS, row_begin = block_row + first_row;
+    // Afresh: what is made of it stays in no register.
+    const int first_row = afresh(sharers * Tile::WARP_ROWS), row_begin = block_row + first_row;
     const int first_key = Tile::part() * STEP_K;
     Accumulator* const traded = reinterpret_cast<Accumulator*>(smem + shared_at::traded);
     Tile::Shared* const P_slab =

@@ -163,7 +163,6 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
         const Accumulator* const log2_sums = row_stats_smem + stage * ROW_STATS;
         const Accumulator* const deltas = log2_sums + BLOCK_Q;
         const bool weightless = log2_sums[WEIGHTLESS] != Accumulator(0);
-        const bool careful = !MARKS_NONFINITE || log2_sums[NONFINITE] != Accumulator(0);
         // Infinite keys: their scores with the zeros that stand for queries beyond the length are NaN.
         const bool cut = tiles.is_cut(visit) || nonfinite_keys || weightless || SCORE_MAY_HIDE;
         const auto next = [&] { return WALKS ? tiles.list[tiles.after(entry)] : tiles[i + 1]; };
@@ -232,7 +231,7 @@ __device__ __forceinline__ void visit_queries(Gradients& gradients, unsigned cha
                 to_score_gradients<false>(dS_regs, P_regs, slope, keys, p, head, deltas + step, q,
                                           k_begin);
             }
-            if (cut && careful) {
+            if (cut && (!MARKS_NONFINITE || log2_sums[NONFINITE] != Accumulator(0))) {
                 __syncthreads();  // all have scored these queries
                 clear_nonfinite<STEPS, KeyTile::PADDED_D, THREADS>(Q + steps * KeyTile::PITCH);
                 nonfinite |= clear_nonfinite<STEPS, ValueTile::PADDED_D, THREADS>(
