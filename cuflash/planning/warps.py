@@ -265,7 +265,8 @@ class WarpTile(KernelTile):
                 "TURNS": 1,
                 "SIDE_THREADS": self.threads,
                 "CLEARS_DQ": not ordered,
-                "MARKS_NONFINITE": ITEM_BYTES[problem.dtype] == 2,
+                # Of packed sequences kernels have no registers for it.
+                "MARKS_NONFINITE": ITEM_BYTES[problem.dtype] == 2 and not problem.is_packed,
                 "LOCATES_HEADS": False,
             }
         return super().constants(problem) | own
