@@ -81,11 +81,11 @@ class GrowingCache:
     params = (["bf16", "fp32"],)
     param_names = ("dtype",)
     keys = range(2049, 2305)
-    grown = None
+    prepared = None
 
     def setup(self, dtype):
         """Once per process and set of parameters: a length is new only once."""
-        if self.grown is not None:
+        if self.prepared == dtype:
             return
         wait = gpu.need_gpu().cuda.Device().synchronize
         q, k, v = (gpu.draw((4, 32, self.keys.stop, 128), dtype).cupy for _ in range(3))
@@ -102,6 +102,7 @@ class GrowingCache:
             step(keys)
             self.grown.append(time.perf_counter() - start)
         (self.again,) = gpu.host_times([lambda: step(self.keys.start)], 10)
+        self.prepared = dtype
 
     def track_mean_seconds(self, dtype):
         return float(np.mean(self.grown))
