@@ -2,7 +2,7 @@
 // keys, columns queries. Reads the prelude.
 #pragma once
 #include "hopper/gradient_tiles.cuh"
-#include "tiles/lane_bits.cuh"
+#include "turned_tile.cuh"
 
 // Weights are packed times 2^WEIGHT_EXPONENT, so that small ones keep their digits in float16. Those
 // times the derivative of a modified score, or divided by the share that dropout keeps, must not pass
@@ -24,33 +24,13 @@ struct Weights {
 //
 // Numbers come in pairs: pair (i, m) of the scores is S[i][2 * m] and S[i][2 * m + 1], neighbours in
 // row i.
-struct PackedStep {
-    static constexpr int ROWS = Scores::ROWS, PAIRS = Scores::COLUMNS / 2;
-    using Rows = LoadedColumns<Scores, ROWS, Scores::COLUMNS>;  // of captured arrays
-    using Columns = Scores::FromFirstColumn;
-    using Shown = LoadedTile<Scores>;  // by a mask
-
-    const Params& p;
-    const Scores& tile;
-    const Head& head;
-    u32 row_stats;  // of the queries, in shared memory
-    int q_begin, k_begin;
-    KeptPairs<ROWS, Scores::COLUMNS> kept;
-
-    __device__ __forceinline__ void draw_kept() {
-        kept.draw_turned(tile, p, head, q_begin, k_begin);
-    }
+struct PackedStep : TurnedTile<Scores> {
+    static constexpr int PAIRS = COLUMNS / 2;
 
     static __device__ __forceinline__ u32& pair_of(Packed& packed, int i, int m) {
         return packed[m / 2][m % 2 * 2 + i];
     }
-    // Two numbers of the row statistics, from number `first` on, for the m-th pair.
-    __device__ __forceinline__ Vector<float, 2> stats(int first, int m) const {
-        const int column = m * 8 + tile.lane % 4 * 2;
-        const auto pair = load_pair(row_stats + (first + column) * int(sizeof(float)));
-        return {__uint_as_float(pair.at[0]), __uint_as_float(pair.at[1])};
-    }
-    // The same for all pairs, ahead of their use.
+    // The statistics of all pairs from number `first` on, ahead of their use.
     struct LoadedStats {
         Vector<float, 2> pairs[PAIRS];
         __device__ __forceinline__ Vector<float, 2> operator[](int m) const { return pairs[m]; }
@@ -105,26 +85,14 @@ struct PackedStep {
     // without weight. The sign tells -0 from a weight that is too small for a number.
     __device__ __forceinline__ void hide(Weights& weights, const TileBits& bits,
                                          const Shown& shown) const {
-        using Seen = LaneBits<Scores::COLUMNS>;
-        const Seen weighs = Seen::where(
-            [&](int j) { return stats(0, j / 2).at[j % 2] != infinity<Accumulator>(); });
-#pragma unroll
-        for (int i = 0; i < ROWS; ++i) {
-            const VisibleQueries visible(p, head, k_begin + tile.row(i));
-            Seen seen(tile.column(0), visible.first - q_begin, visible.last - q_begin,
-                      [&](int w) { return shown.word(i, w); });
-            seen.bits &= weighs.bits;
-            if constexpr (MASK_IS_COMPUTED)
-                seen.bits &= Seen::where([&](int j) {
-                                 return shown.has(Columns{tile}, bits, tile.column(0), i, j);
-                             }).bits;
+        hide_rows(bits, shown, [&](int i, const auto& seen) {
             const auto hide_row = [&](Packed& packed) {
                 seen.hide_pairs([&](int m) -> u32& { return pair_of(packed, i, m); });
             };
             hide_row(weights.kept());
             if (DROPS) hide_row(weights.all());
             if (SCORE_HAS_SLOPE) hide_row(weights.sloped());
-        }
+        });
     }
 
     // dS^T from P^T and dP^T, packed. Where P is hidden dS is 0, whatever dP, delta and slope hold.

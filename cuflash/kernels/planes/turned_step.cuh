@@ -1,39 +1,17 @@
 // What the kernels of dK and dV do to a tile of scores of float32 in planes. It stands on its side: rows
 // are keys, columns queries. Reads the prelude.
 #pragma once
-#include "row_stats.cuh"
-#include "seams/hooks.cuh"
-#include "seams/key_tiles.cuh"
 #include "seams/score.cuh"
-#include "tiles/lane_bits.cuh"
-#include "tiles/warp_rows.cuh"
+#include "turned_tile.cuh"
 
 // One step of four warps: 64 keys, from k_begin on, against a tile of queries.
 template <typename Scores>
-struct TurnedStepOf {
-    static constexpr int ROWS = Scores::ROWS, COLUMNS = Scores::COLUMNS;
+struct TurnedStepOf : TurnedTile<Scores> {
+    using Base = TurnedTile<Scores>;
+    using Base::k_begin, Base::kept, Base::stats;
+    using Base::ROWS, Base::COLUMNS, Base::p, Base::tile, Base::head, Base::q_begin;
     using Tile = Accumulator[ROWS][COLUMNS];
-    using Rows = LoadedColumns<Scores, ROWS, COLUMNS>;  // of captured arrays
-    using Columns = typename Scores::FromFirstColumn;
-    using Shown = LoadedTile<Scores>;  // by a mask
-
-    const Params& p;
-    const Scores& tile;
-    const Head& head;
-    u32 row_stats;  // of the queries, in shared memory
-    int q_begin, k_begin;
-    KeptPairs<ROWS, COLUMNS> kept;
-
-    __device__ __forceinline__ void draw_kept() {
-        kept.draw_turned(tile, p, head, q_begin, k_begin);
-    }
-
-    // Of the row statistics from number `first` on those of columns 2 * m and 2 * m + 1.
-    __device__ __forceinline__ Vector<float, 2> stats(int first, int m) const {
-        const int column = m * 8 + tile.lane % 4 * 2;
-        const auto pair = load_pair(row_stats + (first + column) * int(sizeof(float)));
-        return {__uint_as_float(pair.at[0]), __uint_as_float(pair.at[1])};
-    }
+    using typename Base::Rows, typename Base::Shown;
 
     // P^T from S^T, which lacks a factor, and in W^T that times the derivative of the modified score by the score, if it has
     // one that is not 1.
@@ -64,22 +42,10 @@ struct TurnedStepOf {
     // Sets the weights of hidden pairs to -0, whatever they were, and those of queries without weight.
     __device__ __forceinline__ void hide(Tile& P, Tile& W, const TileBits& bits,
                                          const Shown& shown) const {
-        using Seen = LaneBits<COLUMNS>;
-        const Seen weighs = Seen::where(
-            [&](int j) { return stats(0, j / 2).at[j % 2] != infinity<Accumulator>(); });
-#pragma unroll
-        for (int i = 0; i < ROWS; ++i) {
-            const VisibleQueries visible(p, head, k_begin + tile.row(i));
-            Seen seen(tile.column(0), visible.first - q_begin, visible.last - q_begin,
-                      [&](int w) { return shown.word(i, w); });
-            seen.bits &= weighs.bits;
-            if constexpr (MASK_IS_COMPUTED)
-                seen.bits &= Seen::where([&](int j) {
-                                 return shown.has(Columns{tile}, bits, tile.column(0), i, j);
-                             }).bits;
+        this->hide_rows(bits, shown, [&](int i, const auto& seen) {
             seen.hide(P[i], Accumulator(-0.0));
             if (SCORE_HAS_SLOPE) seen.hide(W[i], Accumulator(-0.0));
-        }
+        });
     }
 
     // What dropout leaves of P^T.
