@@ -107,6 +107,7 @@ def _load(
     return kernel.kernel
 
 
+@functools.lru_cache(maxsize=16)  # of a plan's kernels each is asked for twice
 def compiler_input(
     plan: Plan | AppendPlan | CopyPlan | MergePlan, kernel: Launch
 ) -> tuple[str, str, tuple[str, ...]]:
