@@ -21,9 +21,10 @@ ROWS = [row for row in TILES if isinstance(row, PlanesTile)]
 HEADS = 2
 
 
-def row_of(dim, block_k, algo="fa2"):
+def row_of(dim, block_k, algo="fa2", warps=8):
     """The row of the table for a head dim, or up to the next one that has rows."""
-    (row,) = (row for row in ROWS if (row.max_dim, row.block_k, row.algo) == (dim, block_k, algo))
+    wanted = dim, block_k, algo, warps
+    (row,) = (x for x in ROWS if (x.max_dim, x.block_k, x.algo, x.warps) == wanted)
     return row
 
 
@@ -204,18 +205,42 @@ def test_emulator_hard(change, causal):
 
 @emulated_only
 @pytest.mark.parametrize(
-    ("dim", "block_k", "sizes"),
+    ("dim", "block_k", "warps", "sizes"),
     [
-        (32, 128, (130, 300, 24)),
-        (64, 96, (200, 200, 64)),
-        (128, 80, (70, 170, 96)),
-        (256, 48, (70, 100, 256)),
+        (32, 128, 8, (130, 300, 24)),
+        (32, 128, 16, (300, 300, 32)),
+        pytest.param(32, 96, 16, (300, 200, 24), marks=pytest.mark.full),
+        pytest.param(32, 128, 12, (200, 200, 32), marks=pytest.mark.full),
+        pytest.param(64, 128, 12, (200, 200, 40), marks=pytest.mark.full),
+        pytest.param(64, 64, 16, (300, 100, 64), marks=pytest.mark.full),
+        (64, 96, 12, (200, 200, 64)),
+        pytest.param(96, 112, 8, (70, 170, 88), marks=pytest.mark.full),
+        (128, 64, 12, (200, 100, 104)),
+        (128, 80, 8, (70, 170, 96)),
+        (160, 112, 8, (70, 170, 136)),
+        pytest.param(160, 96, 8, (70, 100, 160), marks=pytest.mark.full),
+        pytest.param(192, 80, 8, (70, 100, 192), marks=pytest.mark.full),
+        pytest.param(192, 64, 8, (70, 100, 168), marks=pytest.mark.full),
+        pytest.param(224, 64, 8, (70, 100, 216), marks=pytest.mark.full),
+        (256, 48, 8, (70, 100, 256)),
     ],
 )
-def test_emulator_rows(dim, block_k, sizes):
+def test_emulator_rows(dim, block_k, warps, sizes):
     """Other rows of the table, and blocks that persist, in check mode."""
-    row = row_of(dim, block_k, "fa3")
+    row = row_of(dim, block_k, "fa3", warps)
     assert emulated(*normal(*sizes), row, causal=True)["wgmma"] > 0
+
+
+@emulated_only
+@pytest.mark.parametrize("algo", ["fa2", "fa3"])
+def test_emulator_an_array_of_bool_in_large_tiles(algo):
+    """Tiles of 256 queries, also in the kernel behind, which works on a head of the two."""
+    q, k, v = hard_operands(weights_as_results, 300, 200, 64)
+    q[0] /= 10
+    shown = np.random.default_rng(0).random((HEADS, 300, 200)) < 0.9
+    shown[:, 130:140], shown[:, :, 70:140] = False, False
+    row = row_of(64, 64, algo, 16)
+    assert emulated(q, k, v, row, mask=shown, causal=True)["wgmma"] > 0
 
 
 @emulated_only
@@ -268,12 +293,13 @@ def nothing_behind(monkeypatch):
 
 
 @emulated_only
-@pytest.mark.parametrize(("dim", "block_k", "mode"), [
-    (64, 64, "check"), (32, 128, "fast"), (64, 96, "fast"), (128, 80, "fast"), (256, 48, "fast"),
+@pytest.mark.parametrize(("dim", "block_k", "warps", "mode"), [
+    (64, 64, 8, "check"), (32, 128, 12, "fast"), (64, 96, 12, "fast"), (128, 80, 8, "fast"),
+    (256, 48, 8, "fast"),
 ])  # fmt: skip
-def test_emulator_small_weights_take_turns(nothing_behind, dim, block_k, mode):
+def test_emulator_small_weights_take_turns(nothing_behind, dim, block_k, warps, mode):
     """All of them are worked on here: down to 2^-126, some values tiny, others huge."""
-    row, slopes = row_of(dim, block_k, "fa3"), {"alibi_slopes": SLOPES, "causal": True}
+    row, slopes = row_of(dim, block_k, "fa3", warps), {"alibi_slopes": SLOPES, "causal": True}
     sizes = 70, 2 * block_k + 12, dim
     for factor in (1, 2.0**-55, 2.0**80):
         for (q, k, v), options in (
@@ -306,10 +332,12 @@ def test_emulator_small_weights_need_their_turns(monkeypatch, old, new):
 @pytest.mark.parametrize("row", [x for x in ROWS if x.algo == "fa3"], ids=str)
 def test_small_weights_that_take_turns_seldom_spill(row):
     require_nvrtc()
+    sizes = (4, 4096, row.max_dim)
+    x = np.zeros(sizes, np.float32)
+    problem = cuflash.plan(x, x, x, causal=True, device=H200, alibi_slopes=np.ones(4)).problem
+    if reason := row.reject(problem, H200):
+        pytest.skip(reason)
     for span, allowed in ((0, (0, 16)), (1024, (24, 148))):
-        sizes = (4, 4096, row.max_dim)
-        x = np.zeros(sizes, np.float32)
-        problem = cuflash.plan(x, x, x, causal=True, device=H200, alibi_slopes=np.ones(4)).problem
         plan = Plan(problem, H200, dataclasses.replace(row, span=span), (), ())
         assert "TAKES_TURNS = true" in plan.source()
         cost = compile_source(plan.source(), "sm_90a")

@@ -1,6 +1,7 @@
 """What options cost a forward pass, as the choice among rows reckons it."""
 
 import itertools
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -81,7 +82,7 @@ def test_nothing_is_known_of_other_types(dtype):
 
 LEFT = {
     "scores": "score_mod", "elements": "key bias", "dropout": "dropout", "softcap": "softcap",
-    "pairs": "bias",
+    "pairs": "bias", "turns": "alibi", "regions": "",
 }  # fmt: skip
 
 
@@ -92,9 +93,11 @@ def test_rows_leave_known_options_to_others():
 @pytest.mark.parametrize("option", WITHOUT)
 def test_rows_say_which_options_they_leave_to_others(option):
     rows = [x for x in TILES if option in getattr(x, "without", ()) and not x.backward]
-    shape = 2, 8, 512, 64
-    plain = planned(shape).problem
-    problem = planned(shape, LEFT[option]).problem
+    shape, dtype = (2, 8, 512, 32), np.float32 if option in ("turns", "regions") else BF16
+    plain = planned(shape, dtype=dtype).problem
+    problem = planned(shape, LEFT[option], dtype).problem
+    if option == "regions":
+        problem = replace(plain, sequences=2, longest=(512, 512), offsets="int64")
     rows = [row for row in rows if not row.reject(plain, H200)]
     assert rows
     assert {row.reject(problem, H200) for row in rows} == {WITHOUT[option]}

@@ -69,9 +69,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Accumulator O_regs[Tile::ROWS][Tile::VALUE_COLUMNS];
     ItemReader<Item> reader(smem.items);
     const Item* item;
-    Head head;
     KeyTiles<BLOCK_K> keys{};  // of this consumer's queries
-    int row_begin;
+    // What else it has to know of its item: held in registers, or read again where these are few.
+    Head held_head;
+    int held_row;
+    const auto head = [&]() -> const Head& { return REREADS_ITEM ? item->head : held_head; };
+    const auto row_begin = [&] {
+        return REREADS_ITEM ? item->row_begin + consumer * SLAB : held_row;
+    };
     Ring<STAGES> now;
     Vector<float, 2> q_units{};
     bool looks = false, small = false;  // for small weights, which may matter; whether there is one
@@ -104,9 +109,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         open_products();
         const TileUnits units = smem.factors[now.slot];
         tile.score(S_regs, Q, K + now.slot * (Tile::Keys::BYTES >> 4));
-        rows.load(tile, p, head, row_begin, visit.tile * BLOCK_K);
-        const TileBits tile_bits = find_bits(smem.staged[now.slot].bits, p, head, visit.bits,
-                                             consumer * SLAB, row_begin, visit.tile * BLOCK_K);
+        rows.load(tile, p, head(), row_begin(), visit.tile * BLOCK_K);
+        const TileBits tile_bits = find_bits(smem.staged[now.slot].bits, p, head(), visit.bits,
+                                             consumer * SLAB, row_begin(), visit.tile * BLOCK_K);
         bits.load(columns, tile_bits, tile.column(0));
         wait_products<0>(S_regs);
         __syncwarp();  // all lanes have read the units and the mask's bits
@@ -114,9 +119,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         Accumulator score_units[] = {q_units.at[0] * units.k, q_units.at[1] * units.k};
         if (SCORE_IS_MODIFIED) scale_rows(S_regs, score_units);
         const int k_begin = (SCORE_IS_MODIFIED ? uniform(visit.tile) : visit.tile) * BLOCK_K;
-        modify_scores(S_regs, tile, p, head, row_begin, k_begin, rows);
+        modify_scores(S_regs, tile, p, head(), row_begin(), k_begin, rows);
+        if (REREADS_ITEM) forget(), keys.KeySpan::operator=(item->parts[consumer].keys);
         if (keys.is_cut_by_band(visit))
-            hide_outside_band(S_regs, columns, p, head, row_begin, k_begin + tile.column(0));
+            hide_outside_band(S_regs, columns, p, head(), row_begin(), k_begin + tile.column(0));
         if (MASKED && visit.bits >= 0)
             bits.hide(S_regs, -infinity<Accumulator>(), columns, tile_bits, tile.column(0));
         // What the scores still lack.
@@ -124,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         constexpr float EXPONENT = Tile::WEIGHT_EXPONENT;
         if (softmax.update_scaled(S_regs, multiplier, score_units, EXPONENT, rescale))
             scale_rows(O_regs, rescale), kept.rescale(rescale);
-        drop_probabilities(S_regs, tile, p, head, row_begin, k_begin);
+        drop_probabilities(S_regs, tile, p, head(), row_begin(), k_begin);
         kept.add(S_regs);
         const auto accumulate = [&] {
             u32 P_regs[2 * Tile::CHUNKS][4];
@@ -152,29 +158,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (;;) {
         item = &reader.next();
         if (!item->exists) break;
-        head = uniform(item->head);
+        held_head = uniform(item->head);
         keys.list = uniform(item->keys.list);
-        const Part part = uniform(item->parts[consumer]);
-        static_cast<KeySpan&>(keys) = part.keys;
-        row_begin = uniform(item->row_begin) + consumer * SLAB;
+        const Part& part = item->parts[consumer];
+        static_cast<KeySpan&>(keys) = uniform(part.keys);
+        held_row = uniform(item->row_begin) + consumer * SLAB;
         looks = DROPS || item->sparse, small = false;
         kept.clear();
         softmax = {};
         clear_rows(O_regs);
         if (keys.count() > 0)
             q_units =
-                make_query_planes(p, head, item->k_unit, row_begin, smem.Q[consumer], consumer);
+                make_query_planes(p, head(), item->k_unit, row_begin(), smem.Q[consumer], consumer);
         pass_by(part.before);
 #pragma unroll 1
         for (int i = 0; i < keys.count(); ++i) visit_keys(i);
         pass_by(part.after);
         for (float& sum : softmax.sum) sum /= 1 << Tile::WEIGHT_EXPONENT;
-        store_rows(O_regs, softmax, tile, p, item->head, row_begin, item->output);
+        store_rows(O_regs, softmax, tile, p, item->head, row_begin(), item->output);
         if constexpr (DROPS) {
             const float least = kept.least(1 << Tile::WEIGHT_EXPONENT);
             small = small && small_weights_matter(least, item->spread);
         }
-        if (__any_sync(FULL_WARP, small) && speaks) leave_out(p, head, row_begin, row_begin + SLAB);
+        if (__any_sync(FULL_WARP, small) && speaks)
+            leave_out(p, head(), row_begin(), row_begin() + SLAB);
         __syncwarp();  // all lanes have read the item
         if (speaks) reader.release(*item);
     }

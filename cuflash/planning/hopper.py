@@ -31,6 +31,8 @@ WITHOUT = {
     "dropout": "has no registers for dropout",
     "softcap": "is slow with a softcap",
     "pairs": "is slow with an element for each query and key",
+    "turns": "has no registers for small weights that take turns",
+    "regions": "has no registers for packed sequences",
 }
 PLAIN = "scores", "dropout"  # what rows for plain scores leave to others
 

@@ -7,11 +7,13 @@ hold, and on rows whose weights they do not.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ..operands.dtypes import ITEM_BYTES
 from . import simt
+from .hopper import PLAIN
 from .kernel_tile import KernelTile
 from .launches import Buffer, Launch, MapBox
 from .problem import PLANED, Device, Problem
@@ -30,6 +32,8 @@ COPY_RATE = 3.6e6  # bytes per microsecond that making planes reads and writes
 
 # Why fixed spans of keys, whose bits are those of any batch, are for other rows.
 DEPENDS_ON_TILES = "a tile's rows share a scale: bits would depend on keys beyond a length"
+
+COMMON_BLOCK = 128  # queries of a mask's blocks
 
 HIGH, LOW = 0, 1
 SMALL: Planes = ((LOW, HIGH), (HIGH, LOW))
@@ -127,8 +131,13 @@ def plane_constants(
 
 
 def summed_at_once(width: int) -> int:
-    """Columns, of so many, that are summed afresh at a time."""
-    return 64 if width % 64 == 0 else width if width < 128 else 32
+    """Columns, of so many, that are summed afresh at a time; what is left of them comes last."""
+    return width if width < 128 and width % 64 else 64
+
+
+def sums_of(width: int, part: int) -> tuple[int, ...]:
+    """Columns of these sums, each size once."""
+    return (part, rest) if (rest := width % part) else (part,)
 
 
 def takes_turns(problem: Problem) -> bool:
@@ -151,10 +160,13 @@ class PlanesTile(WgmmaTile):
     ----------
     sums : int
         How many sums of products with values a warpgroup has room for beside O.
+    rereads : bool
+        Whether warpgroups read again and again what they are to know of their item.
     """
 
     dtypes: tuple[str, ...] = ("float32",)
-    sums: int = 2
+    sums: int = 1
+    rereads: bool = False
 
     @property
     def kernel(self) -> str:
@@ -166,11 +178,6 @@ class PlanesTile(WgmmaTile):
         """Whether keys may lie in pages."""
         return False
 
-    @property
-    def finds_regions(self) -> bool:
-        """Whether it serves packed sequences, for which 48 keys of wide rows leave no registers."""
-        return self.max_dim <= 128 or self.block_k < 48
-
     def crowding(self, problem: Problem) -> float:
         """Not known of planes."""
         return 1.0
@@ -181,19 +188,27 @@ class PlanesTile(WgmmaTile):
 
     @property
     def behind(self) -> simt.SimtTile:
-        """The row of the kernel that works on what this one leaves out, with the same tiles."""
-        return replace(
-            simt.BEHIND_PLANES[max(64, self.max_dim)],
-            algo="fa2",
-            packed=self.packed,
-            span=self.span,
-        )
+        """The row of the kernel that works on what this one leaves out, with tiles of as many
+        queries where this one's are a multiple of its own.
+        """
+        row = simt.BEHIND_PLANES[min(x for x in simt.BEHIND_PLANES if x >= self.max_dim)]
+        row = replace(row, algo="fa2", packed=self.packed, span=self.span)
+        times, rest = divmod(self.block_q, row.block_q)
+        return row if rest or times == 1 else replace(row, warps=times * row.warps, min_blocks=1)
 
     def leads(self, problem: Problem) -> bool:
         """Tiles begin at the first query, as those of the kernel behind do: whoever merges parts
         asks which of them a tile has left.
         """
         return False
+
+    def options_of(self, problem: Problem) -> Iterator[str]:
+        """What a problem asks of this row, in the words of WITHOUT."""
+        yield from super().options_of(problem)
+        if takes_turns(problem):
+            yield "turns"
+        if problem.is_packed:
+            yield "regions"
 
     def reject(self, problem: Problem, device: Device) -> str:
         """Why this row cannot or should not serve, or an empty string."""
@@ -205,11 +220,17 @@ class PlanesTile(WgmmaTile):
             return DEPENDS_ON_TILES
         if problem.mask and self.scored != self.behind.scored:
             return "its tiles are not those of the kernel behind, which share a mask's lists"
+        if problem.mask_is_stored and problem.mask == "blocks" and self.block_q > COMMON_BLOCK:
+            return "its tiles are larger than the blocks of most masks"
         return super().reject(problem, device)
 
     def value_part(self, problem: Problem) -> int:
-        """Columns of O that are summed afresh at a time."""
-        return summed_at_once(self.widths(problem)[1])
+        """Columns of O that are summed afresh at a time: all that there are registers for."""
+        width = self.widths(problem)[1]
+        if self.warps == 16 and problem.mask:
+            return 32
+        wide = self.warps == 8 and self.sums == 1 and not problem.score.stages
+        return width if width <= (128 if wide else 96) else summed_at_once(width)
 
     def extra_time(self, problem: Problem) -> float:
         """Microseconds of the kernel that makes planes."""
@@ -255,6 +276,7 @@ class PlanesTile(WgmmaTile):
             "TAKES_TURNS": takes_turns(problem),
             "TURN_PART": turn_part(self.widths(problem)[1]),
             "SUMS": self.sums,
+            "REREADS_ITEM": self.rereads,
         }
         own |= plane_constants(problem, self.widths(problem), self.block_k)
         return super().constants(problem) | own
@@ -272,7 +294,10 @@ class PlanesTile(WgmmaTile):
                 name, problem.dtype, columns, keys, a="registers", b="down", planes=planes,
                 adds=False,
             )
-            for columns, keys in ((self.value_part(problem), self.block_k), (turn_part(value), 16))
+            for columns, keys in (
+                *((part, self.block_k) for part in sums_of(value, self.value_part(problem))),
+                (turn_part(value), 16),
+            )
             for name, planes in (("multiply_small_registers", SMALL), ("multiply_registers", LARGE))
         ]  # fmt: skip
         return "\n".join([scores, *with_values])
@@ -283,23 +308,51 @@ def _both(**sizes: Any) -> tuple[PlanesTile, PlanesTile]:
     return PlanesTile(algo="fa3", **sizes), PlanesTile(algo="fa2", **sizes)
 
 
+# Rates and times are those that the calls of docs/exact.md's table of rows fit best (H200,
+# 2026-11-28). By them the choice loses 0.4 % on average.
 # fmt: off
 ROWS = (
-    *_both(max_dim=32,  block_k=128, warps=8,  stages=2,
-           rate=142, item_time=3.0, start_time=30.0),
-    *_both(max_dim=64,  block_k=96,  warps=12, stages=2, sums=1,
-           rate=212, item_time=4.0, start_time=30.0),
-    *_both(max_dim=64,  block_k=128, warps=8,  stages=2, sums=1,
-           rate=205, item_time=3.0, start_time=30.0),
-    *_both(max_dim=64,  block_k=64,  warps=8,  stages=3,
-           rate=198, item_time=3.0, start_time=30.0),
-    *_both(max_dim=128, block_k=80,  warps=8,  stages=2, sums=1,
-           rate=234, item_time=3.0, start_time=30.0),
-    *_both(max_dim=128, block_k=64,  warps=8,  stages=2,
-           rate=230, item_time=3.0, start_time=30.0),
-    *_both(max_dim=256, block_k=48,  warps=8,  stages=1, sums=1,
-           rate=227, item_time=4.0, start_time=30.0),
-    *_both(max_dim=256, block_k=32,  warps=8,  stages=1, sums=1,
-           rate=208, item_time=4.0, start_time=30.0),
+    *_both(max_dim=32,  block_k=128, warps=16, stages=2, rereads=True,
+           without=(*PLAIN, "regions"),
+           rate=178, item_time=4.0, start_time=14.0),
+    *_both(max_dim=32,  block_k=96,  warps=16, stages=2, without=("pairs", "turns"),
+           rate=165, item_time=3.0, start_time=14.0),
+    *_both(max_dim=32,  block_k=128, warps=12, stages=2,
+           rate=173, item_time=4.0, start_time=14.0),
+    *_both(max_dim=32,  block_k=128, warps=8,  stages=2, sums=2, without=("pairs",),
+           rate=140, item_time=4.0, start_time=14.0),
+    *_both(max_dim=64,  block_k=128, warps=12, stages=2, without=("elements", "turns"),
+           rate=237, item_time=4.0, start_time=14.0),
+    *_both(max_dim=64,  block_k=64,  warps=16, stages=2, rereads=True,
+           without=("elements", "turns", "dropout"),
+           rate=219, item_time=3.0, start_time=14.0),
+    *_both(max_dim=64,  block_k=96,  warps=12, stages=2, without=("pairs",),
+           rate=225, item_time=4.0, start_time=14.0),
+    *_both(max_dim=64,  block_k=128, warps=8,  stages=2, without=("pairs",),
+           rate=221, item_time=4.0, start_time=14.0),
+    *_both(max_dim=64,  block_k=64,  warps=8,  stages=3, sums=2,
+           rate=177, item_time=3.0, start_time=16.0),
+    *_both(max_dim=96,  block_k=112, warps=8,  stages=2, without=("pairs",),
+           rate=251, item_time=4.5, start_time=16.0),
+    *_both(max_dim=128, block_k=64,  warps=12, stages=2, rereads=True, without=PLAIN,
+           rate=251, item_time=6.0, start_time=14.0),
+    *_both(max_dim=128, block_k=80,  warps=8,  stages=2,
+           rate=233, item_time=5.0, start_time=14.0),
+    *_both(max_dim=128, block_k=64,  warps=8,  stages=2, sums=2,
+           rate=227, item_time=5.0, start_time=14.0),
+    *_both(max_dim=160, block_k=112, warps=8,  stages=1, without=("elements",),
+           rate=250, item_time=4.0, start_time=26.0),
+    *_both(max_dim=160, block_k=96,  warps=8,  stages=1, without=("pairs",),
+           rate=237, item_time=5.0, start_time=26.0),
+    *_both(max_dim=192, block_k=80,  warps=8,  stages=1, without=("elements",),
+           rate=249, item_time=5.0, start_time=26.0),
+    *_both(max_dim=192, block_k=64,  warps=8,  stages=1, without=("pairs",),
+           rate=241, item_time=5.0, start_time=26.0),
+    *_both(max_dim=224, block_k=64,  warps=8,  stages=1, rereads=True,
+           rate=233, item_time=6.0, start_time=26.0),
+    *_both(max_dim=256, block_k=48,  warps=8,  stages=1, without=("regions",),
+           rate=229, item_time=6.0, start_time=26.0),
+    *_both(max_dim=256, block_k=32,  warps=8,  stages=1,
+           rate=191, item_time=6.0, start_time=26.0),
 )
 # fmt: on

@@ -15,7 +15,15 @@ from .behind import few_queries, launches_behind, row_behind
 from .hopper import PLAIN, WARPGROUP_ROWS
 from .kernel_tile import KernelTile
 from .launches import Buffer, Launch, MapBox
-from .planes import LARGE, SMALL, plane_buffers, plane_constants, plane_launches, summed_at_once
+from .planes import (
+    LARGE,
+    SMALL,
+    plane_buffers,
+    plane_constants,
+    plane_launches,
+    summed_at_once,
+    sums_of,
+)  # fmt: skip
 from .problem import Device, Problem
 from .products import product
 from .query_lists import COLUMNS_OF_LIST
@@ -25,6 +33,11 @@ from .wgmma_two_kernels import QUERIES, WgmmaKeysTile, WgmmaQueriesTile
 
 BARRIER_BYTES = 960  # of shared memory, with what else is not tiles
 HEAD_BYTES = 160  # of where a head lies, and of what its planes mean
+
+
+def _summed_at_once(width: int) -> int:
+    """As in forward, but where registers are few."""
+    return 32 if width == 224 else summed_at_once(width)
 
 
 def products_of(problem: Problem, sizes: KernelTile, passing: int, *, sums: tuple[int, ...]) -> str:
@@ -45,7 +58,9 @@ def products_of(problem: Problem, sizes: KernelTile, passing: int, *, sums: tupl
                 f"multiply_{small}registers", problem.dtype, part, passing, a="registers", b="down",
                 planes=planes, adds=False,
             )
-            for part in dict.fromkeys(map(summed_at_once, sums))
+            for part in dict.fromkeys(
+                part for width in sums for part in sums_of(width, _summed_at_once(width))
+            )
         ]  # fmt: skip
     return "\n".join(made)
 
@@ -219,7 +234,7 @@ class PlanesWideQueriesTile(PlanesQueriesTile):
 
 def _sums_constants(sizes: KernelTile, problem: Problem) -> dict[str, int | bool]:
     """Columns of dK or dQ, and of dV, that are summed at a time; one sum is added meanwhile."""
-    head, value = map(summed_at_once, sizes.widths(problem))
+    head, value = map(_summed_at_once, sizes.widths(problem))
     return {"HEAD_PART": head, "VALUE_PART": value, "SUMS": 2}
 
 
