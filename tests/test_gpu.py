@@ -1567,17 +1567,21 @@ def test_kernel_that_does_not_compile(cupy, monkeypatch):
     from cuflash.gpu import launch
     from cuflash.planning.plan import Plan
 
+    def forget():
+        launch.compiled.cache_clear()
+        launch.compiler_input.cache_clear()
+
     q = random(cupy, "float32", 2, 40, 12)
     plan = cuflash.plan(q, q, q)
     for source, message in (
         ('#include "no/such/cuda_fp16.h"\n', "cuda13x"),
         ("this is no CUDA;\n", "does not compile"),
     ):
-        launch.compiled.cache_clear()
         monkeypatch.setattr(Plan, "source", lambda self, kernel, text=source: text)
+        forget()
         with pytest.raises(RuntimeError, match=message):
             launch.compiled(plan, q.device.id)
-    launch.compiled.cache_clear()
+    forget()
 
 
 def test_devices_that_cannot(cupy, monkeypatch):

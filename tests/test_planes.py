@@ -565,6 +565,22 @@ def test_gpu_normal(cupy, row):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("dim", [32, 64])
+def test_gpu_an_array_of_bool_in_large_tiles(cupy, dim):
+    shown = np.random.default_rng(0).random((HEADS, 1500, 900)) < 0.9
+    shown[:, 130:140], shown[:, :, 70:140] = False, False
+    operands = hard_operands(weights_as_results, 1500, 900, dim)
+    operands[0][0] /= 10
+    q, k, v = (np.repeat(x[None], 33, axis=0) for x in operands)
+    device, mask = [cupy.asarray(x) for x in (q, k, v)], cupy.asarray(shown)
+    plan = cuflash.plan(*device, causal=True, mask=mask)
+    assert plan.tile.block_q == 256
+    found = cuflash.attention(*device, causal=True, mask=mask, return_lse=True)
+    results = (x.get() for x in found)
+    assert_forward_close(*results, q, k, v, plan=plan, causal=True, mask=shown)
+
+
+@pytest.mark.gpu
 def test_gpu_long_sums_do_not_drift(cupy):
     q, k, v = one_sign(1 << 16, 64)
     out, lse, plan = on_gpu(cupy, row_of(64, 128), q, k, v)
