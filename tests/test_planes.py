@@ -232,6 +232,37 @@ def test_emulator_rows(dim, block_k, warps, sizes):
 
 
 @emulated_only
+@pytest.mark.parametrize(
+    ("row", "sizes", "old", "new"),
+    [
+        (row_of(160, 96), (70, 100, 160), "if constexpr (REST > 0)", "if constexpr (false)"),
+        (row_of(160, 96), (70, 100, 160), "O[i][BEGIN / 4 + step", "O[i][step"),
+        (
+            row_of(32, 128, warps=16),
+            (300, 300, 32),
+            "item->row_begin + consumer",
+            "item->row_begin",
+        ),
+        (
+            row_of(128, 64, warps=12),
+            (200, 100, 128),
+            "item->parts[consumer].keys",
+            "item->parts[0].keys",
+        ),
+    ],
+    ids=["columns left", "their place", "rows", "keys"],
+)
+def test_emulator_rows_caught(monkeypatch, row, sizes, old, new):
+    def change(text):
+        assert text.count(old) == 1
+        return text.replace(old, new)
+
+    plant(monkeypatch, change)
+    with pytest.raises(AssertionError, match="out of bounds"):
+        emulated(*normal(*sizes), row, causal=True, mode="fast")
+
+
+@emulated_only
 @pytest.mark.parametrize("algo", ["fa2", "fa3"])
 def test_emulator_an_array_of_bool_in_large_tiles(algo):
     """Tiles of 256 queries, also in the kernel behind, which works on a head of the two."""
