@@ -23,7 +23,7 @@ from .planes import (
     plane_launches,
     summed_at_once,
     sums_of,
-)  # fmt: skip
+)
 from .problem import Device, Problem
 from .products import product
 from .query_lists import COLUMNS_OF_LIST
@@ -35,8 +35,8 @@ BARRIER_BYTES = 960  # of shared memory, with what else is not tiles
 HEAD_BYTES = 160  # of where a head lies, and of what its planes mean
 
 
-def _summed_at_once(width: int) -> int:
-    """As in forward, but where registers are few."""
+def _columns_at_once(width: int) -> int:
+    """Columns that are summed at a time, as in forward; of 224 registers have room for 32."""
     return 32 if width == 224 else summed_at_once(width)
 
 
@@ -59,7 +59,7 @@ def products_of(problem: Problem, sizes: KernelTile, passing: int, *, sums: tupl
                 planes=planes, adds=False,
             )
             for part in dict.fromkeys(
-                part for width in sums for part in sums_of(width, _summed_at_once(width))
+                part for width in sums for part in sums_of(width, _columns_at_once(width))
             )
         ]  # fmt: skip
     return "\n".join(made)
@@ -234,7 +234,7 @@ class PlanesWideQueriesTile(PlanesQueriesTile):
 
 def _sums_constants(sizes: KernelTile, problem: Problem) -> dict[str, int | bool]:
     """Columns of dK or dQ, and of dV, that are summed at a time; one sum is added meanwhile."""
-    head, value = map(_summed_at_once, sizes.widths(problem))
+    head, value = map(_columns_at_once, sizes.widths(problem))
     return {"HEAD_PART": head, "VALUE_PART": value, "SUMS": 2}
 
 
