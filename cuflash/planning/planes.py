@@ -308,8 +308,8 @@ def _both(**sizes: Any) -> tuple[PlanesTile, PlanesTile]:
     return PlanesTile(algo="fa3", **sizes), PlanesTile(algo="fa2", **sizes)
 
 
-# Rates and times fit the times of 26 calls at each head dim (H200, 2026-11-28; docs/exact.md
-# has some of them). By these the choice loses 0.4 % on average.
+# Rates and times fit those of 18 to 30 calls at each head dim (H200, 2026-11-28; docs/exact.md
+# has some of them). By 156 up to D 192 the choice loses 0.4 % on average.
 # fmt: off
 ROWS = (
     *_both(max_dim=32,  block_k=128, warps=16, stages=2, rereads=True,
