@@ -130,13 +130,8 @@ def plane_constants(
     }
 
 
-def summed_at_once(width: int) -> int:
-    """Columns, of so many, that are summed afresh at a time; what is left of them comes last."""
-    return width if width < 128 and width % 64 else 64
-
-
 def sums_of(width: int, part: int) -> tuple[int, ...]:
-    """Columns of these sums, each size once."""
+    """Columns of the sums that cover so many, each size once: `part` at a time, then the rest."""
     return (part, rest) if (rest := width % part) else (part,)
 
 
@@ -230,7 +225,7 @@ class PlanesTile(WgmmaTile):
         if self.warps == 16 and problem.mask:
             return 32
         wide = self.warps == 8 and self.sums == 1 and not problem.score.stages
-        return width if width <= (128 if wide else 96) else summed_at_once(width)
+        return width if width <= (128 if wide else 96) else 64
 
     def extra_time(self, problem: Problem) -> float:
         """Microseconds of the kernel that makes planes."""

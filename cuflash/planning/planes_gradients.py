@@ -15,15 +15,7 @@ from .behind import few_queries, launches_behind, row_behind
 from .hopper import PLAIN, WARPGROUP_ROWS
 from .kernel_tile import KernelTile
 from .launches import Buffer, Launch, MapBox
-from .planes import (
-    LARGE,
-    SMALL,
-    plane_buffers,
-    plane_constants,
-    plane_launches,
-    summed_at_once,
-    sums_of,
-)
+from .planes import LARGE, SMALL, plane_buffers, plane_constants, plane_launches, sums_of
 from .problem import Device, Problem
 from .products import product
 from .query_lists import COLUMNS_OF_LIST
@@ -35,9 +27,9 @@ BARRIER_BYTES = 960  # of shared memory, with what else is not tiles
 HEAD_BYTES = 160  # of where a head lies, and of what its planes mean
 
 
-def _columns_at_once(width: int) -> int:
-    """Columns that are summed at a time, as in forward; of 224 registers have room for 32."""
-    return 32 if width == 224 else summed_at_once(width)
+def _summed_at_once(width: int) -> int:
+    """Columns, of so many, that are summed afresh at a time; of 224 registers have room for 32."""
+    return 32 if width == 224 else width if width in (32, 96) else 64
 
 
 def products_of(problem: Problem, sizes: KernelTile, passing: int, *, sums: tuple[int, ...]) -> str:
@@ -59,7 +51,7 @@ def products_of(problem: Problem, sizes: KernelTile, passing: int, *, sums: tupl
                 planes=planes, adds=False,
             )
             for part in dict.fromkeys(
-                part for width in sums for part in sums_of(width, _columns_at_once(width))
+                part for width in sums for part in sums_of(width, _summed_at_once(width))
             )
         ]  # fmt: skip
     return "\n".join(made)
@@ -234,7 +226,7 @@ class PlanesWideQueriesTile(PlanesQueriesTile):
 
 def _sums_constants(sizes: KernelTile, problem: Problem) -> dict[str, int | bool]:
     """Columns of dK or dQ, and of dV, that are summed at a time; one sum is added meanwhile."""
-    head, value = map(_columns_at_once, sizes.widths(problem))
+    head, value = map(_summed_at_once, sizes.widths(problem))
     return {"HEAD_PART": head, "VALUE_PART": value, "SUMS": 2}
 
 
