@@ -3,6 +3,7 @@ what planes hold, and on what they do not, which goes another way.
 """
 
 import dataclasses
+import itertools
 import os
 
 import numpy as np
@@ -363,12 +364,13 @@ def test_emulator_small_weights_need_their_turns(monkeypatch, old, new):
 @pytest.mark.parametrize("row", [x for x in ROWS if x.algo == "fa3"], ids=str)
 def test_small_weights_that_take_turns_seldom_spill(row):
     require_nvrtc()
-    sizes = (4, 4096, row.max_dim)
-    x = np.zeros(sizes, np.float32)
-    problem = cuflash.plan(x, x, x, causal=True, device=H200, alibi_slopes=np.ones(4)).problem
-    if reason := row.reject(problem, H200):
-        pytest.skip(reason)
-    for span, allowed in ((0, (0, 16)), (1024, (24, 148))):
+    for dim, (span, allowed) in itertools.product(
+        (row.max_dim, row.max_dim - 8, row.max_dim - 16), ((0, (0, 16)), (1024, (24, 148)))
+    ):
+        x = np.zeros((4, 4096, dim), np.float32)
+        problem = cuflash.plan(x, x, x, causal=True, device=H200, alibi_slopes=np.ones(4)).problem
+        if reason := row.reject(problem, H200):
+            pytest.skip(reason)
         plan = Plan(problem, H200, dataclasses.replace(row, span=span), (), ())
         assert "TAKES_TURNS = true" in plan.source()
         cost = compile_source(plan.source(), "sm_90a")

@@ -142,9 +142,9 @@ def takes_turns(problem: Problem) -> bool:
     return problem.score.line is not None and not problem.dropout
 
 
-def turn_part(width: int) -> int:
+def turn_part(value_dim: int) -> int:
     """The same where small weights take turns: registers are fewer."""
-    return 32 if width % 32 == 0 and width <= 128 else 16
+    return min(32, value_dim) if value_dim <= 128 else 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,11 +221,10 @@ class PlanesTile(WgmmaTile):
 
     def value_part(self, problem: Problem) -> int:
         """Columns of O that are summed afresh at a time: all that there are registers for."""
-        width = self.widths(problem)[1]
         if self.warps == 16 and problem.mask:
-            return 32
+            return min(32, problem.value_dim)
         wide = self.warps == 8 and self.sums == 1 and not problem.score.stages
-        return width if width <= (128 if wide else 96) else 64
+        return problem.value_dim if problem.value_dim <= (128 if wide else 96) else 64
 
     def extra_time(self, problem: Problem) -> float:
         """Microseconds of the kernel that makes planes."""
@@ -269,7 +268,7 @@ class PlanesTile(WgmmaTile):
             "PRODUCER_REGISTERS": 32 if self.warps > 8 else 40 if takes_turns(problem) else 56,
             "VALUE_PART": self.value_part(problem),
             "TAKES_TURNS": takes_turns(problem),
-            "TURN_PART": turn_part(self.widths(problem)[1]),
+            "TURN_PART": turn_part(problem.value_dim),
             "SUMS": self.sums,
             "REREADS_ITEM": self.rereads,
         }
@@ -280,19 +279,19 @@ class PlanesTile(WgmmaTile):
         """S = Q K^T of all planes; P V of planes whose products are small, and of the others: with
         all keys of a tile, or with 16.
         """
-        head, value = self.widths(problem)
         scores = product(
-            "multiply_shared", problem.dtype, self.block_k, head, planes=(*SMALL, *LARGE)
-        )
+            "multiply_shared", problem.dtype, self.block_k, problem.head_dim,
+            planes=(*SMALL, *LARGE),
+        )  # fmt: skip
         with_values = [
             product(
                 name, problem.dtype, columns, keys, a="registers", b="down", planes=planes,
                 adds=False,
             )
-            for columns, keys in (
-                *((part, self.block_k) for part in sums_of(value, self.value_part(problem))),
-                (turn_part(value), 16),
+            for at_once, keys in (
+                (self.value_part(problem), self.block_k), (turn_part(problem.value_dim), 16)
             )
+            for columns in sums_of(problem.value_dim, at_once)
             for name, planes in (("multiply_small_registers", SMALL), ("multiply_registers", LARGE))
         ]  # fmt: skip
         return "\n".join([scores, *with_values])

@@ -6,13 +6,13 @@
 
 // O += A B, each row times its unit; A is planes, B lies in shared memory. Tensor cores cut off what a
 // sum has no digits for, so a long one drifts: these are of a tile's rows, PART columns at a time and
-// then what is left of them, and O is added to in float32. The sums of what a low plane is part of are
+// then what is left of WIDTH, and O is added to in float32. The sums of what a low plane is part of are
 // 2^VALUE_SHIFT times as large. With two SUMS one is added while the tensor cores work on the other.
-template <typename Rows, int PART, int SUMS, int BEGIN = 0, int COLUMNS, int CHUNKS>
+template <typename Rows, int PART, int SUMS, int WIDTH, int BEGIN = 0, int COLUMNS, int CHUNKS>
 __device__ __forceinline__ void add_products(float (&O)[2][COLUMNS], const u32 (&A)[CHUNKS][4],
                                              u64 B, const float (&units)[2]) {
-    constexpr int PARTS = (4 * COLUMNS - BEGIN) / PART, STEPS = 2 * PARTS;
-    constexpr int END = BEGIN + PARTS * PART, REST = 4 * COLUMNS - END;
+    constexpr int PARTS = (WIDTH - BEGIN) / PART, STEPS = 2 * PARTS;
+    constexpr int END = BEGIN + PARTS * PART, REST = WIDTH - END;
     float sums[SUMS][2][PART / 4];
     const auto start = [&](int step) {
         const int column = BEGIN + step / 2 * PART, panel = column / Rows::PANEL;
@@ -41,7 +41,7 @@ __device__ __forceinline__ void add_products(float (&O)[2][COLUMNS], const u32 (
         }
         if (SUMS == 1 && step + 1 < STEPS) start(step + 1);
     }
-    if constexpr (REST > 0) add_products<Rows, REST, SUMS, END>(O, A, B, units);
+    if constexpr (REST > 0) add_products<Rows, REST, SUMS, WIDTH, END>(O, A, B, units);
 }
 
 // The same as the rows of a tile ask for them (row_scales.cuh).
@@ -51,6 +51,6 @@ struct FreshProducts {
     template <int COLUMNS, int CHUNKS>
     __device__ __forceinline__ void operator()(float (&O)[2][COLUMNS], const u32 (&A)[CHUNKS][4],
                                                const float (&units)[2]) const {
-        add_products<Rows, PART, SUMS>(O, A, B, units);
+        add_products<Rows, PART, SUMS, 4 * COLUMNS>(O, A, B, units);
     }
 };

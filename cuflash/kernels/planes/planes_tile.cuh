@@ -38,7 +38,7 @@ struct PlanesTile : WarpgroupTile<__half, BLOCK_K, D, DV> {
     __device__ __forceinline__ void accumulate(float (&O)[ROWS][VALUE_COLUMNS],
                                                const u32 (&P)[2 * CHUNKS][4], u64 V,
                                                float unit) const {
-        add_products<Values, VALUE_PART, SUMS>(O, P, V, {unit, unit});
+        add_products<Values, VALUE_PART, SUMS, DV>(O, P, V, {unit, unit});
     }
 
     // The same of weights P, some of which planes do not hold; any() tells the warpgroup what add_in_turns() asks.
@@ -60,8 +60,8 @@ struct PlanesTile : WarpgroupTile<__half, BLOCK_K, D, DV> {
                         held[i][j] = turn.held(only_now(P[i][4 * keys + j]));
                 u32 planes[2][4];
                 split_rows(planes, held, {1.0f, 1.0f});
-                add_products<Values, TURN_PART, 1>(O, planes, only_now(V) + Values::rows(keys, 0),
-                                                   {own.unit, own.unit});
+                add_products<Values, TURN_PART, 1, DV>(
+                    O, planes, only_now(V) + Values::rows(keys, 0), {own.unit, own.unit});
             }
             scale_rows(O, {1.0f / own.raised, 1.0f / own.raised});
         });
