@@ -5,6 +5,7 @@ be reported with the expected words, the right one must pass with every schedule
 expected result.
 """
 
+import dataclasses
 import functools
 import re
 
@@ -18,7 +19,7 @@ from emulator import EAGER, EmulatorError, Memory, Module, TensorMap, available
 from preferred import preferred
 from tolerance import assert_backward_close, assert_forward_close
 
-from cuflash import BlockMask, reference
+from cuflash import BlockMask, plan, reference
 from cuflash.planning import source
 from cuflash.planning.problem import Device
 from cuflash.planning.wgmma import ROWS as HOPPER_ROWS
@@ -1192,6 +1193,7 @@ def test_bugs_planted_in_the_hopper_forward(monkeypatch, text, wrong, options):
 # and of P "empty" are for follows from those of Q, as tiles come and go now; so no bug shows there.
 INFINITE = {"nonfinite": True}
 EACH_TILE = {"blocks": 16, "m": 1000, "causal": False}  # all begin with query 0
+MANY = {"m": 600, "few_waves": 0}  # as many tiles of keys: the last of five begins late
 GRADIENTS = [
     ("queries are read before they are there",
      r"barriers\.Q_full\[slot\]\.wait\(phases\.parity\(slot\)\);", "", {}),
@@ -1242,9 +1244,16 @@ GRADIENTS = [
     ("the turn of the tile of keys at hand", r"is_seen \? previous \+ 1 : 0",
      "is_seen ? key_tile + 1 : 0", {}),
     ("the tile of keys behind is hidden by the band", r"previous \* BLOCK_K < keys\.end", "true",
-     {}),
+     MANY),
     ("the first tiles of keys begin first, the last ones add first",
-     r"LAST_KEYS_FIRST \? tiles - 1 - tile : tile", "tile", {}),
+     r"\(is_late \? tiles : early\) - 1 - work\.tile;", "work.tile;", MANY),
+    ("a late tile of keys adds without waiting for early ones",
+     r"if \(key_tile >= early && !is_seen\) return 1;", "", MANY),
+    ("the first of the early tiles of keys waits for a late one",
+     r"if \(previous == early\) return 0;", "", MANY),
+    ("late tiles of keys are those of the heads behind",
+     r"is_late \? index - early_items : index, is_late \? tiles - early : early",
+     "index, tiles", MANY),
     ("the turn is not handed on", r"pass_turn\(p\.turns \+ .*? item\.key_tile \+ 1\);", ";", {}),
     ("an item is given back before it is read", r"(const int count = item\.queries\.count;)"
      r"(?=\s+const i64 first_tile)", r"\1 if (speaks) reader.release(item);", {}),
@@ -1326,6 +1335,9 @@ def gradients_are_right(options, seeds=(EAGER, 0, 1, 2)):
     device = Device(90, multiprocessors=options.get("blocks", 2))
     kernel = {"algo": options.get("algo", "fa3"), "engine": "wgmma", "device": device}
     kernel["deterministic"] = options.get("deterministic", True)
+    if "few_waves" in options:
+        tile = plan(*inputs[1:4], backward=True, **kernel, **band).tile
+        kernel["row"] = dataclasses.replace(tile, few_waves=options["few_waves"])
     first = None
     for seed in seeds:
         result = attention_backward(*inputs, schedule=seed, **kernel, **band)[:3]

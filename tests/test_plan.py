@@ -417,40 +417,67 @@ def test_ordered_blocks_are_of_heads_enough_and_of_what_the_cache_holds(engine):
         p = backward("float16", (256,), length, length, **more)
         return make_plan(p, device, "fa2", engine).section
 
-    causal = Band(right=0)
+    window = Band(1 << 20, 0)  # under a causal mask alone the last tiles of keys may be first
     least = {"mma": 64, "wgmma": 16}[engine]  # columns of heads / 64, for each block
     length, least_open = {"mma": (4096, least), "wgmma": (8192, 8)}[engine]
     assert heads(length) == least_open > heads(length, deterministic=False)
-    assert heads(32 << 10, band=causal) == {"mma": 26, "wgmma": least}[engine]
-    bytes_of_a_head = 256 * (4 * 64 * 2 + 64 * 4)  # Q, K, V, dO and the sums of dQ
+    assert heads(32 << 10, band=window) == {"mma": 26, "wgmma": least}[engine]
+    bytes_of_a_head = 512 * (4 * 64 * 2 + 64 * 4)  # Q, K, V, dO and the sums of dQ
     held = device.cache_bytes // 2 // bytes_of_a_head
-    assert abs(heads(256) - held) <= held / 3  # sections are of one size
+    assert abs(heads(512) - held) <= held / 3  # sections are of one size
     lengths = [n << 10 for n in (32, 64, 128, 256, 1024)]
     caches = {"mma": [13, 6, 4, 1, 1], "wgmma": [6, 2, 1, 1, 1]}[engine]
     assert [heads(n) for n in lengths] == caches
-    assert [heads(n, band=causal) for n in lengths[1:]] == [13, 6, 4, 1]
+    assert [heads(n, band=window) for n in lengths[1:]] == [13, 6, 4, 1]
+
+
+def order_of_keys(dim, length, heads=64, **more):
+    """Heads that Hopper's blocks work on at a time under a causal mask, whether the last tiles of
+    keys are first and whether a quarter of them is late.
+    """
+    h100 = Device(90, "NVIDIA H100", multiprocessors=132, cache_bytes=50 << 20)
+    problem = backward("float16", (heads,), length, length, dim, **{"band": Band(right=0), **more})
+    plan = make_plan(problem, h100, "fa3", "wgmma")
+    constants = plan.tile.constants(plan.problem)
+    return plan.section, constants["LAST_KEYS_FIRST"], constants["LATE_QUARTER"]
 
 
 def test_the_last_tiles_of_keys_add_first_under_a_causal_mask_where_heads_are_small():
-    """Few heads at a time then, as nobody waits; as the cache holds where turns come fast."""
-    h100 = Device(90, "NVIDIA H100", multiprocessors=132, cache_bytes=50 << 20)
+    """Few heads at a time then, as nobody waits; more where turns come fast."""
+    found = [order_of_keys(128, n << 10) for n in (1, 4, 8, 16, 32)]
+    assert found == [(8, 1, 1), (2, 1, 1), (2, 1, 1), (2, 1, 1), (8, 0, 0)]
+    found = [order_of_keys(64, n << 10, heads=128) for n in (1, 4, 16, 32, 64)]
+    assert found == [(32, 1, 1), (8, 1, 1), (4, 1, 1), (4, 1, 1), (10, 0, 0)]
+    for more in [{"band": Band()}, {"band": Band(100, 0)}, {"band": Band(0)}, {"mask": "blocks"}]:
+        assert order_of_keys(64, 4096, **more)[1:] == (False, False), more
+    assert not order_of_keys(64, 4096, deterministic=False)[1]
 
-    def planned(dim, length, **more):
-        given = {"band": Band(right=0), **more}
-        plan = make_plan(
-            backward("float16", (64,), length, length, dim, **given), h100, "fa3", "wgmma"
-        )
-        return plan.section, plan.tile.constants(plan.problem)["LAST_KEYS_FIRST"]
 
-    assert [planned(128, n << 10) for n in (1, 4, 8, 16)] == [(8, 1), (2, 1), (1, 1), (8, 0)]
-    assert [planned(64, n << 10) for n in (1, 4, 16, 32)] == [(32, 1), (8, 1), (4, 1), (16, 0)]
-    assert planned(64, 4096, mask="elements")[1]
-    elsewhere = [{"band": Band()}, {"band": Band(100, 0)}, {"band": Band(0)}, {"mask": "blocks"}]
-    for more in [*elsewhere, {"deterministic": False}]:
-        assert not planned(64, 4096, **more)[1], more
-    packed = backward("float16", (2,), 64 * 4096, 64 * 4096, band=Band(right=0), sequences=64)
-    plan = make_plan(dataclasses.replace(packed, longest=(4096, 4096)), h100, "fa3", "wgmma")
-    assert plan.tile.constants(plan.problem)["LAST_KEYS_FIRST"], "as a batch of such lengths"
+def test_no_tiles_of_keys_are_late_whose_order_a_list_or_offsets_give():
+    for length, first in ((8 << 10, True), (32 << 10, False)):
+        assert order_of_keys(64, length, mask="elements")[1:] == (first, False)
+        packed = {"sequences": 64, "longest": (length, length)}
+        assert order_of_keys(64, 64 * length, heads=2, **packed)[1:] == (first, False)
+
+
+@pytest.mark.parametrize("band", [Band(), Band(right=0)], ids=["full", "causal"])
+def test_all_heads_at_a_time_where_tiles_of_keys_are_few(band):
+    """So few blocks of one head wait for each other. Heads are few then, or the cache has them."""
+
+    def takes_all(dim, length, heads, **more):
+        found = order_of_keys(dim, length, heads, band=band, **more)
+        assert not (found[1] and found[0] == heads)
+        return found[0] == heads
+
+    assert takes_all(128, 4096, 32)  # 1024 tiles of 128 keys for 132 multiprocessors
+    assert not takes_all(128, 5120, 32)
+    assert takes_all(128, 1024, 32)
+    assert not takes_all(128, 1024, 64)
+    assert takes_all(64, 1024, 64)
+    assert not takes_all(64, 1024, 96)
+    assert not takes_all(128, 4096, 32, mask="elements")
+    grouped = {"group": 4, "summed": (1, 4, 4)}
+    assert takes_all(128, 8192, 32, **grouped) == (band == Band())  # 8 groups of four heads
 
 
 @pytest.mark.parametrize("algo", ["fa2", "fa3"])

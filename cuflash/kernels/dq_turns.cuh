@@ -8,7 +8,7 @@ static_assert(is_laid_out<u32>(tile_bytes::turns, TURNS), "turns are numbers");
 
 // Whose turn it is to add to a tile of dQ: the key tile after the one that added last, 0 at first.
 // Blocks wait only for blocks that started earlier, which have the lower numbers or, with
-// LAST_KEYS_FIRST, the higher ones; for others with chains.
+// LAST_KEYS_FIRST, the higher ones of the early tiles and then of the late ones; for others with chains.
 //
 // Relaxed, for who adds and stores behind it and reads nothing: that depends on a branch, ahead of which
 // no GPU does it. An acquire would empty the L1 cache, for which a warp waits until the answer is there.
@@ -36,5 +36,10 @@ __device__ __forceinline__ u32 turn_of(const Params& p, const Head& head, int ke
     const int previous = MASKED ? visit.previous : LAST_KEYS_FIRST ? key_tile + 1 : key_tile - 1;
     const bool is_seen =
         LAST_KEYS_FIRST ? previous * BLOCK_K < keys.end : previous >= keys.begin / BLOCK_K;
+    if (LATE_QUARTER) {
+        const int early = early_tiles(p.key_tiles);
+        if (previous == early) return 0;
+        if (key_tile >= early && !is_seen) return 1;  // behind tile 0, which all queries see
+    }
     return is_seen ? previous + 1 : 0;
 }

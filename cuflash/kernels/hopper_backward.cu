@@ -21,8 +21,9 @@
 // products under way. The leader has its last half to do when the follower is done with an item: so the
 // follower begins the next one, and leads. The halves go through shared memory to bulk additions.
 //
-// Where the result must be deterministic, blocks add to a part of dQ in the order of their keys, or in
-// one that a mask's lists plan (hopper/chains.cuh).
+// Where the result must be deterministic, blocks add to a part of dQ in the order in which they begin: that
+// of their keys, or the last keys first (gradient_items.cuh); or in one that a mask's lists plan
+// (hopper/chains.cuh).
 //
 // A product brings 0 * NaN into rows that do not see a NaN. So tiles that may hold infinities or NaN
 // are cleared of them, which is rare: Q and dO when their scores are computed, before dK and dV, and K

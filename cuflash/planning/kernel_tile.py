@@ -330,6 +330,7 @@ class KernelTile(Tile):
             "MASK_TILE_THREADS": MASK_TILE_THREADS,
             "MASKED": bool(problem.mask),
             "LAST_KEYS_FIRST": False,
+            "LATE_QUARTER": False,
             "MASK_IS_COMPUTED": bool(problem.mask_form.text),
             "MASK_ROWS": self.scored[0],
             "MASK_COLUMNS": self.scored[1],

@@ -14,7 +14,7 @@ from .launches import Buffer, Launch
 from .problem import Device, Problem
 from .products import product
 from .sections import section_in_any_order, section_in_order
-from .tile import ceil_div, round_up
+from .tile import MULTIPROCESSORS, ceil_div, round_up
 from .wgmma_arrays import WGMMA_WALK, WgmmaArrayTile, walked
 
 if TYPE_CHECKING:
@@ -31,12 +31,23 @@ OPEN_COLUMNS, OPEN_CACHES = 512, 4
 # Under a mask tiles of keys have work of different lengths. 5.27, 5.08 and 5.24 ms with 16, eight
 # and four heads at 16k under a causal mask, at 32k 19.3 with eight and 20.0 with four.
 BANDED_COLUMNS, BANDED_CACHES = 1024, 20
-# Where the last tiles of keys add first: the largest heads, and how many are worked on at a time,
-# in halves of the L2 cache. A turn takes 1.3 steps to be handed on; where the next tile of keys
-# comes sooner than that, fewer blocks of a head wait for each other if heads are more.
-SMALL_HEAD_BYTES = 13 << 20
+# Where the last tiles of keys add first: the largest heads, half of an L2 cache, and the fewest
+# that are worked on at a time. A turn takes 1.3 steps to be handed on; where the next tile of keys
+# comes sooner than that, fewer blocks of a head wait for each other if heads are more. Beside the
+# order of keys (H200, 2026-11-28, bf16): 32 heads of 16k positions of 128 columns 1.017, of 32k of
+# 64 1.026; of 32k of 128 1.00, of 64k of 64 0.91.
+LARGE_HEAD_BYTES = 25 << 20
 LEAST_STEPS_APART = 1.5
-LEAST_AT_ONCE = 4
+LEAST_AT_ONCE = 2, 4
+# The largest heads of packed sequences, and of those with an array of bool.
+SMALL_HEAD_BYTES = 13 << 20
+# All heads are worked on at a time where tiles of keys are few (`few_waves`), and heads are so few
+# or the cache holds them together. Beside the last tiles first or, without a mask, fewer heads
+# (H200, 2026-11-28, bf16): causal (1, 8, 4096, 128) 1.20, (1, 16, 4096, 128) 1.15, (2, 16, 1024,
+# 128) 1.16, (1, 16, 8192, 128) 1.09, (1, 32, 4096, 64) 1.05, (4, 16, 512, 128) 1.11; (4, 16, 1024,
+# 128) 1.03, where the last quarter later has 1.04; full (1, 8, 4096, 128) 1.13, (1, 16, 4096, 128)
+# 1.09, (4, 16, 512, 128) 1.03, (1, 32, 4096, 64) 1.01, (4, 16, 1024, 128) 0.93.
+FEW_HEADS, FEW_HEADS_BYTES = 32, 50 << 20
 # Groups of so many heads, of so many queries together, from which on blocks that add in order
 # have a head each under a causal mask: the longest tiles come last, and those of whole groups end
 # long after all others. A head each is so many times as fast (H200, 2026-11-26, bf16, 16k tokens,
@@ -80,6 +91,11 @@ def is_causal(problem: Problem) -> bool:
     return problem.band.left is None and problem.band.right is not None
 
 
+def is_plain(problem: Problem) -> bool:
+    """Whether neither a mask's lists nor packed sequences say where tiles of keys lie."""
+    return not (problem.mask or problem.is_packed)
+
+
 @dataclass(frozen=True, kw_only=True)
 class WgmmaGradientTile(HopperGradientTile):
     """A row of the kernel with five products; those here are for head dims up to 128.
@@ -93,11 +109,14 @@ class WgmmaGradientTile(HopperGradientTile):
         Whether a block has all heads that share keys, so that it sums their dK and dV.
     longer_than : tuple of int
         Queries of a head, without a band and with one, that other rows are faster for.
+    few_waves : int
+        Tiles of keys for each multiprocessor, up to which they are few.
     """
 
     warps: int = 8
     grouped: bool = False
     longer_than: tuple[int, int] = (0, 0)
+    few_waves: int = 9
 
     def reject(self, problem: Problem, device: Device) -> str:
         """Why this row cannot or should not serve, or an empty string."""
@@ -160,7 +179,7 @@ class WgmmaGradientTile(HopperGradientTile):
         return problem.group if self.grouped else 1
 
     def last_keys_first(self, problem: Problem) -> bool:
-        """Where blocks add in order under a causal mask, and heads are small.
+        """Where blocks add in order under a causal mask, and tiles are many and heads small.
 
         A tile of keys walks up from the diagonal, where the one behind it has been before: nobody
         waits, if the last tiles begin first and add first. In the order of keys all begin at the
@@ -169,7 +188,32 @@ class WgmmaGradientTile(HopperGradientTile):
         """
         p = problem.typical
         in_order = self.adds_in_order(p) and p.mask != "blocks"  # whose lists have an order
-        return is_causal(p) and in_order and self.cached_bytes(p) <= SMALL_HEAD_BYTES
+        if not (is_causal(p) and in_order):
+            return False
+        if not is_plain(problem):
+            return self.cached_bytes(p) <= SMALL_HEAD_BYTES
+        return self.cached_bytes(p) <= LARGE_HEAD_BYTES and not self.takes_all_heads(p)
+
+    def takes_all_heads(self, problem: Problem) -> bool:
+        """Whether blocks that add in order work on all heads at a time: where tiles are few.
+
+        So few blocks of one head run at a time and wait for each other. Under a causal mask the
+        longest tiles begin first.
+        """
+        in_order = self.adds_in_order(problem) and is_plain(problem)
+        if not (in_order and (problem.band.is_open or is_causal(problem))):
+            return False
+        heads, held = problem.head_count // self.group(problem), self.cached_bytes(problem)
+        few = heads <= FEW_HEADS or problem.head_count * held <= FEW_HEADS_BYTES
+        return few and self.blocks(problem) <= self.few_waves * MULTIPROCESSORS
+
+    def has_late_quarter(self, problem: Problem) -> bool:
+        """Whether the last quarter of a head's tiles of keys begins when all others have.
+
+        Where the last tiles begin first the longest ones come last, and few blocks would have work
+        at the end. The shortest ones fill them.
+        """
+        return self.last_keys_first(problem) and is_plain(problem)
 
     def chains(self, problem: Problem) -> int:
         """Chains of a head, one for each block that works on it, where the lists of a mask plan the
@@ -206,9 +250,12 @@ class WgmmaGradientTile(HopperGradientTile):
             if problem.mask:
                 return super().section(problem, cached)
             return section_in_any_order(problem)
+        if self.takes_all_heads(problem):
+            return max(1, problem.head_count)
         if self.last_keys_first(problem):
             follows_at_once = self.block_k < LEAST_STEPS_APART * self.block_q
-            return max(1, int(max(LEAST_AT_ONCE, cached) if follows_at_once else cached / 2))
+            least, wanted = LEAST_AT_ONCE[follows_at_once], cached / (2 - follows_at_once)
+            return max(least, int(wanted))
         if problem.band.is_open:
             return section_in_order(problem, cached, OPEN_COLUMNS, OPEN_CACHES)
         return section_in_order(problem, cached, self.banded_columns(problem), BANDED_CACHES)
@@ -309,6 +356,7 @@ class WgmmaGradientTile(HopperGradientTile):
         return super().constants(problem) | {
             "ORDERED": self.adds_in_order(problem),
             "LAST_KEYS_FIRST": self.last_keys_first(problem),
+            "LATE_QUARTER": self.has_late_quarter(problem),
             "CHAINED": self.chains(problem) > 0,
             "GROUP": self.group(problem),
             "KNOWS_SUMS": self.knows_sums,

@@ -20,8 +20,19 @@ struct alignas(16) KeyItem {
     __device__ __forceinline__ int first_key() const {
         return key_origin(located.head) + key_tile * BLOCK_K;
     }
+    // The `index`-th one to begin, of heads with so many tiles; HEADS in a row share tiles. With
+    // LAST_KEYS_FIRST those begin last that the most queries see, but for what is left for the end.
+    template <int HEADS>
+    static __device__ __forceinline__ Work work_at(const Params& p, int index, int tiles) {
+        if constexpr (!LAST_KEYS_FIRST) return Work(p, index, tiles, HEADS);
+        const int early = early_tiles(tiles), early_items = p.head_count / HEADS * early;
+        const bool is_late = LATE_QUARTER && index >= early_items;
+        Work work(p, is_late ? index - early_items : index, is_late ? tiles - early : early, HEADS);
+        work.tile = (is_late ? tiles : early) - 1 - work.tile;
+        return work;
+    }
     static __device__ __forceinline__ RegionTile place_of(const Params& p, int tile, int tiles) {
-        return key_tile_at<BLOCK_K>(p, LAST_KEYS_FIRST ? tiles - 1 - tile : tile, tiles);
+        return key_tile_at<BLOCK_K>(p, tile, tiles);
     }
     // The rest of what `located`, `tile` and the number in the group say.
     __device__ __forceinline__ void work_out(const Params& p, int number_in_group) {
@@ -36,8 +47,7 @@ struct alignas(16) KeyItem {
     }
 };
 
-// Takes the tickets of this block and works out its items. A causal mask leaves the first tiles of
-// keys the most queries, so they begin first.
+// Takes the tickets of this block and works out its items.
 using KeyTicketWriter = Select<CHAINED, ChainWriter<KeyItem>, TicketWriter<KeyItem, GROUP>>::type;
 using KeyItemWriter = Select<SIDE_BY_SIDE, OwnItemWriter<KeyItem>, KeyTicketWriter>::type;
 static_assert(!SIDE_BY_SIDE || (!PERSISTS && GROUP == 1), "a block has one item");

@@ -31,6 +31,10 @@ struct alignas(16) QueryItem {
 
     __device__ __forceinline__ int count() const { return (end - begin) * STEPS_OF_ENTRY; }
 
+    template <int HEADS>
+    static __device__ __forceinline__ Work work_at(const Params& p, int index, int tiles) {
+        return Work(p, index, tiles, HEADS);
+    }
     static __device__ __forceinline__ RegionTile place_of(const Params& p, int tile, int tiles) {
         return query_tile_at<BLOCK_Q>(p, tile, tiles);
     }

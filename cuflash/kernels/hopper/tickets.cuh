@@ -51,8 +51,9 @@ struct OwnItemWriter {
 // free. HEADS may share a tile: their items come one after the other. A ticket comes from memory: who
 // takes it a while before the item need not wait for it.
 //
-// An item has fields located, exists and tile; work_out() makes the rest of them, and place_of() says
-// which tile of a head is which. With VARLEN a few tiles are none: they have no rows.
+// An item has fields located, exists and tile; work_out() makes the rest of them. work_at() says which
+// tile of which head a ticket is, and place_of() where it lies. With VARLEN a few tiles are none: they have
+// no rows.
 template <typename Item, int HEADS>
 struct TicketWriter {
     TicketSlots<Item>& slots;
@@ -86,7 +87,8 @@ struct TicketWriter {
         slots.empty[count % 2].wait(count / 2 % 2 ^ 1);
         const int items = p.head_count / HEADS * head_tiles;
         // Behind the last one there may be no heads, whose number is divided by.
-        const Work work(p, min(slots.ticket, items - 1), head_tiles, HEADS);
+        const Work work =
+            Item::template work_at<HEADS>(p, min(slots.ticket, items - 1), head_tiles);
         item.exists = slots.ticket < items, item.tile = work.tile;
         if (item.exists) {
             const GradientHead* const heads = reinterpret_cast<const GradientHead*>(p.located);
@@ -94,7 +96,7 @@ struct TicketWriter {
             const RegionTile place = Item::place_of(p, work.tile, head_tiles);
             const int head = region_head(p, place.region, work.head * HEADS + number_in_group);
             load_bytes(&item.located, heads + head, sizeof(GradientHead), head_full);
-            if (VARLEN || LAST_KEYS_FIRST) item.tile = place.tile;
+            if (VARLEN) item.tile = place.tile;
             head_full.wait(count % 2);
             item.work_out(p, number_in_group);
         }

@@ -17,6 +17,12 @@ __device__ __forceinline__ bool has_queries(const Head& head, int q_begin, int c
     return q_begin + count <= head.query_length;
 }
 
+// How many of a head's tiles of keys begin, and add to dQ, before the others: with LATE_QUARTER its last
+// ones, which the fewest queries see under a causal mask, are left for the end.
+__device__ __forceinline__ int early_tiles(int tiles) {
+    return LATE_QUARTER ? tiles - tiles / 4 : tiles;
+}
+
 // Keys that some row of [q_begin, q_end) may see: [begin, end), empty as [0, 0).
 struct KeyRange {
     int begin, end;
