@@ -1,6 +1,8 @@
 """Packed sequences: `attention_varlen` and its gradients, on every engine."""
 
+import dataclasses
 import inspect
+import itertools
 
 import emulated
 import emulator
@@ -8,11 +10,13 @@ import numpy as np
 import packed_cases
 import pytest
 from cases import FEW, H200, calls_of
+from emulator import EAGER
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from packed_cases import assert_gradients_close, assert_sequences_close, in_emulator
 from random_cases import random_packed_case
 from test_emulator_catches import must_be_caught, plant
+from tolerance import assert_backward_close
 
 import cuflash
 
@@ -108,6 +112,70 @@ def test_emulator_equals_the_batch(algo, engine, more):
     )
     for a, b in zip(own[:3], grads[:3], strict=True):
         assert a.tobytes() == b.swapaxes(1, 2).reshape(a.shape).tobytes()
+
+
+def late_gradients(n, starts, algo="fa3", schedule=0):
+    """Gradients of sequences whose last tiles of keys are late, and what they are of."""
+    arrays = [
+        x.astype(np.float16)
+        for x in np.random.default_rng(0).standard_normal((4, starts[-1], 2, 64))
+    ]
+    options = {"algo": algo, "engine": "wgmma", "device": FEW, "causal": True}
+    planned = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": n, "max_seqlen_k": n}
+    q, k, v, dout = arrays
+    tile = cuflash.plan(q, k, v, backward=True, **planned, **options).tile
+    row = dataclasses.replace(tile, few_waves=0)
+    out, lse = (x.copy() for x in emulated.attention_varlen(q, k, v, starts, starts, **options)[:2])
+    options |= {"row": row, "schedule": schedule}
+    own = emulated.attention_varlen_backward(dout, q, k, v, out, lse, starts, starts, **options)
+    assert own.plan.tile.has_late_quarter(own.plan.problem)
+    return own, arrays, out, lse, options
+
+
+@needs_emulator
+@pytest.mark.parametrize("algo", ["fa2", "fa3"])
+def test_emulator_late_tiles_of_keys_equal_the_batch(algo):
+    """Each sequence has five tiles of keys, the last of which begins late: see key_order.cuh."""
+    count, n = 3, 600
+    own, arrays, out, lse, options = late_gradients(n, np.arange(0, count * n + 1, n), algo)
+    batch = [x.reshape(count, n, 2, 64).swapaxes(1, 2) for x in (arrays[3], *arrays[:3], out)]
+    logs = lse.reshape(2, count, n).swapaxes(0, 1)
+    grads = emulated.attention_backward(*batch, logs, **options)
+    for a, b in zip(own[:3], grads[:3], strict=True):
+        assert a.tobytes() == b.swapaxes(1, 2).reshape(a.shape).tobytes()
+
+
+@needs_emulator
+def test_emulator_late_tiles_of_keys_of_all_lengths():
+    """Places of lists hold the tiles of sequences that end anywhere, and rows of none."""
+    lengths = (385, 129, 385, 173, 513, 1, 0, 767)  # so that no place too many is there
+    starts = 100 + np.append(0, np.cumsum(lengths))
+    first = None
+    for schedule in (EAGER, 0, 1):
+        own, (q, k, v, dout), *_ = late_gradients(max(lengths), starts, schedule=schedule)
+        bits = [x.tobytes() for x in own[:3]]
+        assert bits == (first or bits)
+        first = first or bits
+    for begin, end in itertools.pairwise(starts):
+        if begin == end:
+            continue
+        grads, given = (
+            [x[begin:end].swapaxes(0, 1) for x in arrays] for arrays in (own[:3], (dout, q, k, v))
+        )
+        assert_backward_close(grads, *given, causal=True)
+    assert all(not x[:100].any() for x in own[:3])
+
+
+@needs_emulator
+@pytest.mark.parametrize(("text", "wrong"), [
+    (r"whole - late \+ 2 \* region;", "whole - late + region;"),
+    (r"\? late \+ region", "? late"),
+    (r"place - first\(region\) \+ \(is_late \? early : 0\)", "place - first(region)"),
+    (r"Item::SKIPS && number_in_group == 0 && !found\.tile\.exists\(\)", "false"),
+    (r"early = early_tiles\(all\);(?=\s+const int tile)", "early = all;"),
+])  # fmt: skip
+def test_emulator_catches_wrong_places_of_late_tiles(monkeypatch, text, wrong):
+    must_be_caught(monkeypatch, text, wrong, test_emulator_late_tiles_of_keys_of_all_lengths)
 
 
 @needs_emulator

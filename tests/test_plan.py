@@ -453,11 +453,22 @@ def test_the_last_tiles_of_keys_add_first_under_a_causal_mask_where_heads_are_sm
     assert not order_of_keys(64, 4096, deterministic=False)[1]
 
 
-def test_no_tiles_of_keys_are_late_whose_order_a_list_or_offsets_give():
+def test_tiles_of_keys_under_an_array_of_bool_are_not_late():
     for length, first in ((8 << 10, True), (32 << 10, False)):
         assert order_of_keys(64, length, mask="elements")[1:] == (first, False)
-        packed = {"sequences": 64, "longest": (length, length)}
-        assert order_of_keys(64, 64 * length, heads=2, **packed)[1:] == (first, False)
+
+
+def test_packed_sequences_have_the_order_of_keys_of_a_batch():
+    """So that bits are the same. There is room for early and for late tiles of each sequence."""
+    for length, sequences in ((1024, 16), (1024, 64), (4096, 1), (4096, 16), (65536, 2)):
+        packed = {"sequences": sequences, "longest": (length, length)}
+        own = order_of_keys(64, sequences * length, heads=16, **packed)
+        batch = order_of_keys(64, length, heads=16 * sequences)
+        assert own[1:] == batch[1:], (length, sequences)
+    p = backward("float16", (16,), 64 << 10, 64 << 10, band=Band(right=0), sequences=16)
+    p = dataclasses.replace(p, longest=(4096, 4096))
+    plan = make_plan(p, H200, "fa2", "wgmma")
+    assert plan.grid == 16 * (512 - 128 + 2 * 17 + 128 + 17)
 
 
 @pytest.mark.parametrize("band", [Band(), Band(right=0)], ids=["full", "causal"])
@@ -473,7 +484,9 @@ def test_all_heads_at_a_time_where_tiles_of_keys_are_few(band):
     assert not takes_all(128, 5120, 32)
     assert takes_all(128, 1024, 32)
     assert not takes_all(128, 1024, 64)
-    assert takes_all(64, 1024, 64)
+    assert takes_all(64, 2048, 32)
+    assert not takes_all(64, 2048, 48)
+    assert takes_all(64, 1024, 64) == (band == Band())  # a tile has eight steps
     assert not takes_all(64, 1024, 96)
     assert not takes_all(128, 4096, 32, mask="elements")
     grouped = {"group": 4, "summed": (1, 4, 4)}

@@ -37,7 +37,8 @@ __device__ __forceinline__ u32 turn_of(const Params& p, const Head& head, int ke
     const bool is_seen =
         LAST_KEYS_FIRST ? previous * BLOCK_K < keys.end : previous >= keys.begin / BLOCK_K;
     if (LATE_QUARTER) {
-        const int early = early_tiles(p.key_tiles);
+        const int tiles = VARLEN ? divide_up(key_extent(p, head), BLOCK_K) : p.key_tiles;
+        const int early = early_tiles(tiles);
         if (previous == early) return 0;
         if (key_tile >= early && !is_seen) return 1;  // behind tile 0, which all queries see
     }

@@ -39,15 +39,18 @@ BANDED_COLUMNS, BANDED_CACHES = 1024, 20
 LARGE_HEAD_BYTES = 25 << 20
 LEAST_STEPS_APART = 1.5
 LEAST_AT_ONCE = 2, 4
-# The largest heads of packed sequences, and of those with an array of bool.
-SMALL_HEAD_BYTES = 13 << 20
+SMALL_HEAD_BYTES = 13 << 20  # the same of heads with an array of bool
 # All heads are worked on at a time where tiles of keys are few (`few_waves`), and heads are so few
 # or the cache holds them together. Beside the last tiles first or, without a mask, fewer heads
 # (H200, 2026-11-28, bf16): causal (1, 8, 4096, 128) 1.20, (1, 16, 4096, 128) 1.15, (2, 16, 1024,
-# 128) 1.16, (1, 16, 8192, 128) 1.09, (1, 32, 4096, 64) 1.05, (4, 16, 512, 128) 1.11; (4, 16, 1024,
-# 128) 1.03, where the last quarter later has 1.04; full (1, 8, 4096, 128) 1.13, (1, 16, 4096, 128)
-# 1.09, (4, 16, 512, 128) 1.03, (1, 32, 4096, 64) 1.01, (4, 16, 1024, 128) 0.93.
+# 128) 1.16, (1, 16, 8192, 128) 1.09, (1, 32, 4096, 64) 1.05; (4, 16, 1024, 128) 1.03, where the
+# last quarter later has 1.04; full (1, 8, 4096, 128) 1.13, (1, 16, 4096, 128) 1.09, (4, 16, 512,
+# 128) 1.03, (1, 32, 4096, 64) 1.01, (4, 16, 1024, 128) 0.93.
 FEW_HEADS, FEW_HEADS_BYTES = 32, 50 << 20
+# Under a causal mask the longest tiles of keys have so many steps at least. Packed sequences, whose
+# bits are those of a batch, have their tiles one sequence behind another: of short ones many blocks
+# of one head run at a time. As many heads of a batch at a time have 0.84 at (4, 16, 1024, 64).
+LEAST_STEPS = 12
 # Groups of so many heads, of so many queries together, from which on blocks that add in order
 # have a head each under a causal mask: the longest tiles come last, and those of whole groups end
 # long after all others. A head each is so many times as fast (H200, 2026-11-26, bf16, 16k tokens,
@@ -91,11 +94,6 @@ def is_causal(problem: Problem) -> bool:
     return problem.band.left is None and problem.band.right is not None
 
 
-def is_plain(problem: Problem) -> bool:
-    """Whether neither a mask's lists nor packed sequences say where tiles of keys lie."""
-    return not (problem.mask or problem.is_packed)
-
-
 @dataclass(frozen=True, kw_only=True)
 class WgmmaGradientTile(HopperGradientTile):
     """A row of the kernel with five products; those here are for head dims up to 128.
@@ -137,7 +135,7 @@ class WgmmaGradientTile(HopperGradientTile):
 
     def blocks(self, problem: Problem) -> int:
         """Thread blocks: tiles of keys of all heads or groups."""
-        return problem.head_count // self.group(problem) * self.key_tiles(problem)
+        return problem.head_count // self.group(problem) * self.key_places(problem)
 
     @property
     def kernel(self) -> str:
@@ -190,9 +188,10 @@ class WgmmaGradientTile(HopperGradientTile):
         in_order = self.adds_in_order(p) and p.mask != "blocks"  # whose lists have an order
         if not (is_causal(p) and in_order):
             return False
-        if not is_plain(problem):
-            return self.cached_bytes(p) <= SMALL_HEAD_BYTES
-        return self.cached_bytes(p) <= LARGE_HEAD_BYTES and not self.takes_all_heads(p)
+        held = self.cached_bytes(p)
+        if p.mask:
+            return held <= SMALL_HEAD_BYTES
+        return held <= LARGE_HEAD_BYTES and not self.takes_all_heads(p)
 
     def takes_all_heads(self, problem: Problem) -> bool:
         """Whether blocks that add in order work on all heads at a time: where tiles are few.
@@ -200,12 +199,14 @@ class WgmmaGradientTile(HopperGradientTile):
         So few blocks of one head run at a time and wait for each other. Under a causal mask the
         longest tiles begin first.
         """
-        in_order = self.adds_in_order(problem) and is_plain(problem)
-        if not (in_order and (problem.band.is_open or is_causal(problem))):
+        p = problem.typical
+        if p.mask or not self.adds_in_order(p) or not (p.band.is_open or is_causal(p)):
             return False
-        heads, held = problem.head_count // self.group(problem), self.cached_bytes(problem)
-        few = heads <= FEW_HEADS or problem.head_count * held <= FEW_HEADS_BYTES
-        return few and self.blocks(problem) <= self.few_waves * MULTIPROCESSORS
+        if is_causal(p) and p.query_length < LEAST_STEPS * self.block_q:
+            return False
+        heads, held = p.head_count // self.group(p), self.cached_bytes(p)
+        few = heads <= FEW_HEADS or p.head_count * held <= FEW_HEADS_BYTES
+        return few and self.blocks(p) <= self.few_waves * MULTIPROCESSORS
 
     def has_late_quarter(self, problem: Problem) -> bool:
         """Whether the last quarter of a head's tiles of keys begins when all others have.
@@ -213,7 +214,17 @@ class WgmmaGradientTile(HopperGradientTile):
         Where the last tiles begin first the longest ones come last, and few blocks would have work
         at the end. The shortest ones fill them.
         """
-        return self.last_keys_first(problem) and is_plain(problem)
+        enough = self.key_tiles(problem.typical) >= 4
+        return enough and self.last_keys_first(problem) and not problem.mask
+
+    def key_places(self, problem: Problem) -> int:
+        """Tiles of keys in one head; of packed sequences with room for those that are late and for
+        those that are not (hopper/key_order.cuh).
+        """
+        if not (problem.is_packed and self.has_late_quarter(problem)):
+            return self.key_tiles(problem)
+        rows, four = problem.key_length, 4 * self.block_k
+        return 3 * rows // four + rows // four + 3 * problem.regions
 
     def chains(self, problem: Problem) -> int:
         """Chains of a head, one for each block that works on it, where the lists of a mask plan the

@@ -3,6 +3,7 @@
 #pragma once
 #include "hopper/gradient_head.cuh"
 #include "hopper/chains.cuh"
+#include "hopper/key_order.cuh"
 #include "hopper/tickets.cuh"
 #include "seams/key_tiles.cuh"
 
@@ -20,19 +21,10 @@ struct alignas(16) KeyItem {
     __device__ __forceinline__ int first_key() const {
         return key_origin(located.head) + key_tile * BLOCK_K;
     }
-    // The `index`-th one to begin, of heads with so many tiles; HEADS in a row share tiles. With
-    // LAST_KEYS_FIRST those begin last that the most queries see, but for what is left for the end.
+    static constexpr bool SKIPS = VARLEN && LATE_QUARTER;  // places without a tile
     template <int HEADS>
-    static __device__ __forceinline__ Work work_at(const Params& p, int index, int tiles) {
-        if constexpr (!LAST_KEYS_FIRST) return Work(p, index, tiles, HEADS);
-        const int early = early_tiles(tiles), early_items = p.head_count / HEADS * early;
-        const bool is_late = LATE_QUARTER && index >= early_items;
-        Work work(p, is_late ? index - early_items : index, is_late ? tiles - early : early, HEADS);
-        work.tile = (is_late ? tiles : early) - 1 - work.tile;
-        return work;
-    }
-    static __device__ __forceinline__ RegionTile place_of(const Params& p, int tile, int tiles) {
-        return key_tile_at<BLOCK_K>(p, tile, tiles);
+    static __device__ __forceinline__ TicketPlace find(const Params& p, int index, int tiles) {
+        return key_ticket<HEADS>(p, index, tiles);
     }
     // The rest of what `located`, `tile` and the number in the group say.
     __device__ __forceinline__ void work_out(const Params& p, int number_in_group) {

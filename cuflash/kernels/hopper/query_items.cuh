@@ -31,12 +31,12 @@ struct alignas(16) QueryItem {
 
     __device__ __forceinline__ int count() const { return (end - begin) * STEPS_OF_ENTRY; }
 
+    static constexpr bool SKIPS = false;
     template <int HEADS>
-    static __device__ __forceinline__ Work work_at(const Params& p, int index, int tiles) {
-        return Work(p, index, tiles, HEADS);
-    }
-    static __device__ __forceinline__ RegionTile place_of(const Params& p, int tile, int tiles) {
-        return query_tile_at<BLOCK_Q>(p, tile, tiles);
+    static __device__ __forceinline__ TicketPlace find(const Params& p, int index, int tiles) {
+        if (index >= p.head_count / HEADS * tiles) return {-1};
+        const Work work(p, index, tiles, HEADS);
+        return {work.head, query_tile_at<BLOCK_Q>(p, work.tile, tiles)};
     }
     // How many tiles a head has, those of all its regions.
     static __device__ __forceinline__ int tiles_of_head(const Params& p) {

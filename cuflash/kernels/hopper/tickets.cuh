@@ -9,6 +9,13 @@
 
 static_assert(sizeof(GradientHead) == tile_bytes::located, "the plan's workspace holds heads");
 
+// What a ticket is for: a tile, of the head or the group of heads with this number; below 0 where there are no
+// more.
+struct TicketPlace {
+    int head;
+    RegionTile tile;
+};
+
 template <typename Item>
 struct TicketSlots : ItemSlots<Item> {
     int ticket;  // of the next item
@@ -51,9 +58,9 @@ struct OwnItemWriter {
 // free. HEADS may share a tile: their items come one after the other. A ticket comes from memory: who
 // takes it a while before the item need not wait for it.
 //
-// An item has fields located, exists and tile; work_out() makes the rest of them. work_at() says which
-// tile of which head a ticket is, and place_of() where it lies. With VARLEN a few tiles are none: they have
-// no rows.
+// An item has fields located, exists and tile; work_out() makes the rest of them. find() says which tile of
+// which head a ticket is, of so many for each head. With VARLEN a few tiles are none: they have no rows, and
+// where an item SKIPS them the next ticket is taken.
 template <typename Item, int HEADS>
 struct TicketWriter {
     TicketSlots<Item>& slots;
@@ -85,20 +92,20 @@ struct TicketWriter {
         head_tiles = afresh(head_tiles);  // else products of it would stay in registers
         const u32 number_in_group = count % HEADS;
         slots.empty[count % 2].wait(count / 2 % 2 ^ 1);
-        const int items = p.head_count / HEADS * head_tiles;
-        // Behind the last one there may be no heads, whose number is divided by.
-        const Work work =
-            Item::template work_at<HEADS>(p, min(slots.ticket, items - 1), head_tiles);
-        item.exists = slots.ticket < items, item.tile = work.tile;
-        if (item.exists) {
+        for (;; take_ticket(p.tickets)) {
+            const TicketPlace found = Item::template find<HEADS>(p, slots.ticket, head_tiles);
+            item.exists = found.head >= 0;
+            if (!item.exists) break;
+            item.tile = found.tile.tile;
+            if (Item::SKIPS && number_in_group == 0 && !found.tile.exists()) continue;
             const GradientHead* const heads = reinterpret_cast<const GradientHead*>(p.located);
             head_full.arrive_and_expect(sizeof(GradientHead));
-            const RegionTile place = Item::place_of(p, work.tile, head_tiles);
-            const int head = region_head(p, place.region, work.head * HEADS + number_in_group);
+            const int head =
+                region_head(p, found.tile.region, found.head * HEADS + number_in_group);
             load_bytes(&item.located, heads + head, sizeof(GradientHead), head_full);
-            if (VARLEN) item.tile = place.tile;
             head_full.wait(count % 2);
             item.work_out(p, number_in_group);
+            break;
         }
         slots.full[count % 2].arrive();
         ++count;
