@@ -465,10 +465,13 @@ def test_packed_sequences_have_the_order_of_keys_of_a_batch():
         own = order_of_keys(64, sequences * length, heads=16, **packed)
         batch = order_of_keys(64, length, heads=16 * sequences)
         assert own[1:] == batch[1:], (length, sequences)
-    p = backward("float16", (16,), 64 << 10, 64 << 10, band=Band(right=0), sequences=16)
+    short = {"sequences": 256, "longest": (300, 300)}
+    assert order_of_keys(64, 256 * 300, heads=16, **short)[1:] == (True, False), "three tiles"
+    p = backward("float16", (16,), 65_000, 65_000, band=Band(right=0), sequences=16)
     p = dataclasses.replace(p, longest=(4096, 4096))
     plan = make_plan(p, H200, "fa2", "wgmma")
-    assert plan.grid == 16 * (512 - 128 + 2 * 17 + 128 + 17)
+    early, late = 507 - 126 + 2 * 17, 126 + 17  # of 507 whole tiles, for 17 regions
+    assert plan.grid == 16 * (early + late)
 
 
 @pytest.mark.parametrize("band", [Band(), Band(right=0)], ids=["full", "causal"])

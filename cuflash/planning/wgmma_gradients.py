@@ -221,10 +221,8 @@ class WgmmaGradientTile(HopperGradientTile):
         """Tiles of keys in one head; of packed sequences with room for those that are late and for
         those that are not (hopper/key_order.cuh).
         """
-        if not (problem.is_packed and self.has_late_quarter(problem)):
-            return self.key_tiles(problem)
-        rows, four = problem.key_length, 4 * self.block_k
-        return 3 * rows // four + rows // four + 3 * problem.regions
+        has_late = problem.is_packed and self.has_late_quarter(problem)
+        return self.key_tiles(problem) + (2 * problem.regions if has_late else 0)
 
     def chains(self, problem: Problem) -> int:
         """Chains of a head, one for each block that works on it, where the lists of a mask plan the
