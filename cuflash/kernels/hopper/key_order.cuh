@@ -9,8 +9,9 @@
 #include "hopper/tickets.cuh"
 #include "seams/key_tiles.cuh"
 
-// Where a region's early tiles begin, or its late ones, behind so many whole tiles of rows. Of n tiles of a
-// region, some n - 1 of which are whole, n - n / 4 are early: at most two more than of the whole ones.
+// Where a region's early tiles stand, or its late ones, if so many whole tiles of keys fit in before it. Of its
+// n tiles n / 4 are late, and n - 1 whole ones at least fit in between its begin and that of the next region. So
+// two places more than the early share of these are enough for its early tiles, and one more for its late ones.
 __device__ __forceinline__ int first_key_place(int whole, int region, bool are_late) {
     const int late = whole / 4;
     return are_late ? late + region : whole - late + 2 * region;
