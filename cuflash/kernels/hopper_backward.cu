@@ -22,7 +22,7 @@
 // follower begins the next one, and leads. The halves go through shared memory to bulk additions.
 //
 // Where the result must be deterministic, blocks add to a part of dQ in the order in which they begin: that
-// of their keys, or the last keys first (gradient_items.cuh); or in one that a mask's lists plan
+// of their keys, or the last keys first (hopper/key_order.cuh); or in one that a mask's lists plan
 // (hopper/chains.cuh).
 //
 // A product brings 0 * NaN into rows that do not see a NaN. So tiles that may hold infinities or NaN

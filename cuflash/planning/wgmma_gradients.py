@@ -33,12 +33,12 @@ OPEN_COLUMNS, OPEN_CACHES = 512, 4
 BANDED_COLUMNS, BANDED_CACHES = 1024, 20
 # Where the last tiles of keys add first: the largest heads, half of an L2 cache, and the fewest
 # that are worked on at a time. A turn takes 1.3 steps to be handed on; where the next tile of keys
-# comes sooner than that, fewer blocks of a head wait for each other if heads are more. Beside the
-# order of keys (H200, 2026-11-28, bf16): 32 heads of 16k positions of 128 columns 1.017, of 32k of
-# 64 1.026; of 32k of 128 1.00, of 64k of 64 0.91.
+# comes sooner than that (LEAST_FOLLOWING), fewer blocks of a head wait for each other if heads are
+# more. Beside the order of keys (H200, 2026-11-28, bf16): 32 heads of 16k positions of 128 columns
+# 1.017, of 32k of 64 1.026; of 32k of 128 1.00, of 64k of 64 0.91.
 LARGE_HEAD_BYTES = 25 << 20
 LEAST_STEPS_APART = 1.5
-LEAST_AT_ONCE = 2, 4
+LEAST_AT_ONCE, LEAST_FOLLOWING = 2, 4
 SMALL_HEAD_BYTES = 13 << 20  # the same of heads with an array of bool
 # All heads are worked on at a time where tiles of keys are few (`few_waves`), and heads are so few
 # or the cache holds them together. Beside the last tiles first or, without a mask, fewer heads
@@ -262,9 +262,9 @@ class WgmmaGradientTile(HopperGradientTile):
         if self.takes_all_heads(problem):
             return max(1, problem.head_count)
         if self.last_keys_first(problem):
-            follows_at_once = self.block_k < LEAST_STEPS_APART * self.block_q
-            least, wanted = LEAST_AT_ONCE[follows_at_once], cached / (2 - follows_at_once)
-            return max(least, int(wanted))
+            if self.block_k < LEAST_STEPS_APART * self.block_q:
+                return max(LEAST_FOLLOWING, int(cached))
+            return max(LEAST_AT_ONCE, int(cached / 2))
         if problem.band.is_open:
             return section_in_order(problem, cached, OPEN_COLUMNS, OPEN_CACHES)
         return section_in_order(problem, cached, self.banded_columns(problem), BANDED_CACHES)
