@@ -114,11 +114,11 @@ def test_emulator_equals_the_batch(algo, engine, more):
         assert a.tobytes() == b.swapaxes(1, 2).reshape(a.shape).tobytes()
 
 
-def late_gradients(n, starts, algo="fa3", schedule=0):
+def late_gradients(n, starts, algo="fa3", schedule=0, heads=2, dim=64):
     """Gradients of sequences whose last tiles of keys are late, and what they are of."""
     arrays = [
         x.astype(np.float16)
-        for x in np.random.default_rng(0).standard_normal((4, starts[-1], 2, 64))
+        for x in np.random.default_rng(0).standard_normal((4, starts[-1], heads, dim))
     ]
     options = {"algo": algo, "engine": "wgmma", "device": FEW, "causal": True}
     planned = {"cu_seqlens_q": starts, "cu_seqlens_k": starts, "max_seqlen_q": n, "max_seqlen_k": n}
@@ -147,15 +147,28 @@ def test_emulator_late_tiles_of_keys_equal_the_batch(algo):
 
 @needs_emulator
 def test_emulator_late_tiles_of_keys_of_all_lengths():
-    """Places of lists hold the tiles of sequences that end anywhere, and rows of none."""
-    lengths = (385, 0, 129, 1155, 1, 513, 513)  # which need all places that lists have
+    """Lists hold the tiles of sequences that end anywhere, and rows of none."""
+    lengths = (385, 0, 129, 1155, 1, 513, 513)
     starts = 100 + np.append(0, np.cumsum(lengths))
     first = None
     for schedule in (EAGER, 0, 1):
-        own, (q, k, v, dout), *_ = late_gradients(max(lengths), starts, schedule=schedule)
+        own, arrays, *_ = late_gradients(max(lengths), starts, schedule=schedule)
         bits = [x.tobytes() for x in own[:3]]
         assert bits == (first or bits)
         first = first or bits
+    assert_late_gradients_close(own, arrays, starts)
+
+
+@needs_emulator
+def test_emulator_late_tiles_of_keys_of_many_sequences():
+    """More regions than the lanes that add up their tiles."""
+    starts = np.append(0, np.cumsum(np.tile([385, 392, 384, 520], 9)))
+    own, arrays, *_ = late_gradients(520, starts, heads=1, dim=16)
+    assert_late_gradients_close(own, arrays, starts)
+
+
+def assert_late_gradients_close(own, arrays, starts):
+    q, k, v, dout = arrays
     for begin, end in itertools.pairwise(starts):
         if begin == end:
             continue
@@ -163,19 +176,26 @@ def test_emulator_late_tiles_of_keys_of_all_lengths():
             [x[begin:end].swapaxes(0, 1) for x in arrays] for arrays in (own[:3], (dout, q, k, v))
         )
         assert_backward_close(grads, *given, causal=True)
-    assert all(not x[:100].any() for x in own[:3])
+    assert all(not x[: starts[0]].any() for x in own[:3])
 
 
 @needs_emulator
 @pytest.mark.parametrize(("text", "wrong"), [
-    (r"whole - late \+ 2 \* region;", "whole - late + region;"),
-    (r"\? late \+ region", "? late"),
-    (r"place - first\(region\) \+ \(is_late \? early : 0\)", "place - first(region)"),
-    (r"Item::SKIPS && number_in_group == 0 && !found\.tile\.exists\(\)", "false"),
+    (r"late - \(tiles - own_early\)\);", "late);"),
+    (r"early_before \+ early - own_early", "early_before + early - own_early + (region == 3)"),
+    (r"\+ \(is_late \? early : 0\);", ";"),
     (r"early = early_tiles\(all\);(?=\s+const int tile)", "early = all;"),
 ])  # fmt: skip
 def test_emulator_catches_wrong_places_of_late_tiles(monkeypatch, text, wrong):
     must_be_caught(monkeypatch, text, wrong, test_emulator_late_tiles_of_keys_of_all_lengths)
+
+
+@needs_emulator
+def test_emulator_catches_tiles_of_regions_that_are_not_added_up(monkeypatch):
+    must_be_caught(
+        monkeypatch, r"early_before \+= __shfl_sync\(FULL_WARP, early, 31\);", "",
+        test_emulator_late_tiles_of_keys_of_many_sequences,
+    )  # fmt: skip
 
 
 @needs_emulator

@@ -470,8 +470,8 @@ def test_packed_sequences_have_the_order_of_keys_of_a_batch():
     p = backward("float16", (16,), 65_000, 65_000, band=Band(right=0), sequences=16)
     p = dataclasses.replace(p, longest=(4096, 4096))
     plan = make_plan(p, H200, "fa2", "wgmma")
-    early, late = 507 - 126 + 2 * 17, 126 + 17  # of 507 whole tiles, for 17 regions
-    assert plan.grid == 16 * (early + late)
+    assert plan.grid == 16 * (507 + 17)
+    assert dict(plan.workspace)["key_places"] == 8 * 18
 
 
 @pytest.mark.parametrize("band", [Band(), Band(right=0)], ids=["full", "causal"])

@@ -8,6 +8,7 @@
 // Shared memory: the maximum of each warp.
 #include "numeric.cuh"
 #include "ptx/overlap.cuh"
+#include "seams/key_tiles.cuh"
 
 constexpr int START_WARPS = START_THREADS / 32;
 
@@ -40,6 +41,34 @@ __device__ __forceinline__ void find_starts(const P& p, const Offset* offsets, i
     }
 }
 
+// How many tiles of keys the regions before each have, those that begin early and those that begin late
+// (hopper/key_order.cuh), and all regions together.
+template <typename P>
+__device__ __forceinline__ void count_key_places(const P& p) {
+    if (threadIdx.x >= 32) return;
+    const int lane = threadIdx.x;
+    int early_before = 0, late_before = 0;
+#pragma unroll 1
+    for (int begin = 0; begin <= p.sequences + 1; begin += 32) {
+        const int region = begin + lane;
+        const int extent =
+            region <= p.sequences ? region_extent(p, p.key_starts, region, p.key_length) : 0;
+        const int tiles = divide_up(extent, BLOCK_K), own_early = early_tiles(tiles);
+        int early = own_early, late = tiles - own_early;  // up to and with this lane's
+#pragma unroll
+        for (int step = 1; step < 32; step *= 2) {
+            const int other_early = __shfl_up_sync(FULL_WARP, early, step);
+            const int other_late = __shfl_up_sync(FULL_WARP, late, step);
+            if (lane >= step) early += other_early, late += other_late;
+        }
+        if (region <= p.sequences + 1)
+            p.key_places[region] = make_int2(early_before + early - own_early,
+                                             late_before + late - (tiles - own_early));
+        early_before += __shfl_sync(FULL_WARP, early, 31);
+        late_before += __shfl_sync(FULL_WARP, late, 31);
+    }
+}
+
 template <typename P>
 __device__ __forceinline__ void find_all_starts(const P& p, int* warp_maxima) {
     if (blockIdx.x == 0) {
@@ -47,6 +76,7 @@ __device__ __forceinline__ void find_all_starts(const P& p, int* warp_maxima) {
         if (threadIdx.x == 0 && p.next_item != nullptr) *p.next_item = 0;
     } else if constexpr (PAGE_SIZE == 0) {
         find_starts(p, p.cu_seqlens_k, p.key_starts, p.key_length, warp_maxima);
+        if constexpr (LATE_QUARTER) count_key_places(p);
     }
 }
 

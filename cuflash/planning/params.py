@@ -34,6 +34,7 @@ _PAGES = {"page_table": "const PageNumber*"}
 # Where packed sequences begin: as given, and as sequence_starts has checked it.
 _OFFSETS = {"cu_seqlens_q": "const Offset*", "cu_seqlens_k": "const Offset*"}
 _STARTS = {"query_starts": "int*", "key_starts": "int*", "next_item": "unsigned int*"}
+_PLACES = {"key_places": "int2*"}  # tiles of keys ahead of each region's
 _MASK_WORKSPACE = {"": {}, "blocks": {}, "elements": {**_LISTS, "mask_states": "unsigned char*"}}
 _WORKSPACE = {
     False: {"state": "Accumulator*", "part_out": "Accumulator*", "part_sums": "Accumulator*"},
@@ -114,7 +115,7 @@ def _pointer_types(problem: Problem) -> tuple[dict[str, str], dict[str, str], di
         workspace |= {f"{x}_planes": "void*" for x in PLANED[problem.backward]} | _PLANES
         workspace |= _UNITS[problem.backward]
     if problem.is_packed:
-        workspace |= _STARTS
+        workspace |= _STARTS | (_PLACES if problem.backward else {})
     if problem.wrt:
         workspace |= _ARRAY_SUMS
     others = {x.field: f"{ELEMENTS[x.element]}*" for x in problem.wrt}

@@ -135,7 +135,7 @@ class WgmmaGradientTile(HopperGradientTile):
 
     def blocks(self, problem: Problem) -> int:
         """Thread blocks: tiles of keys of all heads or groups."""
-        return problem.head_count // self.group(problem) * self.key_places(problem)
+        return problem.head_count // self.group(problem) * self.key_tiles(problem)
 
     @property
     def kernel(self) -> str:
@@ -217,12 +217,9 @@ class WgmmaGradientTile(HopperGradientTile):
         enough = self.key_tiles(problem.typical) >= 4
         return enough and self.last_keys_first(problem) and not problem.mask
 
-    def key_places(self, problem: Problem) -> int:
-        """Tiles of keys in one head; of packed sequences with room for those that are late and for
-        those that are not (hopper/key_order.cuh).
-        """
-        has_late = problem.is_packed and self.has_late_quarter(problem)
-        return self.key_tiles(problem) + (2 * problem.regions if has_late else 0)
+    def counts_places(self, problem: Problem) -> bool:
+        """Whether it is added up how many tiles the sequences before each have."""
+        return problem.is_packed and self.has_late_quarter(problem)
 
     def chains(self, problem: Problem) -> int:
         """Chains of a head, one for each block that works on it, where the lists of a mask plan the
@@ -333,6 +330,7 @@ class WgmmaGradientTile(HopperGradientTile):
             Buffer("dv_sum", values, k_tiles if self.sums_later(problem, 2) else 0),
             Buffer("turns", 4 * TURNS, q_tiles if self.adds_in_order(problem) else 0),
             Buffer("tickets", 4, 1 + len(walked(problem))),
+            Buffer("key_places", 8, (problem.regions + 1) * self.counts_places(problem)),
             Buffer(
                 "located",
                 HEAD_BYTES + REGION_BYTES * problem.is_packed,

@@ -21,7 +21,6 @@ struct alignas(16) KeyItem {
     __device__ __forceinline__ int first_key() const {
         return key_origin(located.head) + key_tile * BLOCK_K;
     }
-    static constexpr bool SKIPS = VARLEN && LATE_QUARTER;  // places without a tile
     template <int HEADS>
     static __device__ __forceinline__ TicketPlace find(const Params& p, int index, int tiles) {
         return key_ticket<HEADS>(p, index, tiles);

@@ -2,26 +2,20 @@
 //
 // Tickets are places in a list, a tile of every head of a section at a time. The list goes by keys or, with
 // LAST_KEYS_FIRST, the other way. With LATE_QUARTER it has the early tiles of all heads before the late
-// ones. Those of packed sequences stand in it region by region, where there is room enough without adding
-// up lengths, as in seams/regions.cuh: some places have no tile.
+// ones. Those of packed sequences stand in it region by region: sequence_starts.cu has added up how many.
 #pragma once
-#include "few_registers.cuh"
 #include "hopper/tickets.cuh"
 #include "seams/key_tiles.cuh"
 
-// Where a region's early tiles stand, or its late ones, if so many whole tiles of keys fit in before it. Of its
-// n tiles n / 4 are late, and n - 1 whole ones at least fit in between its begin and that of the next region. So
-// two places more than the early share of these are enough for its early tiles, and one more for its late ones.
-__device__ __forceinline__ int first_key_place(int whole, int region, bool are_late) {
-    const int late = whole / 4;
-    return are_late ? late + region : whole - late + 2 * region;
+// How many tiles of keys the regions before this one have, early ones or late ones.
+template <typename P>
+__device__ __forceinline__ int key_places_before(const P& p, int region, bool are_late) {
+    return are_late ? p.key_places[region].y : p.key_places[region].x;
 }
-
 // Places of a head that has so many tiles of keys: early ones, or late ones.
 template <typename P>
 __device__ __forceinline__ int key_places(const P& p, int tiles, bool are_late) {
-    if (VARLEN && LATE_QUARTER)
-        return first_key_place(afresh(p.key_length) / BLOCK_K, afresh(region_count(p)), are_late);
+    if constexpr (VARLEN && LATE_QUARTER) return key_places_before(p, region_count(p), are_late);
     const int early = early_tiles(tiles);
     return are_late ? tiles - early : early;
 }
@@ -30,13 +24,11 @@ __device__ __forceinline__ int key_places(const P& p, int tiles, bool are_late) 
 template <typename P>
 __device__ __forceinline__ RegionTile key_tile_of(const P& p, int place, int tiles, bool is_late) {
     if constexpr (VARLEN && LATE_QUARTER) {
-        const auto first = [&](int r) {
-            return first_key_place(p.key_starts[r] / BLOCK_K, r, is_late);
-        };
-        const int region = last_region(p, [&](int r) { return first(r) <= place; });
+        const int region =
+            last_region(p, [&](int r) { return key_places_before(p, r, is_late) <= place; });
         const int extent = region_extent(p, p.key_starts, region, p.key_length);
         const int all = divide_up(extent, BLOCK_K), early = early_tiles(all);
-        const int tile = place - first(region) + (is_late ? early : 0);
+        const int tile = place - key_places_before(p, region, is_late) + (is_late ? early : 0);
         return {region, tile, is_late ? all : early, p.key_starts[region], extent};
     }
     return key_tile_at<BLOCK_K>(p, is_late ? place + early_tiles(tiles) : place, tiles);

@@ -31,7 +31,6 @@ struct alignas(16) QueryItem {
 
     __device__ __forceinline__ int count() const { return (end - begin) * STEPS_OF_ENTRY; }
 
-    static constexpr bool SKIPS = false;
     template <int HEADS>
     static __device__ __forceinline__ TicketPlace find(const Params& p, int index, int tiles) {
         if (index >= p.head_count / HEADS * tiles) return {-1};

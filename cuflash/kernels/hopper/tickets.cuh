@@ -59,8 +59,7 @@ struct OwnItemWriter {
 // takes it a while before the item need not wait for it.
 //
 // An item has fields located, exists and tile; work_out() makes the rest of them. find() says which tile of
-// which head a ticket is, of so many for each head. With VARLEN a few tiles are none: they have no rows, and
-// where an item SKIPS them the next ticket is taken.
+// which head a ticket is, of so many for each head. With VARLEN a few tiles are none: they have no rows.
 template <typename Item, int HEADS>
 struct TicketWriter {
     TicketSlots<Item>& slots;
@@ -92,12 +91,10 @@ struct TicketWriter {
         head_tiles = afresh(head_tiles);  // else products of it would stay in registers
         const u32 number_in_group = count % HEADS;
         slots.empty[count % 2].wait(count / 2 % 2 ^ 1);
-        for (;; take_ticket(p.tickets)) {
-            const TicketPlace found = Item::template find<HEADS>(p, slots.ticket, head_tiles);
-            item.exists = found.head >= 0;
-            if (!item.exists) break;
+        const TicketPlace found = Item::template find<HEADS>(p, slots.ticket, head_tiles);
+        item.exists = found.head >= 0;
+        if (item.exists) {
             item.tile = found.tile.tile;
-            if (Item::SKIPS && number_in_group == 0 && !found.tile.exists()) continue;
             const GradientHead* const heads = reinterpret_cast<const GradientHead*>(p.located);
             head_full.arrive_and_expect(sizeof(GradientHead));
             const int head =
@@ -105,7 +102,6 @@ struct TicketWriter {
             load_bytes(&item.located, heads + head, sizeof(GradientHead), head_full);
             head_full.wait(count % 2);
             item.work_out(p, number_in_group);
-            break;
         }
         slots.full[count % 2].arrive();
         ++count;
