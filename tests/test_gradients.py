@@ -24,6 +24,7 @@ from small_calls import (
     inputs,
     normal,
 )
+from tolerance import assert_backward_close
 
 import cuflash
 from cuflash import _attention as module
@@ -379,6 +380,26 @@ def test_emulator_rows_beyond_a_length_see_no_infinity(algo, engine, dtype, caus
     dq = emulated.attention_backward(dout, q, k, v, out, lse, **kernel, **options).dq
     assert np.isnan(dq[..., 64:165, :]).any()
     assert not dq[..., 165:, :].any()
+
+
+@pytest.mark.skipif(available() is not None, reason=str(available()))
+@pytest.mark.parametrize("deterministic", [False, True])
+@pytest.mark.parametrize(
+    "options",
+    [{"dropout_p": 0.2, "seed": 1, "causal": True}, {"softcap": 3.0, "window": (50, 10)}],
+    ids=["dropout", "softcap"],
+)
+def test_emulator_narrow_heads_in_half_steps(options, deterministic):
+    """With dropout or a softcap mma scores half as many queries at once."""
+    draw = np.random.default_rng(0).standard_normal
+    q, k, v, dout = draw((4, 1, 2, 200, 24)).astype(np.float16)
+    options = options | {"algo": "fa2", "engine": "mma"}
+    out, lse, *_ = emulated.attention(q, k, v, **options)
+    given = options | {"deterministic": deterministic}
+    grads = emulated.attention_backward(dout, q, k, v, out, lse, **given)
+    assert "STEP_Q = 32;" in grads.plan.source()
+    del options["algo"], options["engine"]
+    assert_backward_close(grads[:3], dout, q, k, v, **options)
 
 
 @pytest.mark.parametrize(

@@ -474,6 +474,19 @@ def test_packed_sequences_have_the_order_of_keys_of_a_batch():
     assert dict(plan.workspace)["key_places"] == 8 * 18
 
 
+@pytest.mark.parametrize("arch", [80, 89, 90, 120])
+@pytest.mark.parametrize(("more", "queries"), [
+    ({}, 64), ({"dropout": True}, 32), ({"score": softcap(30.0).form}, 32), ({"mask": "blocks"}, 64)
+])  # fmt: skip
+def test_narrow_heads_score_half_as_many_queries_at_once_with_dropout_or_a_softcap(
+    arch, more, queries
+):
+    """So that none spills."""
+    p = backward("bfloat16", (2, 3), 500, 500, 32, **more)
+    plan = make_plan(p, Device(arch), "fa2", "mma")
+    assert f"STEP_Q = {queries};" in plan.source()
+
+
 @pytest.mark.parametrize("band", [Band(), Band(right=0)], ids=["full", "causal"])
 def test_all_heads_at_a_time_where_tiles_of_keys_are_few(band):
     """So few blocks of one head wait for each other. Heads are few then, or the cache has them."""

@@ -37,6 +37,8 @@ class MmaTile(WarpTile):
         The narrowest heads that are served, keys or values; others have faster rows.
     trades : bool
         Whether warps that share queries score the keys of two, each over half of the columns.
+    changed_step_q : int
+        Queries of a tile that are scored at once with dropout or a softcap; 0: as many as without.
     """
 
     engine: ClassVar[Engine] = "mma"
@@ -45,6 +47,7 @@ class MmaTile(WarpTile):
     varied: bool = True
     least_dim: int = 1
     trades: bool = False
+    changed_step_q: int = 0
 
     @property
     def slab_rows(self) -> int:
@@ -170,8 +173,14 @@ class MmaTile(WarpTile):
 
     def constants(self, problem: Problem) -> dict[str, int | bool]:
         """Sizes that the kernels read."""
-        own = {"TRADES_SCORES": self.trades} if self.shares_queries else {}
-        return {"ENGINE_IS_MMA": True, **own, **super().constants(problem)}
+        own: dict[str, int | bool] = {"ENGINE_IS_MMA": True}
+        if self.shares_queries:
+            own["TRADES_SCORES"] = self.trades
+        own |= super().constants(problem)
+        is_changed = problem.dropout or problem.has_near_scores
+        if is_changed and self.changed_step_q and not self.differentiated:
+            own["STEP_Q"] = self.changed_step_q
+        return own
 
 
 _fa2 = partial(MmaTile, algo="fa2")
@@ -226,8 +235,8 @@ _FORWARD = (
 # A row for each size of shared memory, where one does not serve all: 227 KB (sm_90, 100), 163
 # (sm_80) and 99 (sm_86, 89, 120).
 _BACKWARD = (
-    _fa2(backward=True, max_dim=32, block_q=128, step_q=64, warps=4, slabs=2, stages=2,
-         min_blocks=2),
+    _fa2(backward=True, max_dim=32, block_q=128, step_q=64, changed_step_q=32, warps=4, slabs=2,
+         stages=2, min_blocks=2),
     _fa1(backward=True, max_dim=32, block_q=128, step_q=32, warps=4, slabs=2, stages=2,
          min_blocks=2),
     _fa2(backward=True, max_dim=64, block_q=64,  step_q=32, warps=4, slabs=2, stages=2,
