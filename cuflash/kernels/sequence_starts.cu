@@ -3,7 +3,8 @@
 // gives, nobody reads or writes outside the arrays, or waits for a tile that nobody works on.
 //
 // Grid: one block for the offsets of the queries, one for those of the keys. A block takes the
-// maximum of all offsets so far, START_THREADS of them at a time.
+// maximum of all offsets so far, START_THREADS of them at a time. For gradients in order the latter adds up
+// tiles of keys, too.
 //
 // Shared memory: the maximum of each warp.
 #include "numeric.cuh"
@@ -41,8 +42,8 @@ __device__ __forceinline__ void find_starts(const P& p, const Offset* offsets, i
     }
 }
 
-// How many tiles of keys the regions before each have, those that begin early and those that begin late
-// (hopper/key_order.cuh), and all regions together.
+// How many tiles of keys the regions before each one have, and behind the last one how many all have: those
+// that begin early, and those that begin late (hopper/key_order.cuh). By the first warp.
 template <typename P>
 __device__ __forceinline__ void count_key_places(const P& p) {
     if (threadIdx.x >= 32) return;

@@ -2,7 +2,8 @@
 //
 // Tickets are places in a list, a tile of every head of a section at a time. The list goes by keys or, with
 // LAST_KEYS_FIRST, the other way. With LATE_QUARTER it has the early tiles of all heads before the late
-// ones. Those of packed sequences stand in it region by region: sequence_starts.cu has added up how many.
+// ones. Those of packed sequences stand in it region by region: sequence_starts.cu has added up how many
+// each has.
 #pragma once
 #include "hopper/tickets.cuh"
 #include "seams/key_tiles.cuh"
@@ -12,6 +13,7 @@ template <typename P>
 __device__ __forceinline__ int key_places_before(const P& p, int region, bool are_late) {
     return are_late ? p.key_places[region].y : p.key_places[region].x;
 }
+
 // Places of a head that has so many tiles of keys: early ones, or late ones.
 template <typename P>
 __device__ __forceinline__ int key_places(const P& p, int tiles, bool are_late) {
