@@ -459,7 +459,7 @@ def test_tiles_of_keys_under_an_array_of_bool_are_not_late():
 
 
 def test_packed_sequences_have_the_order_of_keys_of_a_batch():
-    """So that bits are the same. There is room for early and for late tiles of each sequence."""
+    """So that bits are the same. It is added up where the early and late tiles of each begin."""
     for length, sequences in ((1024, 16), (1024, 64), (4096, 1), (4096, 16), (65536, 2)):
         packed = {"sequences": sequences, "longest": (length, length)}
         own = order_of_keys(64, sequences * length, heads=16, **packed)

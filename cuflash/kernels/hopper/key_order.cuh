@@ -5,6 +5,7 @@
 // ones. Those of packed sequences stand in it region by region: sequence_starts.cu has added up how many
 // each has.
 #pragma once
+#include "few_registers.cuh"
 #include "hopper/tickets.cuh"
 #include "seams/key_tiles.cuh"
 
