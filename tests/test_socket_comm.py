@@ -237,6 +237,43 @@ def test_words_that_are_none_do_not_end_the_hub():
             future.result().close()
 
 
+def test_a_hub_that_ends_closes_the_connection_of_who_has_said_nothing():
+    comm = SocketComm(0, 1, address := free_address())
+    connections = comm.group._hub.selector.get_map()
+    with connected(address) as stranger:
+        end = time.monotonic() + PATIENCE
+        while len(connections) < 3 and time.monotonic() < end:  # the server's, the rank's, this
+            time.sleep(0.01)
+        held = [key.fileobj for key in connections.values()]  # only the hub can close them
+        comm.close()
+        stranger.settimeout(PATIENCE)
+        assert stranger.recv(1) == b""
+    assert len(held) == 3
+
+
+def test_a_rank_that_ends_while_ranks_connect_is_an_error(recwarn):
+    address = free_address()
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(SocketComm, 0, 3, address, PATIENCE)
+        groups = [host_group.HostGroup(rank, 3, address, PATIENCE) for rank in (1, 2)]
+        for group in groups:
+            group.say(None)
+        ((host, port), _, _), _ = (group.hear() for group in groups)
+        with socket.create_connection((host, port)) as whole:
+            whole.sendall((1).to_bytes(4, "big"))
+            socket.create_connection((host, port)).close()
+            assert str(first.exception()) == (
+                "rank 0 cannot reach the others: a connection has ended"
+            )
+            whole.settimeout(PATIENCE)
+            assert whole.recv(1) == b""
+        for group in groups:
+            with pytest.raises(RankError, match="rank 0 cannot reach the others"):
+                group.hear()
+            group.leave()
+    assert not recwarn.list  # of sockets left to the collector
+
+
 def test_nobody_at_the_address():
     with pytest.raises(RankError, match="rank 0 does not answer at 127.0.0.1:"):
         SocketComm(1, 2, free_address(), timeout=0.2)

@@ -210,10 +210,11 @@ class _Hub:
                     finally:
                         self.lock.release()
         with self.lock:
+            # Of ranks, of who has not said what it is, and the server.
+            sockets = [key.fileobj for key in self.selector.get_map().values()]
             self.selector.close()
-            for connection in self.ranks:
-                connection.close()
-            self.server.close()
+            for one in sockets:
+                one.close()  # type: ignore[union-attr]
 
     def look(self, timeout: float) -> None:
         """Do what messages say that have come, or come in time."""
@@ -396,5 +397,5 @@ def fill(connection: socket.socket, target: memoryview) -> None:
     while len(target):
         count = connection.recv_into(target)
         if not count:
-            raise EOFError
+            raise EOFError("a connection has ended")
         target = target[count:]

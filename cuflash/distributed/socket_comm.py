@@ -71,8 +71,8 @@ class SocketComm(ProcessComm):
         self._sockets: dict[int, socket.socket] = {}
         try:
             self._sockets = self._connect()
-        except (OSError, RankError) as error:
-            if isinstance(error, OSError):
+        except (OSError, EOFError, RankError) as error:
+            if not isinstance(error, RankError):
                 self.group.fail(RankError(rank, f"cannot reach the others: {error}"))
             self.group.leave()
             self.group.check()
@@ -98,20 +98,24 @@ class SocketComm(ProcessComm):
     def _connect(self) -> dict[int, socket.socket]:
         """A connection to each other rank: the later of two connects to the earlier."""
         found: dict[int, socket.socket] = {}
-        with socket.create_server(("", 0), backlog=self.size) as server:
+        server = socket.create_server(("", 0), backlog=self.size)
+        with server, contextlib.ExitStack() as held:
             server.settimeout(self.timeout)
             addresses = self.group.tell([self.group.own_host, server.getsockname()[1]])
             for peer in range(self.rank):
-                found[peer] = socket.create_connection(tuple(addresses[peer]), self.timeout)
-                found[peer].sendall(self.rank.to_bytes(4, "big"))
+                connection = socket.create_connection(tuple(addresses[peer]), self.timeout)
+                found[peer] = held.enter_context(connection)
+                connection.sendall(self.rank.to_bytes(4, "big"))
             for _ in range(self.rank + 1, self.size):
-                connection, _ = server.accept()
+                connection = held.enter_context(server.accept()[0])
+                connection.settimeout(self.timeout)
                 number = bytearray(4)
                 fill(connection, memoryview(number))
                 found[int.from_bytes(number, "big")] = connection
-        for connection in found.values():
-            connection.settimeout(None)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            for connection in found.values():
+                connection.settimeout(None)
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            held.pop_all()
         return found
 
     def _serve(self, kind: str, peer: int, move: Callable[[memoryview], object]) -> None:
