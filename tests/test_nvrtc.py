@@ -183,7 +183,8 @@ def every_row() -> list[Kernel]:
     fa3 = [x for x in planes if x.row.algo == "fa3"]
     main = [x for x in fa3 if not x.name]
     made += fa3 + masked(main)[:-2] + capped(main[1:2]) + dropping(main[1:2]) + packed(main[1::3])
-    made += [x._replace(row=dataclasses.replace(x.row, span=1024)) for x in main[::2]]
+    parted = [x for x in main if x.row.has_variants]
+    made += [x._replace(row=dataclasses.replace(x.row, span=1024)) for x in parted]
     made += gradients_on_planes()
     return made + turns + split(simt)[::3] + of_mma("float64") + of_mma("float32")
 

@@ -224,7 +224,7 @@ class _Hub:
             for key, _ in self.selector.select(timeout):
                 if key.fileobj is self.server:
                     connection, _ = self.server.accept()
-                    _at_once(connection)
+                    send_at_once(connection)
                     connection.settimeout(_PATIENCE)  # until it is known to be a rank's
                     self.selector.register(connection, selectors.EVENT_READ)
                 else:
@@ -363,14 +363,14 @@ def _connected(address: tuple[str, int], hello: list[int], timeout: float) -> so
                 _send(connection, hello)
                 if _receive(connection) == ["here"]:
                     connection.settimeout(None)
-                    _at_once(connection)
+                    send_at_once(connection)
                     held.pop_all()
                     return connection
         time.sleep(_TICK)
     raise RankError(0, f"does not answer at {host}:{first}")
 
 
-def _at_once(connection: socket.socket) -> None:
+def send_at_once(connection: socket.socket) -> None:
     """Let words not wait for more of them."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 

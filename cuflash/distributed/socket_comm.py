@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from .communicator import TIMEOUT, OnHost, Parcel, RankError, Transfer
-from .host_group import HostGroup, fill, integer_variable
+from .host_group import HostGroup, fill, integer_variable, send_at_once
 from .process_comm import ProcessComm
 
 _TICK = 0.05  # seconds
@@ -114,7 +114,7 @@ class SocketComm(ProcessComm):
                 found[int.from_bytes(number, "big")] = connection
             for connection in found.values():
                 connection.settimeout(None)
-                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+                send_at_once(connection)
             held.pop_all()
         return found
 
