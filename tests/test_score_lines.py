@@ -145,6 +145,29 @@ def check_forward(kind="alibi", dim=64, dtype=ml_dtypes.bfloat16, **more):
     assert_forward_close(*result[:2], q, k, v, **options)
 
 
+def check_unequal_rows(dtype=np.float16, grows=False):
+    """Rows whose largest scores differ, by more than two rows of a lane have in common at times; or
+    scores that grow from tile to tile, as tiles are visited.
+    """
+    q, k, v, _ = operands(64, dtype, keys=700)
+    rng = np.random.default_rng(5)
+    if grows:
+        k *= (700 - np.arange(700))[:, None].astype(dtype) / dtype(100)
+        q += dtype(0.5)
+    else:
+        q *= np.exp2(rng.uniform(-2, 4.5, (*q.shape[:3], 1))).astype(dtype)
+    options = {"alibi_slopes": SLOPES / 10, "causal": "bottom_right"}
+    result = attention(q, k, v, engine="wgmma", **options)
+    assert_forward_close(*result[:2], q, k, v, **options)
+
+
+@EMULATED
+@pytest.mark.parametrize("grows", [False, True])
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_rows_of_unequal_scores(dtype, grows):
+    check_unequal_rows(dtype, grows)
+
+
 def check_backward(kind="alibi", dim=64, dtype=ml_dtypes.bfloat16):
     q, k, v, dout = operands(dim, dtype)
     out, lse, *_ = attention(q, k, v, engine="wgmma", **KINDS[kind])
@@ -265,8 +288,15 @@ PLANTED = [
      check_forward),
     ("the distance is that of another column", r"k_begin \+ last, p\)", "k_begin, p)",
      check_forward),
-    ("the origin is forgotten", r"Accumulator\(distance\), -subtracted", "Accumulator(distance), 0",
-     check_forward),
+    ("the origin is forgotten", r"Accumulator\(distance\), -subtracted\[i\]",
+     "Accumulator(distance), 0", check_forward),
+    ("origins are not lowered", r"origin\[0\] \+= fminf.*?;", "", check_forward),
+    ("the wrong one is lowered", r"between, \(origin\[1\] - origin\[0\]\)",
+     "between, (origin[0] - origin[1])", check_forward),
+    ("one sum serves rows that are far apart", r"fabs\(gap\) <= Accumulator\(LAZINESS\)",
+     "gap == gap", check_unequal_rows),
+    ("origins that are raised still have one sum", r"!anew && !aligned", "!anew",
+     functools.partial(check_unequal_rows, grows=True)),
     ("a row has an origin of none", r"i > 0 && softmax\.settled && ", "i > 0 && ", check_forward),
     ("gradients go the wrong way", r"\* LINE_QUERY_STEP", "* -LINE_QUERY_STEP", check_backward),
     ("a row of gradients has none", r"of_column \+ of_row\[i\]", "of_column", check_backward),

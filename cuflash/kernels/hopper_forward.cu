@@ -212,14 +212,16 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             adjust_scores(visit, rows.exact());
             load_next_bits(i);
         };
-        const auto follow_line = [&](int i, auto& S, Accumulator subtracted, Accumulator& sum) {
+        const auto follow_line = [&](auto& S, const auto& subtracted, auto& sums) {
             const int k_begin = visit.tile * BLOCK_K;
-            if (on_line)
-                line.exponentiate(i, S, subtracted, sum, tile, p, head, row_begin, k_begin);
+            if (on_line) line.exponentiate(S, subtracted, sums, tile, p, head, row_begin, k_begin);
             return on_line;
         };
+        const auto align = [&](auto& origin, bool anew) {
+            line.align(origin, anew, multiplier, tile);
+        };
         const bool stale =
-            softmax.update(S_regs, multiplier, rescale, score_again, given, follow_line);
+            softmax.update(S_regs, multiplier, rescale, score_again, given, follow_line, align);
         if (i + 1 < keys.count()) bring_rows(keys[i + 1]);
         if constexpr (PAGED || STAGES_BITS) __syncwarp();  // all lanes have read what is hidden
         if (speaks) barriers.K_empty[now.slot].arrive();

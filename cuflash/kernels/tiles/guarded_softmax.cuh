@@ -22,13 +22,6 @@ struct AsTheyAre {
     }
 };
 
-struct DoesNothing {
-    template <typename... T>
-    __device__ __forceinline__ bool operator()(const T&...) const {
-        return false;
-    }
-};
-
 // With DOUBTS_NAN a score that is NaN may be a hidden one's: NaN is looked for in sums, too, and its scores
 // are worked out again.
 template <typename A, int ROWS, int ROW_THREADS, bool DOUBTS_NAN = false>
@@ -46,32 +39,34 @@ struct GuardedSoftmax : OnlineSoftmax<A, ROWS, ROW_THREADS> {
     // As Exact::update; `score_again` works out S anew. A row that has seen no key has no origin,
     // and one with a far origin needs Exact's care: their warp takes the maxima. `given` says
     // what times S is an exponent, other than the multiplier only where the softmax is settled.
-    // There S may also be something else: `does(i, S[i], subtracted, sum)` then does what `exponentiate`
-    // does, and returns true.
+    // There S may also be something else: `does(S, subtracted, sums)` then does what `exponentiate` does, for
+    // all rows, and returns true. `align(origin, anew)` may lower origins that have been raised: new ones as
+    // in Exact::update, others not below what they were before.
     template <int COLUMNS, typename ScoreAgain, typename Given = AsTheyAre,
-              typename Does = DoesNothing>
+              typename Does = DoesNothing, typename Align = DoesNothing>
     __device__ __forceinline__ bool update(A (&S)[ROWS][COLUMNS], A multiplier, A (&rescale)[ROWS],
                                            const ScoreAgain& score_again, const Given& given = {},
-                                           const Does& does = {}) {
+                                           const Does& does = {}, const Align& align = {}) {
         if (settled) {
-            A added[ROWS];
+            A subtracted[ROWS], added[ROWS];
             bool large = false;
-            given.with_shares(multiplier, [&](const auto& share) {
 #pragma unroll
-                for (int i = 0; i < ROWS; ++i) {
-                    const A subtracted = origin[i] * multiplier;
-                    added[i] = A(0);
-                    if (!does(i, S[i], subtracted, added[i]))
-                        exponentiate(S[i], share, subtracted, added[i]);
-                    large |= DOUBTS_NAN ? !(added[i] <= GUARD) : added[i] > GUARD;
-                }
-            });
+            for (int i = 0; i < ROWS; ++i) subtracted[i] = origin[i] * multiplier, added[i] = A(0);
+            if (!does(S, subtracted, added))
+                given.with_shares(multiplier, [&](const auto& share) {
+#pragma unroll
+                    for (int i = 0; i < ROWS; ++i)
+                        exponentiate(S[i], share, subtracted[i], added[i]);
+                });
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i)
+                large |= DOUBTS_NAN ? !(added[i] <= GUARD) : added[i] > GUARD;
             if (!__any_sync(FULL_WARP, large)) {
 #pragma unroll
                 for (int i = 0; i < ROWS; ++i) sum[i] += added[i];
                 return false;
             }
-            if (raise(S, added, multiplier, rescale)) return true;
+            if (raise(S, added, multiplier, rescale, align)) return true;
             if (!DOUBTS_NAN) score_again();
         }
         // One call for both reasons: each is a copy of the scores' code.
@@ -79,7 +74,7 @@ struct GuardedSoftmax : OnlineSoftmax<A, ROWS, ROW_THREADS> {
         bool first[ROWS];
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) first[i] = origin[i] == -infinity<A>();
-        const bool stale = Exact::update(S, multiplier, rescale);
+        const bool stale = Exact::update(S, multiplier, rescale, score_again, align);
         settled = true;
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
@@ -101,9 +96,9 @@ struct GuardedSoftmax : OnlineSoftmax<A, ROWS, ROW_THREADS> {
         return found;
     }
     // Raises origins by what the sums tell; returns whether they tell enough.
-    template <int COLUMNS>
+    template <int COLUMNS, typename Align>
     __device__ __forceinline__ bool raise(A (&P)[ROWS][COLUMNS], const A (&added)[ROWS],
-                                          A multiplier, A (&rescale)[ROWS]) {
+                                          A multiplier, A (&rescale)[ROWS], const Align& align) {
         A excess[ROWS];
         bool lost = false;
 #pragma unroll
@@ -112,11 +107,15 @@ struct GuardedSoftmax : OnlineSoftmax<A, ROWS, ROW_THREADS> {
             lost |= excess[i] > LOST || (DOUBTS_NAN && added[i] != added[i]);
         }
         if (__any_sync(FULL_WARP, lost)) return false;
+        A raised[ROWS];
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i)
+            raised[i] = origin[i] + divide_roughly(A(__log2f(excess[i])), multiplier);
+        align(raised, false);
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
-            const A raised = origin[i] + divide_roughly(A(__log2f(excess[i])), multiplier);
-            rescale[i] = exp2_of((origin[i] - raised) * multiplier);
-            origin[i] = raised;
+            rescale[i] = exp2_of((origin[i] - raised[i]) * multiplier);
+            origin[i] = raised[i];
             sum[i] = (sum[i] + added[i]) * rescale[i];
 #pragma unroll
             for (int j = 0; j < COLUMNS; ++j) P[i][j] *= rescale[i];

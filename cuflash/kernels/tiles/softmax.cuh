@@ -46,6 +46,13 @@ __device__ __forceinline__ void exponentiate(double (&S)[COLUMNS], const Share& 
     for (int j = 0; j < COLUMNS; ++j) sum += S[j];
 }
 
+struct DoesNothing {
+    template <typename... T>
+    __device__ __forceinline__ bool operator()(const T&...) const {
+        return false;
+    }
+};
+
 template <typename A, int ROWS, int ROW_THREADS, int LAZY = LAZINESS>
 struct OnlineSoftmax {
     A origin[ROWS], sum[ROWS];
@@ -65,21 +72,24 @@ struct OnlineSoftmax {
     // The exponent is one fused multiply-add, of which only multiplier * origin is rounded before.
     // Far from 0 that rounding alone would be a large exponent: scores of such rows lose their
     // origin first, which is exact where it matters, and then nothing is subtracted.
-    template <int COLUMNS, typename... ScoreAgain>  // as GuardedSoftmax has it
+    //
+    // `align(origin, anew)` may lower origins that are new, by LAZY in the exponent at most.
+    template <int COLUMNS, typename ScoreAgain = DoesNothing,  // as GuardedSoftmax has it
+              typename Align = DoesNothing>
     __device__ __forceinline__ bool update(A (&S)[ROWS][COLUMNS], A multiplier, A (&rescale)[ROWS],
-                                           const ScoreAgain&...) {
+                                           const ScoreAgain& = {}, const Align& align = {}) {
         A units[ROWS];
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) units[i] = A(1);
-        return update_scaled(S, multiplier, units, A(0), rescale);
+        return update_scaled(S, multiplier, units, A(0), rescale, align);
     }
 
     // The same of scores that lack a power of two as well, a row's unit, which may differ from that of other
     // tiles. P and sums come out 2^exponent times as large.
-    template <int COLUMNS>
+    template <int COLUMNS, typename Align = DoesNothing>
     __device__ __forceinline__ bool update_scaled(A (&S)[ROWS][COLUMNS], A multiplier,
                                                   const A (&units)[ROWS], A exponent,
-                                                  A (&rescale)[ROWS]) {
+                                                  A (&rescale)[ROWS], const Align& align = {}) {
         bool stale = false, far = false;
         A largest[ROWS], subtracted[ROWS];
 #pragma unroll
@@ -94,18 +104,22 @@ struct OnlineSoftmax {
         }
         if (__any_sync(FULL_WARP, stale || far)) {
             stale = __any_sync(FULL_WARP, stale);
+            A raised[ROWS];
+#pragma unroll
+            for (int i = 0; i < ROWS; ++i)
+                raised[i] = stale ? larger(origin[i], largest[i]) : origin[i];
+            if (stale) align(raised, true);
 #pragma unroll
             for (int i = 0; i < ROWS; ++i) {
-                const A raised = stale ? larger(origin[i], largest[i]) : origin[i];
-                rescale[i] =
-                    raised == -infinity<A>() ? A(1) : exp2_of((origin[i] - raised) * multiplier);
-                origin[i] = raised;
+                const bool none = raised[i] == -infinity<A>();
+                rescale[i] = none ? A(1) : exp2_of((origin[i] - raised[i]) * multiplier);
+                origin[i] = raised[i];
                 sum[i] *= rescale[i];
-                subtracted[i] = raised == -infinity<A>() ? A(0) : raised * multiplier;
+                subtracted[i] = none ? A(0) : raised[i] * multiplier;
                 if (is_far(subtracted[i])) {
                     subtracted[i] = A(0);
 #pragma unroll
-                    for (int j = 0; j < COLUMNS; ++j) S[i][j] -= raised / units[i];
+                    for (int j = 0; j < COLUMNS; ++j) S[i][j] -= raised[i] / units[i];
                 }
             }
         }
