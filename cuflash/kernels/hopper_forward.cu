@@ -97,12 +97,13 @@ constexpr bool HOLDS_CALLS = CONSUMER_REGISTERS - 2 * Tile::VALUE_COLUMNS - 3 * 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     hopper_forward(const __grid_constant__ Params p, const __grid_constant__ Tables tables) {
     extern __shared__ __align__(1024) unsigned char bytes[];
-    // Of pages those who copy have no register for the address.
-    SharedMemory& smem = *static_cast<SharedMemory*>(PAGED ? __cvta_shared_to_generic(SHARED_BASE)
-                                                           : static_cast<void*>(bytes));
+    // Of pages and a mask's bits those who copy have no register for the address.
+    constexpr bool KNOWS_ADDRESS = PAGED || STAGES_BITS;
+    SharedMemory& smem = *static_cast<SharedMemory*>(
+        KNOWS_ADDRESS ? __cvta_shared_to_generic(SHARED_BASE) : static_cast<void*>(bytes));
     Barriers& barriers = smem.barriers;
     const int warpgroup = __shfl_sync(FULL_WARP, threadIdx.x / WARPGROUP, 0);
-    if (PAGED) check_shared_base(bytes);
+    if (KNOWS_ADDRESS) check_shared_base(bytes);
     constexpr bool FOLLOWS = VARLEN || CLEAN_PARTS > 0;  // else it is the first kernel
     // Of pages who copies has no register for more; with a line consumers would spill twice as much.
     begin_block<!FOLLOWS && !PAGED && !SCORE_IS_LINE>(
