@@ -227,9 +227,10 @@ def attention(
         Let q have a multiple of the heads of k and v: query head h uses key head
         `h // (Hq // Hk)`.
     dropout_p : float
-        The share of softmax weights that are dropped, from 0 to 1, 1 excluded; others are divided
-        by `1 - dropout_p`. Which ones depends on the seed and on each weight's batch entry, head,
-        query and key alone: :func:`cuflash.reference.dropout_keep` tells. lse counts all of them.
+        The share of softmax weights that are dropped, from 0 to 1, 1 excluded, to the nearest
+        multiple of 2^-15; others are divided by `1 - dropout_p`. Which ones depends on the seed and
+        on each weight's batch entry, head, query and key alone:
+        :func:`cuflash.reference.dropout_keep` tells. lse counts all of them.
     seed : int or array of one uint64, optional
         From 0 to 2^64 - 1, another one for each step; with `dropout_p` above 0. An array of the
         operands' device is read when the kernels run, so that a captured graph can be given another

@@ -15,10 +15,13 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 ROUNDS = 7  # of Philox
-QUERY_BLOCK, KEY_BLOCK = 16, 32  # queries and keys of which bits are made together
+QUERY_BLOCK, KEY_BLOCK = 32, 128  # queries and keys of which bits are made together
+WARP_QUERIES = 16  # of a block: those of a warp on tensor cores
 _FACTORS = 0xD2511F53, 0xCD9E8D57
 _STEPS = 0x9E3779B9, 0xBB67AE85
 _WORD = 2**32
+_POWERS = [pow(0xAC564B05, n, _WORD) for n in range(32)]  # of a multiplier of L'Ecuyer's (1999)
+_SIZES = 2**15  # that the bits of a weight may have
 SEED_WANTED = "give an integer from 0 to 2^64 - 1, or an array of one uint64"
 
 
@@ -95,8 +98,8 @@ class PlacedSeed(NamedTuple):
 
     @property
     def first_numbers(self) -> tuple[int, int, int]:
-        """What kernels add to the number of a query, of a pair of keys, and of a head."""
-        return self.query // 2, self.key // 8, self.head
+        """What kernels add to the number of a query, of two neighbouring keys, and of a head."""
+        return self.query // 4, self.key // 32, self.head
 
 
 class Dropout(NamedTuple):
@@ -110,9 +113,13 @@ class Dropout(NamedTuple):
     first: tuple[int, int, int] = (0, 0, 0)
 
     @property
-    def threshold(self) -> int:
-        """The least number of 32 random bits that keeps a weight."""
-        return min(math.floor(self.p * _WORD + 0.5), _WORD - 1)
+    def bound(self) -> tuple[int, bool]:
+        """What the random bits of a weight are held against, of which there are 15, and whether it
+        is kept if they are below, not if they are at least that. It is 2^14 at most: kernels take
+        bits for numbers of half precision.
+        """
+        dropped = min(math.floor(self.p * _SIZES + 0.5), _SIZES - 1)
+        return (_SIZES - dropped, True) if 2 * dropped > _SIZES else (dropped, False)
 
     @property
     def scale(self) -> float:
@@ -122,9 +129,10 @@ class Dropout(NamedTuple):
     def keeps(self, place: tuple[int, int], queries: range, keys: range) -> NDArray[np.bool_]:
         """Which weights of a tile are kept; `place` is its batch entry and head.
 
-        Of each block of 16 queries and 32 keys a counter makes the bits of the queries r and r + 8
-        with the keys c, c + 1, c + 8, c + 9 and these + 16, for an even c < 8: of four words one
-        for each key below 16. Query r + 8 takes it turned by 16 bits, keys from 16 on by 8 more.
+        Of each block of 32 queries and 128 keys a counter makes the bits of the queries r, r + 8,
+        r + 16 and r + 24 with the keys c, c + 1 and these + 8, + 16, ... + 120, for r < 8 and an
+        even c < 8. Of four words two are for the first 64 keys. They make 32 others, of which two
+        make the bits of two weights: the lower half is for the key c, the upper one for c + 1.
         """
         query, key, head = self.first
         queries = range(queries.start + query, queries.stop + query)
@@ -135,19 +143,17 @@ class Dropout(NamedTuple):
         of_query = rows[:, None] * 8 + np.arange(8)
         of_key = columns[:, None] * 4 + np.arange(4)
         words = philox((of_query[..., None, None], of_key, place[1], place[0]), self.seed)
-        # Axes: block, half, query of the half; block, half, quarter, pair of keys, key of the pair.
-        kept = np.empty((len(rows), 2, 8, len(columns), 2, 2, 4, 2), np.bool_)
-        least = np.uint64(self.threshold)
-        for number, word in enumerate(words):
-            odd, upper = divmod(number, 2)
-            for upper_query, upper_key in np.ndindex(2, 2):
-                turned = _turned(word, 16 * upper_query + 8 * upper_key)
-                kept[:, upper_query, ..., upper_key, upper, :, odd] = turned >= least
+        # Axes: block, eight, query of the eight; block, half, eight, pair of keys, key of the pair.
+        kept = np.empty((len(rows), 4, 8, len(columns), 2, 8, 4, 2), np.bool_)
+        bound, below = self.bound
+        for half, (factor, added) in enumerate((words[:2], words[2:])):
+            made = [(np.uint64(power) * factor + added) % np.uint64(_WORD) for power in _POWERS]
+            for number, (eight, key_eight) in enumerate(np.ndindex(4, 8)):
+                pair = made[number ^ 1] + (made[number] >> np.uint64(16))
+                for upper in range(2):
+                    bits = pair >> np.uint64(16 * upper) & np.uint64(_SIZES - 1)
+                    own = kept[:, eight, ..., half, key_eight, :, upper]
+                    np.not_equal(bits >= np.uint64(bound), below, out=own)
         whole = kept.reshape(len(rows) * QUERY_BLOCK, len(columns) * KEY_BLOCK)
         top, left = queries.start % QUERY_BLOCK, keys.start % KEY_BLOCK
         return whole[top : top + len(queries), left : left + len(keys)]
-
-
-def _turned(words: NDArray[np.uint64], bits: int) -> NDArray[np.uint64]:
-    """Words of 32 bits, turned to the left."""
-    return (words << np.uint64(bits)) % np.uint64(_WORD) | words >> np.uint64(32 - bits)

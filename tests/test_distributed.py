@@ -50,7 +50,7 @@ class Case:
     def __init__(self, name, size):
         self.options, form = dict(CASES[name][0]), dict(CASES[name][1])
         self.size, dtype = size, numpy_dtype(form.get("dtype", "float32"))
-        n = 2 * size * form.get("spans", 32 if "dropout_p" in self.options else 12)
+        n = 2 * size * form.get("spans", 128 if "dropout_p" in self.options else 12)
         m = n * form.get("more_keys", 1)
         keys = form.get("key_heads", size)
         heads = size * form.get("group", 1)
@@ -313,7 +313,7 @@ def errors_of(size, function, timeout=20.0):
 
 
 def call(comm, **options):
-    x = np.ones((2, 32, 4), np.float32)
+    x = np.ones((2, 128, 4), np.float32)
     return distributed.attention(x, x, x, comm=comm, **options)
 
 
@@ -333,7 +333,7 @@ DIFFERENT = {
         "method": "star" if r == 2 else None
     },
     "rank 0: mask has shape (96, 64): it must be that of the whole sequence, and broadcast to "
-    "(2, 96, 96)": lambda r: {"mask": BlockMask.causal((96, 64))},
+    "(2, 384, 384)": lambda r: {"mask": BlockMask.causal((96, 64))},
     "rank 0: dropout_p=0.1 goes with seed, the same on all ranks": lambda r: {"dropout_p": 0.1},
 }  # fmt: skip
 
@@ -345,7 +345,7 @@ def test_what_differs_or_is_wrong_is_the_same_error_on_all_ranks(message):
     def rank(comm):
         with pytest.raises(ValueError) as raised:
             call(comm, **options(comm.rank))
-        assert call(comm, method="ring").shape == (2, 32, 4)  # they can go on
+        assert call(comm, method="ring").shape == (2, 128, 4)  # they can go on
         return str(raised.value)
 
     assert set(LocalComm.run(3, rank)) == {message}
@@ -397,8 +397,8 @@ def test_spans_of_dropout():
         distributed.attention(x, x, x, comm=comm, layout="zigzag", dropout_p=0.1, seed=1)
 
     for error in errors_of(2, rank):
-        assert "4 spans of a multiple of 32 tokens, since dropout" in str(error)
-        assert "the next length that is so is 128" in str(error)
+        assert "4 spans of a multiple of 128 tokens, since dropout" in str(error)
+        assert "the next length that is so is 512" in str(error)
 
 
 def test_an_error_in_the_middle_reaches_all(monkeypatch):

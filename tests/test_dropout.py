@@ -30,9 +30,16 @@ TYPES = {"simt": "float32", "mma": "float16", "wgmma": "bfloat16"}
 EACH_KERNEL = pytest.mark.parametrize(("algo", "engine"), [k for k in KERNELS if k[1:] != ("fa2",)])
 P, SEED = 0.3, (5 << 60) + 17
 DROPOUT = {"dropout_p": P, "seed": SEED}
-(WIDE_ROW,) = (
-    x for x in TILES if (x.engine, x.algo, x.max_dim, x.block_k) == ("wgmma", "fa3", 256, 80)
-)
+# By the head dim that a test gives them: with 80 keys, so that a call may begin inside of a tile;
+# and with 64, of which two tiles share a call, whose words stay in registers.
+HOPPER_ROWS = {
+    dim: next(
+        x
+        for x in TILES
+        if (x.engine, x.algo, x.max_dim, x.warps, x.block_k) == ("wgmma", "fa3", 256, 8, keys)
+    )
+    for dim, keys in ((224, 80), (256, 64))
+}
 
 
 # ---------------------------------------------------------------------------------- the generator
@@ -68,18 +75,21 @@ def philox_of_one(counter, seed):
 
 def is_kept(seed, p, batch, head, q, k):
     """Whether one weight is kept, as docs/dropout.md says."""
-    counter = q // 16 * 8 + q % 8, k // 32 * 4 + k % 8 // 2, head, batch
-    word = philox_of_one(counter, seed)[k % 2 * 2 + k // 8 % 2]
-    turn = q // 8 % 2 * 16 + k // 16 % 2 * 8
-    word = word << turn & ONES | word >> 32 - turn
-    return word >= min(math.floor(p * 2**32 + 0.5), 2**32 - 1)
+    counter = q // 32 * 8 + q % 8, k // 128 * 4 + k % 8 // 2, head, batch
+    x, y = philox_of_one(counter, seed)[k // 64 % 2 * 2 :][:2]
+    n = q // 8 % 4 * 8 + k // 8 % 8
+    own, other = ((pow(0xAC564B05, m, 2**32) * x + y) % 2**32 for m in (n, n ^ 1))
+    bits = other + (own >> 16) >> k % 2 * 16 & 0x7FFF
+    dropped = min(math.floor(p * 2**15 + 0.5), 2**15 - 1)
+    return bits >= dropped if dropped <= 2**14 else bits < 2**15 - dropped
 
 
-def test_dropout_keep_is_what_the_docs_say():
-    shape = (2, 3, 35, 41)
-    kept = dropout_keep(SEED, shape, P)
+@pytest.mark.parametrize("p", [P, 0.5, 0.51, 0.97])
+def test_dropout_keep_is_what_the_docs_say(p):
+    shape = (2, 3, 35, 140)
+    kept = dropout_keep(SEED, shape, p)
     places = itertools.product(*map(range, shape))
-    expected = [is_kept(SEED, P, *place) for place in places]
+    expected = [is_kept(SEED, p, *place) for place in places]
     np.testing.assert_array_equal(kept.ravel(), expected)
 
 
@@ -94,11 +104,10 @@ def test_a_tile_is_part_of_the_whole(queries, keys):
 
 @pytest.mark.parametrize("p", [0.02, 0.1, 0.5, 0.937])
 def test_how_many_are_kept(p):
-    """Of all, of each place in a block, and of pairs that have a word in common.
+    """Of all, of each place in a block, and of two and of three weights that share words.
 
     By Hoeffding's inequality the share of `count` independent ones is further than that from its
-    mean with a probability of 1e-12. docs/dropout.md says how far pairs with a common word depend
-    on each other.
+    mean with a probability of 1e-12.
     """
 
     def farthest(count):
@@ -110,19 +119,70 @@ def test_how_many_are_kept(p):
     blocks = kept.reshape(-1, 512 // QUERY_BLOCK, QUERY_BLOCK, 512 // KEY_BLOCK, KEY_BLOCK)
     places = blocks.mean(axis=(0, 1, 3))
     assert abs(places - share).max() < farthest(kept.size // (QUERY_BLOCK * KEY_BLOCK))
-    top, bottom, left, right = (
-        blocks[:, :, :8], blocks[:, :, 8:], blocks[..., :16], blocks[..., 16:]
-    )  # fmt: skip
-    for pairs, dependence in (
-        (top & bottom, 2.0**-18),
-        (left & right, 2.0**-10),
-        (top[..., :16] & bottom[..., 16:], 2.0**-10),
-        (top[..., 16:] & bottom[..., :16], 2.0**-10),
-    ):
-        assert abs(pairs.mean() - share**2) < farthest(pairs.size) + dependence
+    # Axes: what shares words, in each half; the calls, and which of the words.
+    eights = blocks.reshape(-1, 4, 8, 512 // KEY_BLOCK, 2, 8, 4, 2)
+    halves = eights.transpose(7, 1, 5, 0, 2, 3, 4, 6).reshape(2, 32, -1)
+    both = halves[0] & halves[1]
+    assert abs(both.mean() - share**2) < farthest(both.shape[1])
+    for sharing in halves:
+        for distance in range(1, 32):
+            pairs = sharing[distance:] & sharing[:-distance]
+            assert abs(pairs.mean() - share**2) < farthest(pairs.shape[1])
+            for other in range(1, 32 - distance):
+                triples = pairs[other:] & sharing[: -distance - other]
+                assert abs(triples.mean() - share**3) < farthest(triples.shape[1])
     for axis in range(4):  # neighbours do not depend on each other
         first, second = np.split(kept, 2, axis=axis)
         assert abs((first & second).mean() - share**2) < farthest(kept.size // 2)
+
+
+def words_of_calls(count):
+    """What 32 pairs of neighbours have in so many calls: a word of their own, and their bits."""
+    factor, added = (x.astype(np.uint32) for x in philox((np.arange(count), 0, 3, 1), SEED)[:2])
+    own = [np.uint32(pow(0xAC564B05, n, 2**32)) * factor + added for n in range(32)]
+    return own, [own[n ^ 1] + (own[n] >> np.uint32(16)) for n in range(32)]
+
+
+def dropped(words, shift, p):
+    """Of halves of words, in which calls the weight is dropped, 64 calls to a number."""
+    bits = words >> np.uint32(shift) & np.uint32(0x7FFF)
+    return np.packbits(bits < round(p * 2**15)).view(np.uint64)
+
+
+def count(*weights):
+    """In how many calls all of them are dropped."""
+    return int(np.bitwise_count(np.bitwise_and.reduce(weights)).sum())
+
+
+@pytest.mark.full
+@pytest.mark.skipif(not hasattr(np, "bitwise_count"), reason="NumPy 1 does not count bits")
+@pytest.mark.parametrize("p", [0.1, 0.3, 0.5])
+def test_weights_that_share_words_are_independent(p):
+    """By two, three and, of 30,000 choices, four: none is further than 5 standard deviations from
+    what independent ones have.
+    """
+    calls = 2**20
+    _, words = words_of_calls(calls)
+    weights = np.array([dropped(word, shift, p) for word in words for shift in (0, 16)])
+    share = round(p * 2**15) / 2**15
+    rng = np.random.default_rng(0)
+    fours = [rng.choice(64, 4, replace=False) for _ in range(30_000)]
+    for chosen in (
+        itertools.combinations(range(64), 2), itertools.combinations(range(64), 3), fours
+    ):  # fmt: skip
+        for places in chosen:
+            expected = share ** len(places)
+            spread = math.sqrt(calls * expected * (1 - expected))
+            assert abs(count(*weights[list(places)]) - calls * expected) < 5 * spread, places
+
+
+@pytest.mark.skipif(not hasattr(np, "bitwise_count"), reason="NumPy 1 does not count bits")
+def test_lower_halves_alone_are_not_independent():
+    """So bits are not those of a pair's own word: four keys are dropped together too often."""
+    calls, own, words = 2**18, *words_of_calls(2**18)
+    for found, low, high in ((own, 2.0, 2.5), (words, 0.9, 1.1)):
+        four = [dropped(found[n], 0, 0.3) for n in (7, 12, 13, 26)]
+        assert low < count(*four) / (calls * 0.3**4) < high
 
 
 def test_another_seed_head_or_entry_is_another_mask():
@@ -137,14 +197,16 @@ def test_shares_that_are_nearly_0_and_nearly_1():
     q, k, v = np.random.default_rng(0).standard_normal((3, 2, 40, 8))
     plain = cuflash.attention(q, k, v)
     np.testing.assert_array_equal(
-        cuflash.attention(q, k, v, dropout_p=2.0**-34, seed=1), plain * (1 / (1 - 2.0**-34))
+        cuflash.attention(q, k, v, dropout_p=2.0**-17, seed=1), plain * (1 / (1 - 2.0**-17))
     )
-    assert dropout_keep(1, (2, 40, 40), 2.0**-34).all()
+    assert dropout_keep(1, (2, 40, 40), 2.0**-17).all()
     almost = np.nextafter(1, 0)
     assert not dropout_keep(1, (2, 40, 40), almost).any()
     assert not cuflash.attention(q, k, v, dropout_p=almost, seed=1).any()
-    assert Dropout(almost, 0).threshold == 2**32 - 1
-    assert Dropout(0.25, 0).threshold == 2**30
+    assert Dropout(almost, 0).bound == (1, True)
+    assert Dropout(0.5, 0).bound == (2**14, False)
+    assert Dropout(0.25, 0).bound == (2**13, False)
+    assert Dropout(0.75, 0).bound == (2**13, True)
 
 
 # ------------------------------------------------------------------- the same bits on each engine
@@ -178,6 +240,31 @@ def test_the_same_bits_in_kernels(algo, engine):
     same_bits(recovered(run, engine, 203, 200, 32))
 
 
+SHARING = [x for x in TILES if getattr(x, "shares_queries", False)]
+
+
+def of_sharing(row):
+    def run(*qkv, **options):
+        kernel = {"algo": row.algo, "engine": "mma", "row": row, "device": FEW, "mode": "fast"}
+        return attention(*qkv, **kernel, **options).out
+
+    same_bits(recovered(run, "mma", 40, 200, row.max_dim))
+
+
+@EMULATED
+@pytest.mark.parametrize("row", SHARING, ids=str)
+def test_the_same_bits_of_wide_heads(row):
+    """Whose warps share a tile's keys."""
+    of_sharing(row)
+
+
+@EMULATED
+def test_another_half_of_16_keys_is_caught(monkeypatch):
+    """Where a warp has 8 keys of a tile."""
+    (row,) = (x for x in SHARING if x.block_k // x.split == 8)
+    must_be_caught(monkeypatch, r"number \| odd", "number", lambda: of_sharing(row))
+
+
 @EMULATED
 @pytest.mark.parametrize("engine", TYPES)
 def test_the_same_bits_of_packed_heads_and_parts_of_the_keys(engine):
@@ -193,7 +280,7 @@ def test_the_same_bits_of_packed_heads_and_parts_of_the_keys(engine):
     assert max(packed) > 1
 
 
-PLACED = PlacedSeed(SEED, query=48, key=1 << 20, head=3)
+PLACED = PlacedSeed(SEED, query=96, key=1 << 20, head=3)
 
 
 def kept_of_placed(shape):
@@ -206,9 +293,9 @@ def kept_of_placed(shape):
 
 
 def test_a_part_of_a_larger_call_has_its_bits():
-    whole = dropout_keep(SEED, (2, 7, 160, 128), P)
-    part = Dropout(P, SEED, (16, 32, 3)).keeps((1, 2), range(5, 100), range(7, 70))
-    np.testing.assert_array_equal(part, whole[1, 5, 21:116, 39:102])
+    whole = dropout_keep(SEED, (2, 7, 160, 256), P)
+    part = Dropout(P, SEED, (32, 128, 3)).keeps((1, 2), range(5, 100), range(7, 102))
+    np.testing.assert_array_equal(part, whole[1, 5, 37:132, 135:230])
 
 
 @pytest.mark.parametrize("engine", ["numpy", *(pytest.param(x, marks=EMULATED) for x in TYPES)])
@@ -275,6 +362,31 @@ def test_the_same_bits_in_gradients(algo, engine, dim):
     for got in (dq, dk.mT, dv.mT):
         np.testing.assert_array_equal(got != 0, expected)
         assert len(np.unique(got)) == 2
+
+
+def same_bits_of_dv(engine, p):
+    """Of gradients, whose weights are all 1: dV is then what is kept, by an identity as dout."""
+    shape = (1, 2, 136, 136)
+    zeros, lse = np.zeros(shape, numpy_dtype(TYPES[engine])), np.zeros(shape[:-1], np.float32)
+    dout = np.broadcast_to(np.eye(136, dtype=zeros.dtype), shape)
+    options = {"engine": engine, "device": FEW, "mode": "fast", "dropout_p": p, "seed": SEED}
+    dv = attention_backward(dout, zeros, zeros, zeros, zeros, lse, **options)[2]
+    np.testing.assert_array_equal(dv.mT != 0, dropout_keep(SEED, shape, p))
+
+
+@EMULATED
+@pytest.mark.parametrize("p", [0.5, 0.7, 0.97])
+@pytest.mark.parametrize("engine", TYPES)
+def test_shares_from_a_half_on(engine, p):
+    """Of which most are compared the other way round."""
+
+    def run(*qkv, **options):
+        options["dropout_p"] = p
+        return attention(*qkv, engine=engine, device=FEW, mode="fast", **options).out
+
+    kept = recovered(run, engine, 70, 144, 32)
+    np.testing.assert_array_equal(kept, dropout_keep(SEED, kept.shape, p))
+    same_bits_of_dv(engine, p)
 
 
 @EMULATED
@@ -488,19 +600,22 @@ def test_errors_of_the_reference():
 
 # ------------------------------------------------------------------------------------ planted bugs
 PLANTED = [
-    ("a counter for two blocks of queries", r"u32\(q\) / 16 \* 8", "u32(q) / 32 * 8"),
-    ("a counter for two blocks of keys", r"u32\(k\) / 32 \* 4", "u32(k) / 64 * 4"),
+    ("a counter for two blocks of queries", r"u32\(q\) / 32 \* 8", "u32(q) / 64 * 8"),
+    ("a counter for two blocks of keys", r"u32\(k\) / KEYS_OF_CALL", "u32(k) / 256"),
     ("two queries have the same bits", r"u32\(q\) % 8", "u32(q) % 8 / 2 * 2"),
     ("two keys have the same bits", r"u32\(k\) % 8 / 2", "u32(k) % 4 / 2"),
     ("all heads have the same bits", r"u32\(head\.head\)", "0"),
     ("all entries have the same bits", r"u32\(head\.batch\)", "0"),
     ("the upper half of the seed is ignored", r"u32\(key >> 32\)", "0"),
     ("one round less", r"philox<DROPOUT_ROUNDS, ROUNDS>", "philox<DROPOUT_ROUNDS - 1, ROUNDS>"),
-    ("words are not turned for upper queries", r"16 \* upper_query", "0"),
-    ("words are not turned for upper keys", r"8 \* upper_key", "0"),
-    ("words are turned to the right", r"<< bits \| word >>", ">> bits | word <<"),
-    ("words of odd keys and of upper ones", r"2 \* odd \+ upper", "odd + 2 * upper"),
-    ("what is dropped is kept", r">= p\.dropout_threshold", "< p.dropout_threshold"),
+    ("queries that are 16 apart have the same bits", r"q / 8 % 4 \* 8", "q / 8 % 2 * 8"),
+    ("keys that are 32 apart have the same bits", r"k / 8 % 8", "k / 8 % 4"),
+    ("a power is another one", r"if \(n & bit\)", "if (n & bit & ~4)"),
+    ("words of the first keys and of the others", r"k / 64 % 2 == 0", "k / 64 % 2 != 0"),
+    ("nothing is added", r"factor \* step_power\(n\) \+ added", "factor * step_power(n)"),
+    ("halves of another word", r"word\(n\) >> 16", "word(n ^ 1) >> 16"),
+    ("bits of the neighbour", r"second \? bits >> 16 : bits", "second ? bits : bits >> 16"),
+    ("what is dropped is kept", r"!= \(keeps_below != 0\)", "== (keeps_below != 0)"),
 ]  # fmt: skip
 
 
@@ -510,21 +625,25 @@ def test_planted_bugs_are_caught(monkeypatch, text, wrong):
     def run(*qkv, **options):
         return attention(*qkv, engine="simt", algo="fa2", mode="fast", **options).out
 
-    must_be_caught(monkeypatch, text, wrong, lambda: same_bits(recovered(run, "simt", 40, 48, 16)))
+    must_be_caught(monkeypatch, text, wrong, lambda: same_bits(recovered(run, "simt", 40, 150, 16)))
 
 
 @EMULATED
 @pytest.mark.parametrize(
     ("text", "wrong", "sizes"),
     [
-        (r"first_key \+ 4 \* block\)", "first_key + block / 2 * 4)", (203, 104, 32)),
-        (r"k_begin / 16 % 2 == 0", "true", (70, 200, 224)),
-        (r"8 \* block - 4 \* UPPER_FIRST", "8 * block", (70, 200, 224)),
+        (r"MAY_CROSS && ", "false && ", (70, 200, 224)),
+        (r"k & \(PART == 2 \? ~15 : -4 \* PART\)", "0", (70, 200, 224)),
+        (r"q & ~15", "0", (203, 104, 32)),
+        (r"block != drawn\[i\]", "drawn[i] == ~0u", (70, 248, 256)),
+        (r"words_of\(words\[i\], k\)", "words_of(words[i], 0)", (70, 248, 256)),
+        (r"P\[j / 4\]\[j % 4 \+ i\]", "P[j / 4][j % 4 / 2 + 2 * i]", (70, 104, 32)),
         (r"!DROPS && !PAGED", "!PAGED", (203, 104, 32)),
     ],
     ids=[
-        "columns share a counter", "all tiles begin at lower keys", "no tile begins at upper keys",
-        "heads are not located",
+        "no call begins inside of a tile", "all parts are the first",
+        "all queries are of the first 16", "words stay for ever", "words of the first keys alone",
+        "another place of packed weights", "heads are not located",
     ],
 )  # fmt: skip
 def test_planted_bugs_on_hopper_are_caught(monkeypatch, text, wrong, sizes):
@@ -534,15 +653,30 @@ def test_planted_bugs_on_hopper_are_caught(monkeypatch, text, wrong, sizes):
 
 
 @EMULATED
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("odd \\? 0x3276 : 0x5410", "odd ? 0x5410 : 0x3276"),
+        (r"bits\[w\], 4\)", "bits[w], 8)"),
+        (r"tile\.column\(0\) \+ odd", "tile.column(0)"),
+        (r"number % 32 / 2 \+ number % 2 \* 16", "number % 32 / 2 + (number + 1) % 2 * 16"),
+    ],
+    ids=["halves of the neighbour", "another neighbour", "the same query twice", "columns swapped"],
+)
+@pytest.mark.parametrize("engine", ["mma", "wgmma"])
+def test_planted_bugs_of_gradients_are_caught(monkeypatch, engine, text, wrong):
+    must_be_caught(monkeypatch, text, wrong, lambda: same_bits_of_dv(engine, P))
+
+
+@EMULATED
 def test_tiles_that_begin_inside_of_blocks_are_caught(monkeypatch):
-    monkeypatch.setattr("cuflash.planning.wgmma.DROPOUT_BLOCK", 1)
+    monkeypatch.setattr("cuflash.planning.wgmma.WARP_QUERIES", 1)
     with pytest.raises(AssertionError):
         same_bits(recovered(on_wgmma, "wgmma", 203, 104, 32))
 
 
 def on_wgmma(*qkv, **options):
-    """On tiles of 80 keys where rows are wide: every second one begins in the middle of a block."""
-    row = WIDE_ROW if qkv[0].shape[-1] > 192 else None
+    row = HOPPER_ROWS.get(qkv[0].shape[-1])
     return attention(*qkv, engine="wgmma", device=FEW, mode="fast", row=row, **options).out
 
 

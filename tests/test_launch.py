@@ -363,7 +363,8 @@ def test_seeds_of_a_call(launch, backward, on_device):
             assert params["seed_number"] == (0 if on_device else value)
             assert params["capture_bias"] == scored["bias"].data.ptr
             assert params["mask"] == mask.data.ptr
-            assert params["dropout_threshold"] == 1 << 30
+            assert params["dropout_threshold"] == 0x10001 << 13
+            assert params["dropout_keeps_below"] == 0
             assert (params["kept_share"], params["kept_share_log2"]) == (
                 0.75,
                 np.log2(np.float32(0.75)),

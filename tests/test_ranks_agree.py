@@ -17,8 +17,8 @@ from cuflash import BlockMask, distributed
 from cuflash.distributed import LocalComm, RankError, local
 
 SIZE = 3
-X = np.ones((2, 32, 4), np.float32)
-ROW = np.ones((2, 32), np.float32)
+X = np.ones((2, 128, 4), np.float32)
+ROW = np.ones((2, 128), np.float32)
 
 
 def forward(comm, x=X, **options):
@@ -32,12 +32,12 @@ def backward(comm, out=X, lse=ROW, **options):
 # What ranks do, and with what the error of all begins.
 DIFFERENT = {
     "lengths": (
-        lambda c: forward(c, X[:, : 32 - c.rank]),
-        "ValueError: q differs between ranks: float32 (2, 32, 4) on rank 0; float32 (2, 31, 4) on",
+        lambda c: forward(c, X[:, : 128 - c.rank]),
+        "ValueError: q differs between ranks: float32 (2, 128, 4) on rank 0; float32 (2, 127, 4)",
     ),
     "types": (
         lambda c: forward(c, X.astype("f8") if c.rank else X),
-        "ValueError: q differs between ranks: float32 (2, 32, 4) on rank 0; float64 (2, 32, 4) on",
+        "ValueError: q differs between ranks: float32 (2, 128, 4) on rank 0; float64 (2, 128, 4)",
     ),
     "causal": (
         lambda c: forward(c, causal=c.rank == 1),
@@ -48,7 +48,7 @@ DIFFERENT = {
         "ValueError: seed differs between ranks: 0 on rank 0; 1 on rank 1; 2 on rank 2",
     ),
     "mask": (
-        lambda c: forward(c, mask=BlockMask.causal((32 * SIZE,) * 2) if c.rank else None),
+        lambda c: forward(c, mask=BlockMask.causal((128 * SIZE,) * 2) if c.rank else None),
         "ValueError: mask differs between ranks: None on rank 0; ",
     ),
     "layout": (
@@ -77,7 +77,7 @@ DIFFERENT = {
     ),
     "dlse": (
         lambda c: backward(c, dlse=ROW if c.rank else None),
-        "ValueError: dlse differs between ranks: None on rank 0; float32 (2, 32) on ranks 1, 2",
+        "ValueError: dlse differs between ranks: None on rank 0; float32 (2, 128) on ranks 1, 2",
     ),
     "kinds of calls": (
         lambda c: backward(c) if c.rank else forward(c),
@@ -222,7 +222,7 @@ def test_what_is_no_communicator(comm):
         lambda: distributed.plan(X, X, X, comm=comm),
         lambda: distributed.shard(X, comm),
         lambda: distributed.unshard(X, comm),
-        lambda: distributed.positions(32, comm),
+        lambda: distributed.positions(128, comm),
     )
     for call in calls:
         with pytest.raises(TypeError, match=f"comm is a {type(comm).__name__}: give a Commun"):

@@ -127,7 +127,7 @@ def attention(
         its blocks begin where spans do.
     dropout_p, seed
         As of :func:`cuflash.attention`. The same weights are dropped as on one device. Spans must
-        be multiples of 16 queries and 32 keys.
+        be multiples of 32 queries and 128 keys.
     return_lse : bool
         Also return the natural logarithm of each row's sum of exponentials.
 

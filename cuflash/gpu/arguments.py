@@ -141,7 +141,8 @@ def pack(
         elif capture.axes:
             params[f"{mask_field_of(capture)}_size"] = value.shape
     if problem.dropout:
-        params["dropout_threshold"] = Dropout(dropout_p, 0).threshold
+        threshold, params["dropout_keeps_below"] = Dropout(dropout_p, 0).bound
+        params["dropout_threshold"] = threshold * 0x10001  # of two weights
         params["kept_share"], params["kept_share_log2"] = 1 - dropout_p, math.log2(1 - dropout_p)
     for wanted, target in zip(problem.wrt, targets):
         strides = layout.axis_strides.get(target.operand, 0)

@@ -91,8 +91,9 @@ __device__ __forceinline__ void add_nonfinite_values(const Params& p, const Item
 }
 
 // Whether dropout's calls of a lane's rows stay in registers from tile to tile: where sums, scores and
-// weights leave enough of them.
-constexpr bool HOLDS_CALLS = CONSUMER_REGISTERS - 2 * Tile::VALUE_COLUMNS - 3 * Tile::COLUMNS >= 48;
+// weights leave enough of them. Packed heads have a call for each row.
+constexpr int FREE_REGISTERS = CONSUMER_REGISTERS - 2 * Tile::VALUE_COLUMNS - 3 * Tile::COLUMNS;
+constexpr bool HOLDS_CALLS = FREE_REGISTERS >= (PACKED > 1 ? 96 : 48);
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     hopper_forward(const __grid_constant__ Params p, const __grid_constant__ Tables tables) {
@@ -150,7 +151,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     Rows rows(smem.rows, (threadIdx.x - WARPGROUP) / 32);
     LoadedBits<Columns, Tile::ROWS, Tile::COLUMNS> bits;  // of the mask
     ScoreLine<Tile> line;
-    RowCalls<Tile::ROWS> calls;  // of dropout
+    RowCalls<Tile::ROWS, HOLDS_CALLS> calls;  // of dropout
     const auto find_rows_of_warp = [&] { rows.find(tile, p, head, row_begin); };
     const auto bring_rows = [&](const Visit& visit) {
         if (DROPS) find_rows_of_warp();  // dropout leaves no registers to hold them
@@ -226,12 +227,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         if (i + 1 < keys.count()) bring_rows(keys[i + 1]);
         if constexpr (PAGED || STAGES_BITS) __syncwarp();  // all lanes have read what is hidden
         if (speaks) barriers.K_empty[now.slot].arrive();
-        const int k_begin = visit.tile * BLOCK_K;
         if (!HOLDS_CALLS) calls.find(tile, p, head, row_begin);
-        drop_probabilities(S_regs, tile, p, head, row_begin, k_begin, calls);
         settle(S_regs);
         now.advance();
         return stale;
+    };
+    // P for the product with V: what dropout leaves of it, which the softmax has summed before.
+    const auto pack_kept = [&](const Visit& visit) {
+        tile.pack_probabilities(P_regs, S_regs);
+        if constexpr (DROPS)
+            each_pair<Tile::COLUMNS>(calls, tile, p, row_begin, visit.tile * BLOCK_K,
+                                     [&](int i, int j, const Neighbours& neighbours) {
+                                         tile.packed_pair(P_regs, i, j) &= neighbours.mask();
+                                     });
     };
     // Starts S = Q K^T for the tile at hand.
     const auto score = [&] {
@@ -302,7 +310,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             load_bits(visit);
             wait_products<0>(S_regs);
             exponentiate(0, visit);
-            tile.pack_probabilities(P_regs, S_regs);
+            pack_kept(visit);
             if (keys.count() > 1) barriers.K_full[now.slot].wait(now.parity);
 
 #pragma unroll 1
@@ -324,7 +332,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 wait_products<0>(O_regs);
                 if (speaks) barriers.V_empty[freed].arrive();
                 if (stale) scale_rows(O_regs, rescale);
-                tile.pack_probabilities(P_regs, S_regs);
+                pack_kept(visit);
             }
             accumulate();
             wait_products<0>(O_regs);

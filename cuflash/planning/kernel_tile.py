@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from ..dropout import QUERY_BLOCK, ROUNDS
+from ..dropout import ROUNDS, WARP_QUERIES
 from ..masks.band import MAX_SHIFT
 from ..operands.dtypes import ITEM_BYTES
 from ..scores.expression import Node
@@ -324,7 +324,7 @@ class KernelTile(Tile):
             "HAS_SINKS": bool(problem.score.sink),
             "JOINS": problem.joins,
             "DROPS": problem.dropout,
-            "DROPOUT_BLOCK": QUERY_BLOCK,
+            "DROPOUT_BLOCK": WARP_QUERIES,
             "DROPOUT_ROUNDS": ROUNDS,
             "CLEAN_PARTS": self.clean_parts(problem),
             "MASK_TILE_THREADS": MASK_TILE_THREADS,

@@ -71,7 +71,7 @@ _SEEDS = {"seed": "const unsigned long long*"} | dict.fromkeys(
     ("seed_number", "first_query_number", "first_key_number", "first_head"), "unsigned long long"
 )
 _DROPOUT_SCALARS = (
-    (("dropout_threshold",), "u4", "unsigned int"),
+    (("dropout_threshold", "dropout_keeps_below"), "u4", "unsigned int"),
     (("kept_share", "kept_share_log2"), "Accumulator", "Accumulator"),
 )
 _PACKED_SCALARS = (

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-from ..dropout import QUERY_BLOCK as DROPOUT_BLOCK
+from ..dropout import WARP_QUERIES
 from ..operands.dtypes import ITEM_BYTES
 from .estimate import OVERLAP
 from .hopper import BARRIER_BYTES, MOST_SHARED, PLAIN, WARPGROUP_ROWS, HopperTile, is_split
@@ -179,7 +179,7 @@ class WgmmaTile(HopperTile):
             return 0
         tiles = self.query_tiles(problem) // self.group_tiles(problem)
         lead = tiles * self.block_q - problem.query_length * self.packed
-        return lead - lead % DROPOUT_BLOCK if problem.dropout and self.packed == 1 else lead
+        return lead - lead % WARP_QUERIES if problem.dropout and self.packed == 1 else lead
 
     def section(self, problem: Problem, cached: float) -> int:
         """As many as blocks begin with, if a head's tiles visit all keys: few heads' keys come from
@@ -315,7 +315,7 @@ _fa1 = partial(WgmmaTile, algo="fa1")
 # fmt: off
 ROWS = (
     *_both(max_dim=64,  block_k=128, warps=12, stages=4, ping_pong=True,
-           without=PLAIN, spans=True, rate=657, item_time=1.63, start_time=8.2),
+           without=("scores",), spans=True, rate=657, item_time=1.63, start_time=8.2),
     *_both(max_dim=64,  block_k=96,  warps=12, stages=4, ping_pong=True,
            rate=638, item_time=1.50, start_time=8.2),
     *_both(max_dim=64,  block_k=64,  warps=12, stages=4, ping_pong=True,
@@ -329,7 +329,7 @@ ROWS = (
     *_both(max_dim=64,  block_k=64,  warps=4,  stages=4, min_blocks=3, varied=False,
            without=("pairs",), rate=503, item_time=1.47, start_time=7.6),
     *_both(max_dim=64,  block_k=80,  warps=4,  stages=3, min_blocks=3, varied=False,
-           without=("pairs",), rate=537, item_time=1.48, start_time=7.7),
+           without=("pairs", "dropout"), rate=537, item_time=1.48, start_time=7.7),
     *_both(max_dim=128, block_k=80,  warps=12, stages=4, ping_pong=True, spans=True,
            without=("elements", "dropout"), rate=867, item_time=1.97, start_time=8.2),
     WgmmaTile(algo="fa3", max_dim=128, block_k=64, warps=12, stages=4, causal=True,

@@ -25,8 +25,8 @@ def dropout_keep(seed: int, shape: tuple[int, ...], dropout_p: Real) -> NDArray[
     shape : tuple of int
         Of all weights, (..., H, N, M) or (N, M). The axes before H are those of the batch.
     dropout_p : float
-        The probability that a weight is dropped, in [0, 1): a weight has 32 random bits, so that it
-        is rounded to a multiple of 2^-32.
+        The probability that a weight is dropped, in [0, 1): a weight has 15 random bits, so that it
+        is rounded to a multiple of 2^-15.
 
     Returns
     -------

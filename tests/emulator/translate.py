@@ -480,6 +480,27 @@ def _(asm, m, ops):
     return f"{target} = ({kind}){a} {sign} ({kind}){b};"
 
 
+@_ptx(r"abs\.f16x2")
+def _(asm, m, ops):
+    target, x = (asm.value(op, "r") for op in ops)
+    return f"{target} = {x} & 0x7fff7fffu;"
+
+
+@_ptx(r"set\.geu\.xor\.u32\.f16x2")
+def _(asm, m, ops):
+    target, a, b, condition = (asm.value(op, "r") for op in ops)
+    found = f"const int found = emu_halves_geu({a}, {b}) ^ ({condition} ? 3 : 0);"
+    return f"{found} {target} = (found & 1 ? 0xffffu : 0) | (found & 2 ? 0xffff0000u : 0);"
+
+
+@_ptx(r"setp\.geu\.xor\.f16x2")
+def _(asm, m, ops):
+    first, second = (asm.value(op) for op in ops[0].split("|"))
+    a, b, condition = (asm.value(op, "r") for op in ops[1:])
+    found = f"const int found = emu_halves_geu({a}, {b}) ^ ({condition} ? 3 : 0);"
+    return f"{found} {first} = found & 1; {second} = found >> 1;"
+
+
 @_ptx(r"selp\.([bus]32|[bus]64|f32)")
 def _(asm, m, ops):
     target, a, b, condition = map(asm.value, ops)

@@ -1,16 +1,18 @@
 // Seam 3, dropout: which probabilities are kept. The softmax's sum and lse count those that are not.
 //
-// A pair of query and key has 32 random bits, and is kept if they are at least p.dropout_threshold.
-// They depend on the seed and on where the pair is, so that backward and other kernels find the same.
-// docs/dropout.md has the generator, and how likely what is.
+// A weight has 15 random bits, and mostly is kept if they are at least p.dropout_threshold. They depend on
+// the seed and on where the weight is, so that backward and other kernels find the same. docs/dropout.md has
+// the generator, and how likely what is.
 //
-// One call makes the bits of 16 pairs: of a block of 16 queries and 32 keys, those of the queries r and
-// r + 8 with the keys c, c + 1, c + 8, c + 9 and these + 16, for an even c < 8. That is what a lane holds of
-// such a block of scores on tensor cores (tiles/mma.cuh). Four pairs share each of the four words,
-// turned by 0, 8, 16 and 24 bits: so the 8 bits that mostly decide are each one's own.
+// One call makes the bits of 128 weights: of a block of 32 queries and 128 keys, those of the queries r, r + 8,
+// r + 16 and r + 24 with the keys c, c + 1 and these + 8, + 16, ... + 120, for r < 8 and an even c < 8. Of the
+// call's four words two are for the first 64 keys, two for the others: x and y. Two neighbours, the keys c and
+// c + 1 of a query, share a number that PairWords makes of these: c has the lower half of it, c + 1 the upper
+// one. Where rows are queries a lane on tensor cores has such neighbours side by side (tiles/mma.cuh).
 //
-// Calls are dear where products run: beside wgmma a multiplication of 32 by 32 bits takes 12 clocks of a
-// quadrant, any other instruction of these 3 or 4, and holds the products up (docs/dropout.md).
+// Calls are dear where products run: beside wgmma a multiplication of 32 by 32 bits to 64 takes 12 clocks of a
+// quadrant, any other instruction of these 3 or 4, and holds the products up (docs/dropout.md). So a call
+// serves many weights, and two neighbours are compared at once, as halves.
 //
 // P is Params, a template's because only those of plans with dropout have its fields.
 #pragma once
@@ -58,16 +60,52 @@ __device__ __forceinline__ u64 find_seed(const P& p) {
     return p.seed == nullptr ? p.seed_number : __ldg(p.seed);
 }
 
-// The number of a query among those that have calls of their own, and of a key. 16 queries further on it
-// is 8 more, 32 keys further on 4 more. Where the operands are part of a larger call's, p says where they
+// The number of a query among those that have calls of their own, and of a key. 32 queries further on it
+// is 8 more, 128 keys further on 4 more. Where the operands are part of a larger call's, p says where they
 // begin in it.
 template <typename P>
 __device__ __forceinline__ u32 query_number(const P& p, int q) {
-    return u32(q) / 16 * 8 + u32(q) % 8 + u32(p.first_query_number);
+    return u32(q) / 32 * 8 + u32(q) % 8 + u32(p.first_query_number);
 }
+constexpr int KEYS_OF_CALL = 128;
 template <typename P>
 __device__ __forceinline__ u32 key_number(const P& p, int k) {
-    return u32(k) / 32 * 4 + u32(k) % 8 / 2 + u32(p.first_key_number);
+    return u32(k) / KEYS_OF_CALL * 4 + u32(k) % 8 / 2 + u32(p.first_key_number);
+}
+
+// The number of two neighbours among those that share words: 8 queries further on it is 8 more, 8 keys
+// further on 1 more.
+constexpr __host__ __device__ u32 pair_number(u32 q, u32 k) { return q / 8 % 4 * 8 + k / 8 % 8; }
+
+// PAIR_STEP^n for n below 32.
+constexpr u32 PAIR_STEP = 0xac564b05u;
+__device__ __forceinline__ u32 step_power(u32 n) {
+    u32 power = 1, square = PAIR_STEP;
+#pragma unroll
+    for (u32 bit = 1; bit < 32; bit *= 2) {
+        if (n & bit) power *= square;
+        square *= square;
+    }
+    return power;
+}
+
+// Two words of a call: the bits of neighbours, by their number n. These are a word of their own,
+// PAIR_STEP^n x + y, and the upper half of that of the neighbours 8 keys away: lower halves alone depend on
+// lower halves alone, and four of them on each other.
+struct PairWords {
+    u32 factor, added;
+    __device__ __forceinline__ u32 bits(u32 n) const { return word(n ^ 1) + (word(n) >> 16); }
+    // Of pairs whose numbers are so much larger, an even number.
+    __device__ __forceinline__ PairWords from(u32 n) const {
+        return {factor * step_power(n), added};
+    }
+
+  private:
+    __device__ __forceinline__ u32 word(u32 n) const { return factor * step_power(n) + added; }
+};
+__device__ __forceinline__ PairWords words_of(const RandomWords& words, int k) {
+    return k / 64 % 2 == 0 ? PairWords{words.at[0], words.at[1]}
+                           : PairWords{words.at[2], words.at[3]};
 }
 
 // The calls of a query: what their first three rounds have in common. Of six products that leaves two, one
@@ -102,34 +140,58 @@ struct QueryCalls {
     }
 };
 
-// Which word is that of a key with these remainders by 2 and, divided by 8, by 2.
-constexpr __host__ __device__ int word_of(int odd, int upper) { return 2 * odd + upper; }
+// Which of two neighbours stay, by their bits. These are compared as halves without a sign, which are in the
+// order of their bits but for NaN; and a threshold is 2 at most, since with p.dropout_keeps_below the
+// weights stay whose bits are below it.
+struct Neighbours {
+    u32 bits, threshold, keeps_below;
 
-// By how many bits a word is turned for a pair in the upper 8 of 16 queries, and the upper 16 of 32 keys.
-constexpr __host__ __device__ int turn_of(bool upper_query, bool upper_key) {
-    return 16 * upper_query + 8 * upper_key;
-}
-__device__ __forceinline__ u32 turned(u32 word, int bits) {
-    return word << bits | word >> (-bits & 31);
-}
-
-// Whether a pair whose turned word this is stays.
-template <typename P>
-__device__ __forceinline__ bool stays(const P& p, u32 word) {
-    return word >= p.dropout_threshold;
-}
+    template <typename P>
+    __device__ __forceinline__ Neighbours(const P& p, u32 bits)
+        : bits(bits), threshold(p.dropout_threshold), keeps_below(p.dropout_keeps_below) {}
+    // Ones where they stay: in the lower half for the first, in the upper one for the other.
+    __device__ __forceinline__ u32 mask() const {
+        u32 result;
+        asm("{\n"
+            ".reg .b32 size;\n"
+            ".reg .pred below;\n"
+            "abs.f16x2 size, %1;\n"
+            "setp.ne.u32 below, %3, 0;\n"
+            "set.geu.xor.u32.f16x2 %0, size, %2, below;\n"
+            "}"
+            : "=r"(result)
+            : "r"(bits), "r"(threshold), "r"(keeps_below));
+        return result;
+    }
+    __device__ __forceinline__ void read(bool& first, bool& second) const {
+        u32 a, b;
+        asm("{\n"
+            ".reg .b32 size;\n"
+            ".reg .pred below, a, b;\n"
+            "abs.f16x2 size, %2;\n"
+            "setp.ne.u32 below, %4, 0;\n"
+            "setp.geu.xor.f16x2 a|b, size, %3, below;\n"
+            "selp.u32 %0, 1, 0, a;\n"
+            "selp.u32 %1, 1, 0, b;\n"
+            "}"
+            : "=r"(a), "=r"(b)
+            : "r"(bits), "r"(threshold), "r"(keeps_below));
+        first = a != 0, second = b != 0;
+    }
+    // Of one of them.
+    __device__ __forceinline__ bool has(bool second) const {
+        const u32 size = (second ? bits >> 16 : bits) & 0x7fff;
+        return (size >= (threshold & 0xffff)) != (keeps_below != 0);
+    }
+};
 
 // Whether the probability of (q, k) is kept.
 template <typename P>
 __device__ __forceinline__ bool keep(const P& p, const Head& head, int q, int k) {
     if constexpr (DROPS) {
         const QueryCalls calls(p, find_seed(p), head, query_number(p, q));
-        const RandomWords words = calls.draw(key_number(p, k));
-        const bool upper = k / 8 % 2 != 0;  // no index, for which words would have to be in memory
-        const u32 even_word = upper ? words.at[word_of(0, 1)] : words.at[word_of(0, 0)];
-        const u32 odd_word = upper ? words.at[word_of(1, 1)] : words.at[word_of(1, 0)];
-        const int turn = turn_of(q / 8 % 2 != 0, k / 16 % 2 != 0);
-        return stays(p, turned(k % 2 != 0 ? odd_word : even_word, turn));
+        const PairWords words = words_of(calls.draw(key_number(p, k)), k);
+        return Neighbours(p, words.bits(pair_number(q, k))).has(k % 2 != 0);
     }
     return true;
 }
@@ -156,12 +218,16 @@ __device__ __forceinline__ Accumulator delta_of_kept(const P& p, Accumulator del
 }
 
 // The calls of a lane's rows in tiles on tensor cores: of each of them, or of two that are 8 apart, but
-// where packed heads lie between them.
-template <int ROWS>
+// where packed heads lie between them. With HOLDS the words of the last ones stay, since a tile may have
+// half of a call's keys.
+template <int ROWS, bool HOLDS = false>
 struct RowCalls {
     static constexpr int SHARING = PACKED > 1 ? 1 : 2;
-    QueryCalls calls[DROPS && ROWS >= SHARING ? ROWS / SHARING : 1];
-    u32 first_key;  // the number of the lane's first key, in a tile that begins at key 0
+    static constexpr int COUNT = DROPS && ROWS >= SHARING ? ROWS / SHARING : 1;
+    QueryCalls calls[COUNT];
+    RandomWords words[COUNT];
+    u32 drawn[COUNT];  // where the words' keys begin: at so many times KEYS_OF_CALL
+    u32 first_key;     // the number of the lane's first key, in a tile that begins at key 0
 
     template <typename Tile, typename P>
     __device__ __forceinline__ void find(const Tile& tile, const P& p, const Head& head,
@@ -175,81 +241,72 @@ struct RowCalls {
                 const int row = afresh(row_begin + tile.row(i));
                 calls[i / SHARING] =
                     QueryCalls(p, seed, row_head(head, row), query_number(p, query_of(row)));
+                drawn[i / SHARING] = ~0u;
             }
         }
     }
-    __device__ __forceinline__ const QueryCalls& operator[](int i) const {
-        return calls[i / SHARING];
+    // The words of row i for the keys from k on. A call is made if they `may_begin` one.
+    __device__ __forceinline__ PairWords at(int i, int k, bool may_begin) {
+        i /= SHARING;
+        const u32 block = u32(k) / KEYS_OF_CALL;
+        if (may_begin && (!HOLDS || block != drawn[i])) {
+            words[i] = calls[i].draw(first_key + block * 4);
+            drawn[i] = block;
+        }
+        return words_of(words[i], k);
     }
 };
 
-// Calls use(i, j, kept) for each of a lane's pairs in a tile on tensor cores, of which column 0 is in
-// the lower 16 of 32 keys or, with UPPER_FIRST, in the upper ones.
-template <bool UPPER_FIRST, int ROWS, int COLUMNS, typename Tile, typename P, typename Use>
-__device__ __forceinline__ void each_drawn(const RowCalls<ROWS>& calls, const Tile& tile,
-                                           const P& p, int row_begin, int k_begin, const Use& use) {
-    const u32 first_key = calls.first_key + u32(k_begin) / 32 * 4;
+// Calls use(i, j, neighbours) for each two of a lane's weights in a tile on tensor cores: row i is of the
+// query of row row_begin + tile.row(i), columns j and j + 1 are of the keys k_begin + tile.column(j) and the
+// one behind. Tiles begin at multiples of their width.
+template <int COLUMNS, int ROWS, bool HOLDS, typename Tile, typename P, typename Use>
+__device__ __forceinline__ void each_pair(RowCalls<ROWS, HOLDS>& calls, const Tile& tile,
+                                          const P& p, int row_begin, int k_begin, const Use& use) {
+    // Columns that share words: parts of 64 keys, or of as many as all tiles begin at multiples of.
+    constexpr int PART = COLUMNS % 16 == 0 ? 16 : COLUMNS % 8 == 0 ? 8 : COLUMNS % 4 == 0 ? 4 : 2;
+    constexpr int KEYS = 4 * COLUMNS;
+    constexpr bool MAY_CROSS = KEYS_OF_CALL % KEYS != 0 && KEYS % KEYS_OF_CALL != 0;
 #pragma unroll
     for (int first = 0; first < ROWS; first += 2)
 #pragma unroll
-        for (int block = 0; 8 * block < COLUMNS + 4 * UPPER_FIRST; ++block) {
-            RandomWords words;
+        for (int begin = 0; begin < COLUMNS; begin += PART) {
+            const int k = k_begin + 4 * begin;
+            const u32 odd = PART == 2 ? k / 8 % 2 : 0;  // of 16 keys the part is the second half
+            PairWords words;
 #pragma unroll
             for (int i = first; i < first + 2; ++i) {
-                if (i == first || PACKED > 1) words = calls[i].draw(first_key + 4 * block);
-                const bool upper_query =
-                    PACKED > 1 ? query_of(row_begin + tile.row(i)) / 8 % 2 != 0 : i > first;
+                if (i == first || PACKED > 1) {
+                    const int q = query_of(row_begin + tile.row(i));
+                    // Afresh: powers of it would be held from tile to tile.
+                    const u32 number = afresh(
+                        pair_number(PACKED > 1 ? q : q & ~15, k & (PART == 2 ? ~15 : -4 * PART)));
+                    const bool may_begin = 4 * begin % KEYS_OF_CALL == 0 ||
+                                           (MAY_CROSS && (HOLDS || u32(k) % KEYS_OF_CALL == 0));
+                    words = calls.at(i, k, may_begin).from(number);
+                }
 #pragma unroll
-                for (int e = 0; e < 8; ++e) {
-                    const int j = 8 * block - 4 * UPPER_FIRST + e;
-                    const u32 word = words.at[word_of(e % 2, e / 2 % 2)];
-                    if (j >= 0 && j < COLUMNS)
-                        use(i, j, stays(p, turned(word, turn_of(upper_query, e >= 4))));
+                for (int e = 0; e < PART; e += 2) {
+                    const u32 number = pair_number(PACKED > 1 ? 0 : 8 * (i - first), e / 2 * 8);
+                    use(i, begin + e, Neighbours(p, words.bits(number | odd)));
                 }
             }
         }
 }
 
-// The same in a tile of 8 keys, a fourth of those of a call.
-template <int ROWS, typename Tile, typename P, typename Use>
-__device__ __forceinline__ void each_of_8_keys(const RowCalls<ROWS>& calls, const Tile& tile,
-                                               const P& p, int row_begin, int k_begin,
-                                               const Use& use) {
-    const bool upper = k_begin / 8 % 2 != 0, upper_key = k_begin / 16 % 2 != 0;
-#pragma unroll
-    for (int i = 0; i < ROWS; ++i) {
-        const RandomWords words = calls[i].draw(calls.first_key + u32(k_begin) / 32 * 4);
-        const int turn = turn_of(query_of(row_begin + tile.row(i)) / 8 % 2 != 0, upper_key);
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-            const u32 word = upper ? words.at[word_of(j, 1)] : words.at[word_of(j, 0)];
-            use(i, j, stays(p, turned(word, turn)));
-        }
-    }
-}
-
-// Calls use(i, j, kept) for each of a lane's pairs in a tile on tensor cores: row i is of the query of row
-// row_begin + tile.row(i), column j of key k_begin + tile.column(j). Tiles begin at multiples of their
-// width.
-template <int ROWS, int COLUMNS, typename Tile, typename P, typename Use>
-__device__ __forceinline__ void each_kept(const RowCalls<ROWS>& calls, const Tile& tile, const P& p,
-                                          const Head&, int row_begin, int k_begin, const Use& use) {
-    if constexpr (COLUMNS == 2)
-        each_of_8_keys(calls, tile, p, row_begin, k_begin, use);
-    else if (COLUMNS % 8 == 0 || k_begin / 16 % 2 == 0)
-        each_drawn<false, ROWS, COLUMNS>(calls, tile, p, row_begin, k_begin, use);
-    else
-        each_drawn<true, ROWS, COLUMNS>(calls, tile, p, row_begin, k_begin, use);
-}
-
-// The same in any tile.
+// Calls use(i, j, kept) for each of a lane's weights in any tile whose rows are queries.
 template <int ROWS, int COLUMNS, typename Tile, typename P, typename Use>
 __device__ __forceinline__ void each_kept(const Tile& tile, const P& p, const Head& head,
                                           int row_begin, int k_begin, const Use& use) {
     if constexpr (Tile::IS_OF_TENSOR_CORES) {
         RowCalls<ROWS> calls;
         calls.find(tile, p, head, row_begin);
-        each_kept<ROWS, COLUMNS>(calls, tile, p, head, row_begin, k_begin, use);
+        each_pair<COLUMNS>(calls, tile, p, row_begin, k_begin,
+                           [&](int i, int j, const Neighbours& neighbours) {
+                               bool first, second;
+                               neighbours.read(first, second);
+                               use(i, j, first), use(i, j + 1, second);
+                           });
     } else {
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
@@ -261,11 +318,11 @@ __device__ __forceinline__ void each_kept(const Tile& tile, const P& p, const He
     }
 }
 
-// Which of a lane's pairs are kept, a bit for each: drawn ahead of their use, while products are under
+// Which of a lane's weights are kept, a bit for each: drawn ahead of their use, while products are under
 // way. All of them without dropout.
 template <int ROWS, int COLUMNS>
 struct KeptPairs {
-    static constexpr int WORDS = DROPS ? round_up(ROWS * COLUMNS, 32) / 32 : 1;
+    static constexpr int WORDS = DROPS ? divide_up(ROWS * COLUMNS, 32) : 1;
     u32 bits[WORDS];
 
     // Of a tile whose rows are queries.
@@ -274,13 +331,17 @@ struct KeptPairs {
                                          int row_begin, int k_begin) {
         if constexpr (DROPS) {
             clear();
-            // Added: the compiler puts sums together at once, and of what is joined by | it keeps each
-            // bit in a register until its use.
-            each_kept<ROWS, COLUMNS>(tile, p, head, row_begin, k_begin,
-                                     [this](int i, int j, bool kept) {
-                                         const int number = i * COLUMNS + j;
-                                         bits[number / 32] += kept ? 1u << number % 32 : 0;
-                                     });
+            if constexpr (Tile::IS_OF_TENSOR_CORES) {
+                RowCalls<ROWS> calls;
+                calls.find(tile, p, head, row_begin);
+                each_pair<COLUMNS>(calls, tile, p, row_begin, k_begin,
+                                   [this](int i, int j, const Neighbours& neighbours) {
+                                       add_pair(i, j, neighbours.mask());
+                                   });
+            } else {
+                each_kept<ROWS, COLUMNS>(tile, p, head, row_begin, k_begin,
+                                         [this](int i, int j, bool kept) { add(i, j, kept); });
+            }
         }
     }
     // Of one that stands on its side: row i is of key k_begin + tile.row(i), column j of query
@@ -294,7 +355,6 @@ struct KeptPairs {
                 draw_on_side(tile, p, head, q_begin, k_begin);
                 if (MASKED || SCORE_IS_MODIFIED) put_together();
             } else {
-                const auto add = adding();
 #pragma unroll
                 for (int i = 0; i < ROWS; ++i)
 #pragma unroll
@@ -305,46 +365,56 @@ struct KeptPairs {
     }
     __device__ __forceinline__ bool has(int i, int j) const {
         const int number = i * COLUMNS + j;
-        return !DROPS || (bits[number / 32] >> number % 32 & 1) != 0;
+        return !DROPS || (bits[number / 32] >> place(number) & 1) != 0;
     }
 
   private:
-    // On tensor cores a lane's keys are all odd or all even, its queries come in pairs q, q + 1. It makes
-    // the bits of q if its keys are even, else of q + 1, also those of the neighbours of its keys; the
-    // lane that has these makes the bits of the other query. Each gives away what is not of its keys. A tile
-    // of 8 queries may be in the lower or in the upper half of 16.
+    // The bit of a weight in its word: of neighbours in different halves.
+    static constexpr __host__ __device__ int place(int number) {
+        return number % 32 / 2 + number % 2 * 16;
+    }
+    __device__ __forceinline__ void add(int i, int j, bool kept) {
+        const int number = i * COLUMNS + j;
+        bits[number / 32] |= kept ? 1u << place(number) : 0;
+    }
+    __device__ __forceinline__ void add_pair(int i, int j, u32 mask) {
+        const int number = i * COLUMNS + j;
+        bits[number / 32] |= mask & 0x10001u << place(number);
+    }
+    // On tensor cores a lane's keys are all odd or all even, its queries come in pairs q, q + 1. It finds out
+    // about q if its keys are even, else about q + 1, for its keys and their neighbours; the lane that has
+    // these does so for the other query. Each gives away what is not of its keys. Tiles that are not of
+    // whole blocks of 32 queries make words again for each 16, or 8.
     template <typename Tile, typename P>
     __device__ __forceinline__ void draw_on_side(const Tile& tile, const P& p, const Head& head,
                                                  int q_begin, int k_begin) {
-        static_assert(COLUMNS == 2 || COLUMNS % 4 == 0, "one block of 8 queries, or pairs of them");
-        constexpr int OF_CALL = COLUMNS == 2 ? 2 : 4;  // columns
+        constexpr int OF_CALL = COLUMNS % 8 == 0 ? 8 : COLUMNS % 4 == 0 ? 4 : 2;  // columns
+        static_assert(COLUMNS % OF_CALL == 0, "pairs of queries");
         const u64 seed = uniform(find_seed(p));
-        const auto add = adding();
-        const bool upper_queries = OF_CALL == 2 && q_begin / 8 % 2 != 0;
+        const bool odd = tile.row(0) % 2 != 0;
 #pragma unroll
         for (int i = 0; i < ROWS; i += 2) {
-            const int k = k_begin + tile.row(i);
-            const bool odd = k % 2 != 0;
-            const u32 first_query = query_number(p, q_begin + tile.column(0) + odd);
-            const int turn = turn_of(upper_queries, k / 16 % 2 != 0);
+            const int k = k_begin + tile.row(i);  // of the lower 8 of 16
 #pragma unroll
             for (int j = 0; j < COLUMNS; j += OF_CALL) {
-                const QueryCalls calls(p, seed, head, first_query + 2 * j);
-                const RandomWords words = calls.draw(key_number(p, k));
+                // The first of those that share words.
+                const int q = (q_begin + 4 * j) & -(4 * OF_CALL);
+                const u32 own = query_number(p, q + tile.column(0) + odd);
+                const RandomWords drawn = QueryCalls(p, seed, head, own).draw(key_number(p, k));
+                const PairWords words = words_of(drawn, k).from(pair_number(q, k & ~15));
 #pragma unroll
-                for (int upper = 0; upper < 2; ++upper) {
-                    const u32 of_even = words.at[word_of(0, upper)],
-                              of_odd = words.at[word_of(1, upper)];
-                    const u32 got = __shfl_xor_sync(FULL_WARP, odd ? of_even : of_odd, 4);
-                    const u32 even_query = turned(odd ? got : of_even, turn);
-                    const u32 odd_query = turned(odd ? of_odd : got, turn);
+                for (int upper = 0; upper < 2; ++upper)
 #pragma unroll
-                    for (int e = 0; e < OF_CALL; ++e)
-                        add(i + upper, j + e,
-                            stays(p,
-                                  turned(e % 2 ? odd_query : even_query, turn_of(e / 2, false))));
-                }
+                    for (int e = 0; e < OF_CALL; e += 2) {
+                        const u32 number = pair_number(e / 2 * 8, 8 * upper);
+                        add_pair(i + upper, j + e, Neighbours(p, words.bits(number)).mask());
+                    }
             }
+        }
+#pragma unroll
+        for (int w = 0; w < WORDS; ++w) {
+            const u32 got = __shfl_xor_sync(FULL_WARP, bits[w], 4);
+            bits[w] = __byte_perm(bits[w], got, odd ? 0x3276 : 0x5410);
         }
     }
     __device__ __forceinline__ void clear() {
@@ -356,11 +426,5 @@ struct KeptPairs {
     __device__ __forceinline__ void put_together() {
 #pragma unroll
         for (int i = 0; i < WORDS; ++i) bits[i] = afresh(bits[i]);
-    }
-    __device__ __forceinline__ auto adding() {
-        return [this](int i, int j, bool kept) {
-            const int number = i * COLUMNS + j;
-            bits[number / 32] |= kept ? 1u << number % 32 : 0;
-        };
     }
 };

@@ -144,16 +144,13 @@ __device__ __forceinline__ void mask_scores(Accumulator (&S)[ROWS][COLUMNS], con
     bits.hide(S, -infinity<Accumulator>(), tile, step);
 }
 
-// What dropout leaves of P. The softmax has summed P before. `calls`: those of its rows, where they are
-// held.
-template <typename Tile, int ROWS, int COLUMNS, typename... Calls>
+// What dropout leaves of P. The softmax has summed P before.
+template <typename Tile, int ROWS, int COLUMNS>
 __device__ __forceinline__ void drop_probabilities(Accumulator (&P)[ROWS][COLUMNS],
                                                    const Tile& tile, const Params& p,
-                                                   const Head& head, int row_begin, int k_begin,
-                                                   const Calls&... calls) {
+                                                   const Head& head, int row_begin, int k_begin) {
     if constexpr (DROPS)
-        each_kept<ROWS, COLUMNS>(calls..., tile, p, head, row_begin, k_begin,
-                                 [&](int i, int j, bool kept) {
-                                     if (!kept) P[i][j] = Accumulator(0);
-                                 });
+        each_kept<ROWS, COLUMNS>(tile, p, head, row_begin, k_begin, [&](int i, int j, bool kept) {
+            if (!kept) P[i][j] = Accumulator(0);
+        });
 }
