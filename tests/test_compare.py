@@ -5,6 +5,7 @@ import itertools
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -346,3 +347,29 @@ def test_as_a_command(monkeypatch):
     assert "contenders: fa2 numpy" in done.stdout
     monkeypatch.setattr(sys, "argv", ["cuflash", "compare", "--on", "cpu", "--list"])
     assert report.command() == 0
+
+
+class TensorOfTorch:
+    """As much of torch.Tensor as is asked for."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __getitem__(self, index):
+        return TensorOfTorch(self.array[index])
+
+    def double(self):
+        return TensorOfTorch(self.array.astype(np.float64))
+
+    def cpu(self):
+        return self
+
+    def numpy(self):
+        return self.array
+
+
+def test_results_of_torch_keep_their_precision():
+    """float64 is held against ours to 1e-9."""
+    field = compare.Field(torch=SimpleNamespace(Tensor=TensorOfTorch))
+    x = np.random.default_rng(0).standard_normal((1, 2, 3, 4))
+    np.testing.assert_array_equal(field.values((TensorOfTorch(x), x)), [x[0, 0]] * 2)

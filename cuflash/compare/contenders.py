@@ -126,9 +126,9 @@ class Field:
         """The first head of each result in float64."""
         results = results if isinstance(results, tuple) else (results,)
         first = [x[0, 0] for x in results]
-        if self.torch is not None:  # pragma: no cover - needs a GPU
+        if self.torch is not None:  # NumPy has no bfloat16 of its own
             first = [
-                x.float().cpu().numpy() if isinstance(x, self.torch.Tensor) else x for x in first
+                x.double().cpu().numpy() if isinstance(x, self.torch.Tensor) else x for x in first
             ]
         return [(x.get() if hasattr(x, "get") else x).astype(np.float64) for x in first]
 
