@@ -89,9 +89,9 @@ __device__ __forceinline__ u32 step_power(u32 n) {
     return power;
 }
 
-// Two words of a call: the bits of neighbours, by their number n. These are a word of their own,
-// PAIR_STEP^n x + y, and the upper half of that of the neighbours 8 keys away: lower halves alone depend on
-// lower halves alone, and four of them on each other.
+// Two words of a call, x and y: the bits of neighbours, by their number n. Each number has a word,
+// PAIR_STEP^n x + y. To the word of the neighbours 8 keys away the upper half of their own is added: lower
+// halves of words depend on the lower halves of x and y alone, and so four of them on each other.
 struct PairWords {
     u32 factor, added;
     __device__ __forceinline__ u32 bits(u32 n) const { return word(n ^ 1) + (word(n) >> 16); }
@@ -245,7 +245,8 @@ struct RowCalls {
             }
         }
     }
-    // The words of row i for the keys from k on. A call is made if they `may_begin` one.
+    // The words of row i for the keys from k on. A call is made if these keys `may_begin` one, and it is not
+    // held.
     __device__ __forceinline__ PairWords at(int i, int k, bool may_begin) {
         i /= SHARING;
         const u32 block = u32(k) / KEYS_OF_CALL;
