@@ -488,16 +488,16 @@ def _(asm, m, ops):
 
 @_ptx(r"set\.geu\.xor\.u32\.f16x2")
 def _(asm, m, ops):
-    target, a, b, condition = (asm.value(op, "r") for op in ops)
-    found = f"const int found = emu_halves_geu({a}, {b}) ^ ({condition} ? 3 : 0);"
+    target, *x = (asm.value(op, "r") for op in ops)
+    found = f"const int found = emu_halves_geu_xor({', '.join(x)});"
     return f"{found} {target} = (found & 1 ? 0xffffu : 0) | (found & 2 ? 0xffff0000u : 0);"
 
 
 @_ptx(r"setp\.geu\.xor\.f16x2")
 def _(asm, m, ops):
     first, second = (asm.value(op) for op in ops[0].split("|"))
-    a, b, condition = (asm.value(op, "r") for op in ops[1:])
-    found = f"const int found = emu_halves_geu({a}, {b}) ^ ({condition} ? 3 : 0);"
+    x = (asm.value(op, "r") for op in ops[1:])
+    found = f"const int found = emu_halves_geu_xor({', '.join(x)});"
     return f"{found} {first} = found & 1; {second} = found >> 1;"
 
 

@@ -567,14 +567,14 @@ inline emu_u32 emu_pack_half(float high, float low) {
     return bits;
 }
 // Of two pairs of halves: bit 0 where the lower one of a is not less than that of b, or either is NaN;
-// bit 1 of the upper ones.
-inline int emu_halves_geu(emu_u32 a, emu_u32 b) {
-    int result = 0;
+// bit 1 of the upper ones. With `turned` where it is not so.
+inline int emu_halves_geu_xor(emu_u32 a, emu_u32 b, int turned) {
+    int result = turned ? 3 : 0;
     for (int i = 0; i < 2; i++) {
         emu_u16 bits[] = {(emu_u16)(a >> 16 * i), (emu_u16)(b >> 16 * i)};
         _Float16 x, y;
         __builtin_memcpy(&x, bits, 2), __builtin_memcpy(&y, bits + 1, 2);
-        result |= !((float)x < (float)y) << i;
+        result ^= !((float)x < (float)y) << i;
     }
     return result;
 }
