@@ -637,7 +637,7 @@ def test_planted_bugs_are_caught(monkeypatch, text, wrong):
         (r"q & ~15", "0", (203, 104, 32)),
         (r"block != drawn\[i\]", "drawn[i] == ~0u", (70, 248, 256)),
         (r"words_of\(words\[i\], k\)", "words_of(words[i], 0)", (70, 248, 256)),
-        (r"P\[j / 4\]\[j % 4 \+ i\]", "P[j / 4][j % 4 / 2 + 2 * i]", (70, 104, 32)),
+        (r"P\[m / 2\]\[m % 2 \* 2 \+ i\]", "P[m / 2][m % 2 + 2 * i]", (70, 104, 32)),
         (r"!DROPS && !PAGED", "!PAGED", (203, 104, 32)),
     ],
     ids=[

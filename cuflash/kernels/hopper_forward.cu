@@ -238,7 +238,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         if constexpr (DROPS)
             each_pair<Tile::COLUMNS>(calls, tile, p, row_begin, visit.tile * BLOCK_K,
                                      [&](int i, int j, const Neighbours& neighbours) {
-                                         tile.packed_pair(P_regs, i, j) &= neighbours.mask();
+                                         tile.pair_of(P_regs, i, j / 2) &= neighbours.mask();
                                      });
     };
     // Starts S = Q K^T for the tile at hand.

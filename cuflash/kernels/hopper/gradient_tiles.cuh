@@ -152,7 +152,8 @@ struct GradientStep {
                 if constexpr (PACKS_AT_ONCE)
 #pragma unroll
                     for (int i = 0; i < ROWS; ++i)
-                        pair_of(packed, i, m) = pack(left[2 * i], left[2 * i + 1], Element());
+                        Scores::pair_of(packed, i, m) =
+                            pack(left[2 * i], left[2 * i + 1], Element());
             }
         });
     }
@@ -181,9 +182,6 @@ struct GradientStep {
                 if (P[i][j] != P[i][j] && hidden) P[i][j] = Accumulator(-0.0);
             }
         }
-    }
-    static __device__ __forceinline__ u32& pair_of(Packed& packed, int i, int m) {
-        return packed[m / 2][m % 2 * 2 + i];
     }
 
     // Sets the weights of hidden pairs to -0, whatever their scores and lse are. The sign tells it from
@@ -220,7 +218,7 @@ struct GradientStep {
         for (int m = 0; m < PAIRS; ++m)
 #pragma unroll
             for (int i = 0; i < ROWS; ++i)
-                hide_pair(pair_of(P, i, m), is_negative_zero(weights[i][2 * m]),
+                hide_pair(Scores::pair_of(P, i, m), is_negative_zero(weights[i][2 * m]),
                           is_negative_zero(weights[i][2 * m + 1]));
     }
     static __device__ __forceinline__ void hide_pair(u32& pair, bool lower, bool upper) {

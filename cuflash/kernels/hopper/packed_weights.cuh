@@ -27,9 +27,6 @@ struct Weights {
 struct PackedStep : TurnedTile<Scores> {
     static constexpr int PAIRS = COLUMNS / 2;
 
-    static __device__ __forceinline__ u32& pair_of(Packed& packed, int i, int m) {
-        return packed[m / 2][m % 2 * 2 + i];
-    }
     // The statistics of all pairs from number `first` on, ahead of their use.
     struct LoadedStats {
         Vector<float, 2> pairs[PAIRS];
@@ -72,10 +69,11 @@ struct PackedStep : TurnedTile<Scores> {
                             P[e] = sloped[e] = Accumulator(-0.0);
                         left[e] = kept.has(i, j) ? P[e] : Accumulator(0);
                     }
-                    if (DROPS) pair_of(weights.all(), i, m) = pack(P[0], P[1], Element());
+                    if (DROPS) Scores::pair_of(weights.all(), i, m) = pack(P[0], P[1], Element());
                     if (SCORE_HAS_SLOPE)
-                        pair_of(weights.sloped(), i, m) = pack(sloped[0], sloped[1], Element());
-                    pair_of(weights.kept(), i, m) = pack(left[0], left[1], Element());
+                        Scores::pair_of(weights.sloped(), i, m) =
+                            pack(sloped[0], sloped[1], Element());
+                    Scores::pair_of(weights.kept(), i, m) = pack(left[0], left[1], Element());
                 }
             }
         });
@@ -87,7 +85,7 @@ struct PackedStep : TurnedTile<Scores> {
                                          const Shown& shown) const {
         hide_rows(bits, shown, [&](int i, const auto& seen) {
             const auto hide_row = [&](Packed& packed) {
-                seen.hide_pairs([&](int m) -> u32& { return pair_of(packed, i, m); });
+                seen.hide_pairs([&](int m) -> u32& { return Scores::pair_of(packed, i, m); });
             };
             hide_row(weights.kept());
             if (DROPS) hide_row(weights.all());
@@ -106,8 +104,8 @@ struct PackedStep : TurnedTile<Scores> {
             const auto deltas = all_deltas[m];
 #pragma unroll
             for (int i = 0; i < ROWS; ++i) {
-                const u32 sloped = pair_of(weights.sloped(), i, m);
-                const u32 all = pair_of(weights.all(), i, m);
+                const u32 sloped = Scores::pair_of(weights.sloped(), i, m);
+                const u32 all = Scores::pair_of(weights.all(), i, m);
                 const Accumulator W[] = {lower(sloped, Element()), upper(sloped, Element())};
                 const Accumulator P[] = {lower(all, Element()), upper(all, Element())};
                 Accumulator gradient[2];
@@ -124,7 +122,7 @@ struct PackedStep : TurnedTile<Scores> {
                             store_dscore(p, head, q, k, shown ? P[e] * rest : Accumulator(0));
                     gradient[e] = shown ? W[e] * rest : Accumulator(0);
                 }
-                pair_of(dS, i, m) = pack(gradient[0], gradient[1], Element());
+                Scores::pair_of(dS, i, m) = pack(gradient[0], gradient[1], Element());
             }
         }
     }

@@ -295,19 +295,26 @@ __device__ __forceinline__ void each_pair(RowCalls<ROWS, HOLDS>& calls, const Ti
         }
 }
 
+// The same, with calls of its own.
+template <int ROWS, int COLUMNS, typename Tile, typename P, typename Use>
+__device__ __forceinline__ void each_pair(const Tile& tile, const P& p, const Head& head,
+                                          int row_begin, int k_begin, const Use& use) {
+    RowCalls<ROWS> calls;
+    calls.find(tile, p, head, row_begin);
+    each_pair<COLUMNS>(calls, tile, p, row_begin, k_begin, use);
+}
+
 // Calls use(i, j, kept) for each of a lane's weights in any tile whose rows are queries.
 template <int ROWS, int COLUMNS, typename Tile, typename P, typename Use>
 __device__ __forceinline__ void each_kept(const Tile& tile, const P& p, const Head& head,
                                           int row_begin, int k_begin, const Use& use) {
     if constexpr (Tile::IS_OF_TENSOR_CORES) {
-        RowCalls<ROWS> calls;
-        calls.find(tile, p, head, row_begin);
-        each_pair<COLUMNS>(calls, tile, p, row_begin, k_begin,
-                           [&](int i, int j, const Neighbours& neighbours) {
-                               bool first, second;
-                               neighbours.read(first, second);
-                               use(i, j, first), use(i, j + 1, second);
-                           });
+        each_pair<ROWS, COLUMNS>(tile, p, head, row_begin, k_begin,
+                                 [&](int i, int j, const Neighbours& neighbours) {
+                                     bool first, second;
+                                     neighbours.read(first, second);
+                                     use(i, j, first), use(i, j + 1, second);
+                                 });
     } else {
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {
@@ -333,12 +340,10 @@ struct KeptPairs {
         if constexpr (DROPS) {
             clear();
             if constexpr (Tile::IS_OF_TENSOR_CORES) {
-                RowCalls<ROWS> calls;
-                calls.find(tile, p, head, row_begin);
-                each_pair<COLUMNS>(calls, tile, p, row_begin, k_begin,
-                                   [this](int i, int j, const Neighbours& neighbours) {
-                                       add_pair(i, j, neighbours.mask());
-                                   });
+                each_pair<ROWS, COLUMNS>(tile, p, head, row_begin, k_begin,
+                                         [this](int i, int j, const Neighbours& neighbours) {
+                                             add_pair(i, j, neighbours.mask());
+                                         });
             } else {
                 each_kept<ROWS, COLUMNS>(tile, p, head, row_begin, k_begin,
                                          [this](int i, int j, bool kept) { add(i, j, kept); });

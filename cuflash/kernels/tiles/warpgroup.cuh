@@ -160,9 +160,9 @@ struct WarpgroupTile : WarpRows<BLOCK_K / 4> {
             for (int r = 0; r < 4; ++r)
                 P[i][r] = pack(S[r % 2][4 * i + r / 2 * 2], S[r % 2][4 * i + r / 2 * 2 + 1], T());
     }
-    // Where it has put columns j and j + 1 of row i.
-    static __device__ __forceinline__ u32& packed_pair(u32 (&P)[BLOCK_K / 16][4], int i, int j) {
-        return P[j / 4][j % 4 + i];
+    // Where it has put columns 2 m and 2 m + 1 of row i.
+    static __device__ __forceinline__ u32& pair_of(u32 (&P)[BLOCK_K / 16][4], int i, int m) {
+        return P[m / 2][m % 2 * 2 + i];
     }
 };
 
