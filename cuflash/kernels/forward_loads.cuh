@@ -14,8 +14,13 @@ constexpr int Q_TILE = BLOCK_Q * Tile::PITCH;
 // Columns that rows of keys and values have in memory, of floats for planes' pairs of halves.
 constexpr int K_COLUMNS = PLANES_ARE_MADE ? Tile::PADDED_D : HEAD_DIM;
 constexpr int V_COLUMNS = PLANES_ARE_MADE ? Tile::PADDED_DV : HEAD_DIM_V;
-using KeyCopy = TileCopy<BLOCK_K, K_COLUMNS, Tile::PADDED_D, Tile::Shared, Element>;
-using ValueCopy = TileCopy<BLOCK_K, V_COLUMNS, Tile::PADDED_DV, Tile::Shared, Element>;
+// Whether each half of the warps copies one of the two: the lower half keys, the upper half values. Who copies
+// waits for the unit that takes copies. In double a warp alone keeps its quarter of the tensor cores busy
+// meanwhile.
+constexpr bool HALVES_COPY = ENGINE_IS_MMA && SAME<Element, double> && STAGES == 1 && WARPS == 8;
+constexpr int COPIERS = HALVES_COPY ? THREADS / 2 : THREADS;
+using KeyCopy = TileCopy<BLOCK_K, K_COLUMNS, Tile::PADDED_D, Tile::Shared, Element, COPIERS>;
+using ValueCopy = TileCopy<BLOCK_K, V_COLUMNS, Tile::PADDED_DV, Tile::Shared, Element, COPIERS>;
 
 // From one row to the next.
 __device__ __forceinline__ i64 key_stride(const Params& p) {
@@ -29,6 +34,7 @@ __device__ __forceinline__ KeyCopy load_keys(Tile::Shared* K_smem, const Params&
                                              const Head& head, int tile) {
     const int first = tile * BLOCK_K, valid_rows = head.key_length - first;
     KeyCopy copy(K_smem);
+    if (HALVES_COPY && threadIdx.x >= COPIERS) return copy;
     if constexpr (PAGED)
         copy.begin_scattered([&](int row) { return find_key(p, head, first + row); }, valid_rows);
     else
@@ -40,6 +46,7 @@ __device__ __forceinline__ ValueCopy load_values(Tile::Shared* V_smem, const Par
                                                  const Head& head, int tile) {
     const int first = tile * BLOCK_K, valid_rows = head.key_length - first;
     ValueCopy copy(V_smem);
+    if (HALVES_COPY && threadIdx.x < COPIERS) return copy;
     if constexpr (PAGED)
         copy.begin_scattered([&](int row) { return find_value(p, head, first + row); }, valid_rows);
     else

@@ -263,12 +263,14 @@ _BACKWARD = (
 )
 # Rates are the sweep's of 2048 and 4096 tokens, without the loads and stores of an item.
 _DOUBLE = (
-    _double_fa2(max_dim=64,  block_k=64, warps=8, slabs=1, stages=2, step_k=32,
-                rate=42, item_time=3.1, start_time=12.0),
+    _double_fa2(max_dim=64,  block_k=48, warps=8, slabs=1, stages=1, load_unroll=6,
+                rate=44, item_time=4.7, start_time=14.0),
+    _double_fa2(max_dim=64,  block_k=64, warps=8, slabs=1, stages=1, load_unroll=4,
+                rate=43, item_time=4.9, start_time=14.0),
     _double_fa2(max_dim=64,  block_k=32, warps=4, slabs=1, stages=2, min_blocks=2,
                 rate=43, item_time=8.0, start_time=7.0),
-    _double_fa2(max_dim=128, block_k=32, warps=8, slabs=1, stages=1, load_unroll=1,
-                rate=48, item_time=9.2, start_time=12.0),
+    _double_fa2(max_dim=128, block_k=32, warps=8, slabs=1, stages=1, load_unroll=4,
+                rate=50, item_time=9.2, start_time=12.0),
     _double_fa2(max_dim=128, block_k=16, warps=4, slabs=1, stages=1, min_blocks=2, load_unroll=1,
                 rate=45, item_time=11.5, start_time=7.0),
     _double_fa1(max_dim=64,  block_k=64, warps=8, slabs=1, stages=2, step_k=32),

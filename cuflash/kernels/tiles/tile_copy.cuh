@@ -6,11 +6,11 @@
 
 // Of T elements, COLUMNS in a row and PADDED in shared memory. begin() comes when nobody reads the tile
 // in shared memory any more, and finish() before the barrier behind which all read the next one.
-template <int TILE_ROWS, int COLUMNS, int PADDED, typename S, typename T>
+template <int TILE_ROWS, int COLUMNS, int PADDED, typename S, typename T, int COPIERS = THREADS>
 struct TileCopy {
     static constexpr bool IS_HELD = HOLDS_TILES && ALIGNED && SAME<S, T>;
     static constexpr int CHUNKS = PADDED / CHUNK<S>, PITCH = pitch<S>(PADDED);
-    static constexpr int ACROSS = CHUNKS < THREADS ? CHUNKS : THREADS, ROW_STEP = THREADS / ACROSS;
+    static constexpr int ACROSS = CHUNKS < COPIERS ? CHUNKS : COPIERS, ROW_STEP = COPIERS / ACROSS;
     static constexpr int DOWN = round_up(TILE_ROWS, ROW_STEP) / ROW_STEP;
     static constexpr int COUNT = DOWN * (round_up(CHUNKS, ACROSS) / ACROSS);
 
@@ -18,16 +18,19 @@ struct TileCopy {
     Vector<T, CHUNK<S>> held[IS_HELD ? COUNT : 1];
 
     __device__ __forceinline__ TileCopy(S* tile) : tile(tile) {}
+    static __device__ __forceinline__ u32 thread() {
+        return COPIERS < THREADS ? threadIdx.x % COPIERS : threadIdx.x;
+    }
 
     // visit(i, row, column): the thread's i-th chunk.
     template <typename Visit>
     static __device__ __forceinline__ void each(const Visit& visit) {
-        const int first_row = threadIdx.x / ACROSS;
+        const int first_row = thread() / ACROSS;
 #pragma unroll
         for (int i = 0; i < COUNT; ++i) {
             const int step = i % DOWN * ROW_STEP, row = first_row + step;
-            const int chunk = i / DOWN * ACROSS + threadIdx.x % ACROSS;
-            const bool is_inside = (THREADS % ACROSS == 0 || first_row < ROW_STEP) &&
+            const int chunk = i / DOWN * ACROSS + thread() % ACROSS;
+            const bool is_inside = (COPIERS % ACROSS == 0 || first_row < ROW_STEP) &&
                                    (TILE_ROWS % ROW_STEP == 0 || row < TILE_ROWS) &&
                                    (CHUNKS % ACROSS == 0 || chunk < CHUNKS);
             if (is_inside) visit(i, row, chunk * CHUNK<S>);
@@ -46,8 +49,8 @@ struct TileCopy {
                 hold(i, rows + row * row_stride, column, row < valid_rows);
             });
         else
-            load_tile<TILE_ROWS, COLUMNS, PADDED, THREADS, ALIGNED, LOAD_UNROLL>(
-                tile, rows, row_stride, valid_rows, threadIdx.x);
+            load_tile<TILE_ROWS, COLUMNS, PADDED, COPIERS, ALIGNED, LOAD_UNROLL>(
+                tile, rows, row_stride, valid_rows, thread());
     }
 
     // Rows that lie anywhere, as load_scattered_tile has them.
@@ -59,8 +62,8 @@ struct TileCopy {
                 hold(i, source, column, source != nullptr);
             });
         else
-            load_scattered_tile<TILE_ROWS, COLUMNS, PADDED, THREADS, ALIGNED, LOAD_UNROLL>(
-                tile, find_row, valid_rows, threadIdx.x);
+            load_scattered_tile<TILE_ROWS, COLUMNS, PADDED, COPIERS, ALIGNED, LOAD_UNROLL>(
+                tile, find_row, valid_rows, thread());
     }
 
     __device__ __forceinline__ void finish() const {
