@@ -44,6 +44,7 @@ from tolerance import assert_arrays_close, assert_backward_close, assert_forward
 from cuflash import reference
 from cuflash.gpu.arguments import pack
 from cuflash.masks.band import Band
+from cuflash.operands.dtypes import DOUBLE
 from cuflash.operands.layout import MAX_LENGTH, make_layout
 from cuflash.operands.spec import Spec
 from cuflash.planning import source
@@ -365,6 +366,16 @@ def test_every_row_of_the_table(row, dtype):
         result = attention(q, k, v, row=row, algo=row.algo, engine=row.engine, **options)
         assert result.plan.tile is row
         assert_forward_close(result.out, result.lse, q, k, v, plan=result.plan, **options)
+
+
+@pytest.mark.parametrize("row", [x for x in TILES if x.dtypes == DOUBLE and not x.backward], ids=str)
+def test_infinities_for_each_row_of_doubles(row):
+    """A block that finds some in its sums walks over its keys once more, and has them copied again."""
+    dim, keys = row.max_dim, 2 * row.block_k + 5
+    q, k, v = np.random.default_rng(0).standard_normal((3, 1, keys, dim))
+    v[:, keys // 2, 3], v[:, -1, 1] = np.nan, np.inf
+    result = attention(q, k, v, causal=True, row=row, algo=row.algo, engine=row.engine)
+    assert_forward_close(result.out, result.lse, q, k, v, plan=result.plan, causal=True)
 
 
 def check_random(case, **more):
