@@ -368,9 +368,11 @@ def test_every_row_of_the_table(row, dtype):
         assert_forward_close(result.out, result.lse, q, k, v, plan=result.plan, **options)
 
 
-@pytest.mark.parametrize("row", [x for x in TILES if x.dtypes == DOUBLE and not x.backward], ids=str)
+@pytest.mark.parametrize(
+    "row", [x for x in TILES if x.dtypes == DOUBLE and not x.backward], ids=str
+)
 def test_infinities_for_each_row_of_doubles(row):
-    """A block that finds some in its sums walks over its keys once more, and has them copied again."""
+    """A block that finds some in its sums walks over its keys once more."""
     dim, keys = row.max_dim, 2 * row.block_k + 5
     q, k, v = np.random.default_rng(0).standard_normal((3, 1, keys, dim))
     v[:, keys // 2, 3], v[:, -1, 1] = np.nan, np.inf

@@ -2,7 +2,7 @@
 //
 // A warp has no registers for O of 32 rows of 256 columns, and with 16 rows it reads every key and value
 // from shared memory for few products: the memory's port, not the tensor cores, then bounds it. So
-// warps share 32 rows. Each scores keys of its own, P of all meets in shared memory, and of O each
+// warps share 32 rows, in double 16. Each scores keys of its own, P of all meets in shared memory, and of O each
 // sums columns of its own:
 //
 //     Q_smem  [BLOCK_Q][D]         loaded once
@@ -27,6 +27,9 @@
 #include "seams/score.cuh"
 #include "seams/whole_rows.cuh"
 
+// Whether a row's first tile of keys has code of its own, which knows that there is no origin yet. In double,
+// where it would cost registers, that is found out as at other tiles: its scores are worked out twice.
+constexpr bool KNOWS_FIRST = sizeof(Element) == 2;
 constexpr int P_PITCH = pitch<Tile::Shared>(BLOCK_K);
 static_assert(STAGES == 1 && BLOCK_K == STEP_K * WARP_SPLIT, "a tile is one step of all warps");
 static_assert(is_laid_out<Tile::Shared>(tile_bytes::Q, Q_TILE) &&
@@ -142,8 +145,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         wait_copies<0>();
         __syncthreads();  // Q and the first keys have arrived for all
         tile.take_queries(Q_smem + first_row * Tile::PITCH);
-        if (tiles.count() > 0) visit_keys(0, Constant<true>());
-        for (int i = 1; i < tiles.count(); ++i) visit_keys(i, Constant<false>());
+        if (KNOWS_FIRST && tiles.count() > 0) visit_keys(0, Constant<true>());
+        for (int i = KNOWS_FIRST ? 1 : 0; i < tiles.count(); ++i) visit_keys(i, Constant<false>());
         if (careful || !__syncthreads_or(has_nonfinite_sums(O_regs))) break;
     }
     wait_copies<0>();

@@ -37,7 +37,8 @@
 #include "traded_scores.cuh"
 
 using TensorCoreQuerySums = typename Select<
-    SAME<Element, double>, DoubleMmaQuerySums<WARPS, BLOCK_Q, BLOCK_K, KeyTile::PADDED_D>,
+    SAME<Element, double>,
+    DoubleMmaQuerySums<WARPS, BLOCK_Q, BLOCK_K, KeyTile::PADDED_D, SUM_GROUPS>,
     MmaQuerySums<Element, WARPS, BLOCK_Q, BLOCK_K, KeyTile::PADDED_D, SUM_GROUPS>>::type;
 using QuerySums =
     typename Select<ENGINE_IS_MMA, TensorCoreQuerySums,

@@ -93,7 +93,7 @@ class MmaTile(WarpTile):
         ):
             rows = 16
         own = ceil_div(groups, self.warps * rows // self.block_q)
-        parts = 1 if self.dtypes == DOUBLE else ceil_div(own, self.sum_groups)
+        parts = ceil_div(own, self.sum_groups)
         return rows // 2 * parts * ceil_div(own, parts)
 
     def cached_bytes(self, problem: Problem) -> int:
@@ -148,6 +148,10 @@ class MmaTile(WarpTile):
         """Whether several warps of a forward kernel have the same queries."""
         return self.split > 1 and not self.backward
 
+    def lacks_registers(self, problem: Problem) -> bool:
+        """Whether warps that share queries have none left to trade scores with."""
+        return self.dtypes == DOUBLE and (bool(problem.dropout) or problem.is_packed)
+
     @property
     def kernel(self) -> str:
         """Name of the kernel that does the work, and of its file."""
@@ -175,7 +179,7 @@ class MmaTile(WarpTile):
         """Sizes that the kernels read."""
         own: dict[str, int | bool] = {"ENGINE_IS_MMA": True}
         if self.shares_queries:
-            own["TRADES_SCORES"] = self.trades
+            own["TRADES_SCORES"] = self.trades and not self.lacks_registers(problem)
         own |= super().constants(problem)
         is_changed = problem.dropout or problem.has_near_scores
         if is_changed and self.changed_step_q and not self.differentiated:
@@ -265,14 +269,16 @@ _BACKWARD = (
 _DOUBLE = (
     _double_fa2(max_dim=64,  block_k=48, warps=8, slabs=1, stages=1, load_unroll=6,
                 rate=44, item_time=4.7, start_time=14.0),
-    _double_fa2(max_dim=64,  block_k=64, warps=8, slabs=1, stages=1, load_unroll=4,
-                rate=43, item_time=4.9, start_time=14.0),
+    _double_fa2(max_dim=64,  block_k=64, warps=8, slabs=1, stages=2, step_k=32,
+                rate=42, item_time=3.1, start_time=12.0),
     _double_fa2(max_dim=64,  block_k=32, warps=4, slabs=1, stages=2, min_blocks=2,
                 rate=43, item_time=8.0, start_time=7.0),
     _double_fa2(max_dim=128, block_k=32, warps=8, slabs=1, stages=1, load_unroll=4,
                 rate=50, item_time=9.2, start_time=12.0),
     _double_fa2(max_dim=128, block_k=16, warps=4, slabs=1, stages=1, min_blocks=2, load_unroll=1,
                 rate=45, item_time=11.5, start_time=7.0),
+    _double_fa2(max_dim=256, block_k=16, warps=8, slabs=1, stages=1, split=2, step_k=8, trades=True,
+                load_unroll=4, varied=False, rate=40, item_time=20.0, start_time=12.0),
     _double_fa1(max_dim=64,  block_k=64, warps=8, slabs=1, stages=2, step_k=32),
     _double_fa1(max_dim=128, block_k=32, warps=4, slabs=1, stages=2, step_k=16),
     _double_fa1(max_dim=128, block_k=16, warps=4, slabs=1, stages=2),
@@ -282,7 +288,9 @@ _DOUBLE = (
            min_blocks=2),
     *_both(dtypes=DOUBLE, max_dim=128, block_q=32, step_q=16, warps=8, slabs=1, split=2, stages=1,
            one_score_tile=True, load_unroll=8),
-    *_both(dtypes=DOUBLE, max_dim=128, block_q=32, step_q=8, warps=8, slabs=1, split=4, stages=1),
+    *_both(dtypes=DOUBLE, max_dim=192, block_q=32, step_q=8, warps=8, slabs=1, split=4, stages=1),
+    *_both(dtypes=DOUBLE, max_dim=256, block_q=32, step_q=8, warps=4, slabs=1, split=4, stages=1,
+           sum_groups=1),
 )
 # fmt: on
 ROWS = (*_FORWARD, *_BACKWARD, *_DOUBLE)

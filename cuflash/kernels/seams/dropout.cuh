@@ -304,17 +304,19 @@ __device__ __forceinline__ void each_pair(const Tile& tile, const P& p, const He
     each_pair<COLUMNS>(calls, tile, p, row_begin, k_begin, use);
 }
 
-// Calls use(i, j, kept) for each of a lane's weights in any tile whose rows are queries.
+// Calls use(i, j, kept) for each of a lane's weights in any tile whose rows are queries. Wide heads of floats
+// leave no registers for two answers at a time.
 template <int ROWS, int COLUMNS, typename Tile, typename P, typename Use>
 __device__ __forceinline__ void each_kept(const Tile& tile, const P& p, const Head& head,
                                           int row_begin, int k_begin, const Use& use) {
+    constexpr bool ONE_BY_ONE = sizeof(Element) > 2 && HEAD_DIM > 128;
     if constexpr (Tile::IS_OF_TENSOR_CORES) {
-        each_pair<ROWS, COLUMNS>(tile, p, head, row_begin, k_begin,
-                                 [&](int i, int j, const Neighbours& neighbours) {
-                                     bool first, second;
-                                     neighbours.read(first, second);
-                                     use(i, j, first), use(i, j + 1, second);
-                                 });
+        each_pair<ROWS, COLUMNS>(
+            tile, p, head, row_begin, k_begin, [&](int i, int j, const Neighbours& neighbours) {
+                bool first = neighbours.has(false), second = neighbours.has(true);
+                if (!ONE_BY_ONE) neighbours.read(first, second);
+                use(i, j, first), use(i, j + 1, second);
+            });
     } else {
 #pragma unroll
         for (int i = 0; i < ROWS; ++i) {

@@ -113,35 +113,14 @@ struct DoubleMmaTile {
 
     // S = Q K^T for the STEP_K keys from K_smem on.
     __device__ __forceinline__ void score(double (&S)[ROWS][COLUMNS], const double* K_smem) const {
-#pragma unroll
-        for (int i = 0; i < ROWS; ++i)
-#pragma unroll
-            for (int j = 0; j < COLUMNS; ++j) S[i][j] = 0.0;
-        const double* const K_rows = K_smem + lane / 4 * PITCH + first_of_scores(lane);
-#pragma unroll
-        for (int depth = 0; depth < DEPTHS; ++depth) {
-            double a[SLABS][8];
-#pragma unroll
-            for (int slab = 0; slab < SLABS; ++slab) {
-                if constexpr (QUERIES_IN_REGISTERS) {
-#pragma unroll
-                    for (int r = 0; r < 8; ++r) a[slab][r] = Q_regs[slab][depth][r];
-                } else {
-                    load_queries(a[slab], slab, depth);
-                }
-            }
-#pragma unroll
-            for (int keys = 0; keys < STEP_K / 8; ++keys) {
-                double b[4];
-#pragma unroll
-                for (int e = 0; e < 4; ++e) b[e] = K_rows[keys * 8 * PITCH + depth * 16 + 2 * e];
-#pragma unroll
-                for (int slab = 0; slab < SLABS; ++slab) {
-                    const int i = 2 * slab, j = 2 * keys;
-                    multiply(S[i][j], S[i][j + 1], S[i + 1][j], S[i + 1][j + 1], a[slab], b);
-                }
-            }
-        }
+        add_scores<DEPTHS>(S, 0, DEPTHS, K_smem);
+    }
+    // The same over the first or the second half of the depths alone.
+    __device__ __forceinline__ void score_half(double (&S)[ROWS][COLUMNS], const double* K_smem,
+                                               int half) const {
+        static_assert(!QUERIES_IN_REGISTERS, "a half that is a variable");
+        constexpr int HALF = (DEPTHS + 1) / 2;
+        add_scores<HALF>(S, half * HALF, half == 0 ? HALF : DEPTHS - HALF, K_smem);
     }
 
     // O += P V for the STEP_K values from V_smem on.
@@ -198,6 +177,41 @@ struct DoubleMmaTile {
     }
 
   private:
+    // S = Q K^T over `count` of MOST depths from `first` on.
+    template <int MOST>
+    __device__ __forceinline__ void add_scores(double (&S)[ROWS][COLUMNS], int first, int count,
+                                               const double* K_smem) const {
+#pragma unroll
+        for (int i = 0; i < ROWS; ++i)
+#pragma unroll
+            for (int j = 0; j < COLUMNS; ++j) S[i][j] = 0.0;
+        const double* const K_rows = K_smem + lane / 4 * PITCH + first_of_scores(lane) + first * 16;
+#pragma unroll
+        for (int depth = 0; depth < MOST; ++depth) {
+            if (depth >= count) break;
+            double a[SLABS][8];
+#pragma unroll
+            for (int slab = 0; slab < SLABS; ++slab) {
+                if constexpr (QUERIES_IN_REGISTERS) {
+#pragma unroll
+                    for (int r = 0; r < 8; ++r) a[slab][r] = Q_regs[slab][depth][r];
+                } else {
+                    load_queries(a[slab], slab, first + depth);
+                }
+            }
+#pragma unroll
+            for (int keys = 0; keys < STEP_K / 8; ++keys) {
+                double b[4];
+#pragma unroll
+                for (int e = 0; e < 4; ++e) b[e] = K_rows[keys * 8 * PITCH + depth * 16 + 2 * e];
+#pragma unroll
+                for (int slab = 0; slab < SLABS; ++slab) {
+                    const int i = 2 * slab, j = 2 * keys;
+                    multiply(S[i][j], S[i][j + 1], S[i + 1][j], S[i + 1][j + 1], a[slab], b);
+                }
+            }
+        }
+    }
     // O += A V with 16 values from the lane's first on, of the columns that this warp sums: all are at
     // constant distances from its first one.
     __device__ __forceinline__ void multiply_values(double (&O)[ROWS][VALUE_COLUMNS],
@@ -213,27 +227,29 @@ struct DoubleMmaTile {
 };
 
 // As MmaQuerySums (tiles/query_sums.cuh). Of 16 queries lane g loads 2 g and 2 g + 1, which are its rows.
-template <int WARPS, int BLOCK_Q, int BLOCK_K, int D>
+template <int WARPS, int BLOCK_Q, int BLOCK_K, int D, int AT_ONCE>
 struct DoubleMmaQuerySums {
     static constexpr int PADDED_D = round_up(D, 16), PITCH = pitch<double>(PADDED_D);
     // 32 queries, unless warps would have no columns left.
     static constexpr bool HAS_TWO = BLOCK_Q % 32 == 0 && WARPS * 32 / BLOCK_Q <= PADDED_D / 16;
     static constexpr int SLABS = HAS_TWO ? 2 : 1, DOWN = BLOCK_Q / (16 * SLABS);
-    static constexpr int ACROSS = WARPS / DOWN;
-    static constexpr int GROUPS = round_up(PADDED_D / 16, ACROSS) / ACROSS, PARTS = 1;
+    static constexpr int ACROSS = WARPS / DOWN, OF_WARP = divide_up(PADDED_D / 16, ACROSS);
+    static constexpr int PARTS = divide_up(OF_WARP, AT_ONCE);
+    static constexpr int GROUPS = divide_up(OF_WARP, PARTS);  // of a part
     static constexpr int ROWS = 2 * SLABS, COLUMNS = 4 * GROUPS, COLUMN_GROUP = 2;
     static_assert(WARPS % DOWN == 0 && BLOCK_Q % 16 == 0, "warps share the tile evenly");
 
     const int lane = threadIdx.x % 32, down = threadIdx.x / 32 % DOWN;
-    const int across = threadIdx.x / 32 / DOWN;
+    const int first;  // of its groups
 
-    explicit __device__ __forceinline__ DoubleMmaQuerySums(int) {}
+    explicit __device__ __forceinline__ DoubleMmaQuerySums(int part)
+        : first(threadIdx.x / 32 / DOWN + part * (GROUPS * ACROSS)) {}
 
     __device__ __forceinline__ int row(int i) const {
         return (down * SLABS + i / 2) * 16 + lane / 4 * 2 + i % 2;
     }
     __device__ __forceinline__ int value_column(int j) const {
-        return (j / 4 * ACROSS + across) * 16 + j % 4 / 2 * 8 + lane % 4 * 2 + j % 2;
+        return (j / 4 * ACROSS + first) * 16 + j % 4 / 2 * 8 + lane % 4 * 2 + j % 2;
     }
 
     __device__ __forceinline__ void multiply_tiles(double (&dQ)[ROWS][COLUMNS],
@@ -242,7 +258,7 @@ struct DoubleMmaQuerySums {
         constexpr int S_PITCH = pitch<double>(BLOCK_Q);
         const int key = first_of_sums(lane);
         const double* const dS_rows = dS_smem + key * S_PITCH + down * SLABS * 16 + lane / 4 * 2;
-        const double* const K_rows = K_smem + key * PITCH + across * 16 + lane / 4;
+        const double* const K_rows = K_smem + key * PITCH + first * 16 + lane / 4;
 #pragma unroll
         for (int k = 0; k < BLOCK_K; k += 16) {
             double a[SLABS][8];
@@ -257,7 +273,8 @@ struct DoubleMmaQuerySums {
 #pragma unroll
             for (int tile = 0; tile < COLUMNS / 2; ++tile) {
                 const int group = tile / 2 * ACROSS;
-                if (PADDED_D / 16 % ACROSS != 0 && group + across >= PADDED_D / 16) break;
+                if (PARTS * GROUPS * ACROSS * 16 != PADDED_D && group + first >= PADDED_D / 16)
+                    break;
                 add_products(dQ, tile, a, K_rows + k * PITCH + group * 16 + tile % 2 * 8, PITCH);
             }
         }

@@ -2,6 +2,7 @@
 // it past the registers. Before, these may hold it (HOLDS_TILES), so that the time that memory takes
 // passes during the products all the same. Reads the prelude.
 #pragma once
+#include "few_registers.cuh"
 #include "tiles/copies.cuh"
 
 // Of T elements, COLUMNS in a row and PADDED in shared memory. begin() comes when nobody reads the tile
@@ -18,8 +19,9 @@ struct TileCopy {
     Vector<T, CHUNK<S>> held[IS_HELD ? COUNT : 1];
 
     __device__ __forceinline__ TileCopy(S* tile) : tile(tile) {}
+    // Where a part of the threads copies nothing of what this makes stays in registers: masks leave none.
     static __device__ __forceinline__ u32 thread() {
-        return COPIERS < THREADS ? threadIdx.x % COPIERS : threadIdx.x;
+        return COPIERS < THREADS ? u32(afresh(threadIdx.x)) % COPIERS : threadIdx.x;
     }
 
     // visit(i, row, column): the thread's i-th chunk.
