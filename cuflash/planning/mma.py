@@ -278,7 +278,7 @@ _DOUBLE = (
     _double_fa2(max_dim=128, block_k=16, warps=4, slabs=1, stages=1, min_blocks=2, load_unroll=1,
                 rate=45, item_time=11.5, start_time=7.0),
     _double_fa2(max_dim=256, block_k=16, warps=8, slabs=1, stages=1, split=2, step_k=8, trades=True,
-                load_unroll=4, varied=False, rate=40, item_time=20.0, start_time=12.0),
+                load_unroll=4, varied=False, rate=44, item_time=8.7, start_time=20.4),
     _double_fa1(max_dim=64,  block_k=64, warps=8, slabs=1, stages=2, step_k=32),
     _double_fa1(max_dim=128, block_k=32, warps=4, slabs=1, stages=2, step_k=16),
     _double_fa1(max_dim=128, block_k=16, warps=4, slabs=1, stages=2),
