@@ -14,9 +14,8 @@ constexpr int Q_TILE = BLOCK_Q * Tile::PITCH;
 // Columns that rows of keys and values have in memory, of floats for planes' pairs of halves.
 constexpr int K_COLUMNS = PLANES_ARE_MADE ? Tile::PADDED_D : HEAD_DIM;
 constexpr int V_COLUMNS = PLANES_ARE_MADE ? Tile::PADDED_DV : HEAD_DIM_V;
-// Whether each half of the warps copies one of the two: the lower half keys, the upper half values. Who copies
-// waits for the unit that takes copies. In double a warp alone keeps its quarter of the tensor cores busy
-// meanwhile.
+// Whether the lower half of the warps copies keys and the upper half values. Threads that copy wait for the unit
+// that takes copies. In double the other half keeps the tensor cores busy meanwhile.
 constexpr bool HALVES_COPY = ENGINE_IS_MMA && SAME<Element, double> && STAGES == 1 && WARPS == 8;
 constexpr int COPIERS = HALVES_COPY ? THREADS / 2 : THREADS;
 using KeyCopy = TileCopy<BLOCK_K, K_COLUMNS, Tile::PADDED_D, Tile::Shared, Element, COPIERS>;

@@ -19,7 +19,7 @@ struct TileCopy {
     Vector<T, CHUNK<S>> held[IS_HELD ? COUNT : 1];
 
     __device__ __forceinline__ TileCopy(S* tile) : tile(tile) {}
-    // Where a part of the threads copies nothing of what this makes stays in registers: masks leave none.
+    // Where only a part of the threads copies, what is made of this stays in no register: masks leave none.
     static __device__ __forceinline__ u32 thread() {
         return COPIERS < THREADS ? u32(afresh(threadIdx.x)) % COPIERS : threadIdx.x;
     }
