@@ -113,14 +113,14 @@ struct DoubleMmaTile {
 
     // S = Q K^T for the STEP_K keys from K_smem on.
     __device__ __forceinline__ void score(double (&S)[ROWS][COLUMNS], const double* K_smem) const {
-        add_scores<DEPTHS>(S, 0, DEPTHS, K_smem);
+        score_depths<DEPTHS>(S, 0, DEPTHS, K_smem);
     }
     // The same over the first or the second half of the depths alone.
     __device__ __forceinline__ void score_half(double (&S)[ROWS][COLUMNS], const double* K_smem,
                                                int half) const {
         static_assert(!QUERIES_IN_REGISTERS, "a half that is a variable");
         constexpr int HALF = (DEPTHS + 1) / 2;
-        add_scores<HALF>(S, half * HALF, half == 0 ? HALF : DEPTHS - HALF, K_smem);
+        score_depths<HALF>(S, half * HALF, half == 0 ? HALF : DEPTHS - HALF, K_smem);
     }
 
     // O += P V for the STEP_K values from V_smem on.
@@ -179,8 +179,8 @@ struct DoubleMmaTile {
   private:
     // S = Q K^T over `count` of MOST depths from `first` on.
     template <int MOST>
-    __device__ __forceinline__ void add_scores(double (&S)[ROWS][COLUMNS], int first, int count,
-                                               const double* K_smem) const {
+    __device__ __forceinline__ void score_depths(double (&S)[ROWS][COLUMNS], int first, int count,
+                                                 const double* K_smem) const {
 #pragma unroll
         for (int i = 0; i < ROWS; ++i)
 #pragma unroll
