@@ -68,6 +68,10 @@ __device__ __forceinline__ bool finds_nonfinite(const SharedMemory& smem) {
     return found;
 }
 
+// By twos a step's addresses are constants. Of steps with much code there is one copy: two are more than the
+// cache of instructions holds.
+constexpr bool BY_TWOS = HEAD_DIM <= 64 ? !HAS_NEAR_SCORES : !SCORE_IS_MODIFIED && !DROPS;
+
 // What a consumer does.
 __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int consumer) {
     Barriers& barriers = smem.barriers;
@@ -299,9 +303,13 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
             barriers.K_full.wait(items / GROUP % 2);
         }
 #pragma unroll 1
-        for (int i = 0; i < count; i += STAGES) {  // by twos: addresses are constants then
-            take_step(item, i, Constant<0>());
-            if (i + 1 < count) take_step(item, i + 1, Constant<1>());
+        for (int i = 0; i < count; i += BY_TWOS ? STAGES : 1) {
+            if constexpr (BY_TWOS) {
+                take_step(item, i, Constant<0>());
+                if (i + 1 < count) take_step(item, i + 1, Constant<1>());
+            } else {
+                take_step(item, i, i % STAGES);
+            }
         }
         const bool has_late_dQ = leads && count > 0;  // that of the last step
         if (has_late_dQ) {

@@ -30,6 +30,7 @@
 // Floor: for 64 x 128 scores the tensor cores take 4 (D + DV) clocks and the exponentials 512. At
 // D = 64 both bound the loop, above it the products do. At the clock that its power allows an H200
 // does products at 780 to 800 TFLOP/s. docs/hopper.md has what was measured.
+#include "few_registers.cuh"
 #include "numeric.cuh"
 #include "tiles/guarded_softmax.cuh"
 #include "seams/key_tiles.cuh"
@@ -94,6 +95,10 @@ __device__ __forceinline__ void add_nonfinite_values(const Params& p, const Item
 // weights leave enough of them. Packed heads have a call for each row.
 constexpr int FREE_REGISTERS = CONSUMER_REGISTERS - 2 * Tile::VALUE_COLUMNS - 3 * Tile::COLUMNS;
 constexpr bool HOLDS_CALLS = FREE_REGISTERS >= (PACKED > 1 ? 96 : 48);
+
+// Whether a mask's bits hide scores next to their exponentials: one waits less for the other so. Where products
+// bound the loop it is no faster.
+constexpr bool HIDES_LATE = STAGES_BITS && !SCORE_IS_MODIFIED && HEAD_DIM <= 64;
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     hopper_forward(const __grid_constant__ Params p, const __grid_constant__ Tables tables) {
@@ -169,17 +174,26 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const auto load_next_bits = [&](int i) {  // a tile ahead: they are few
         if (i + 1 < keys.count()) load_bits(keys[i + 1]);
     };
-    const auto adjust_scores = [&](const Visit& visit, const auto& elements) {
+    // For ways that are seldom taken: changed scores leave no registers to hold what is made of it.
+    const auto row_begin_once = [&] { return SCORE_IS_MODIFIED ? afresh(row_begin) : row_begin; };
+    const auto change_scores = [&](const Visit& visit, const auto& elements, const auto& then) {
         // With a number that is there no sooner than the scores the compiler cannot compute positions
         // while these are under way, for which there are no registers.
         const int k_begin = (SCORE_IS_MODIFIED ? uniform(visit.tile) : visit.tile) * BLOCK_K;
         rows.await();
-        modify_scores(S_regs, tile, p, head, row_begin, k_begin, elements);
+        modify_scores(S_regs, tile, p, head, row_begin, k_begin, elements, false, then);
+        return k_begin;
+    };
+    const auto hide_by_staged_bits = [&] {
+        smem.staged[now.slot].bits.hide(S_regs, -infinity<Accumulator>(), tile, consumer * SLAB);
+    };
+    const auto adjust_scores = [&](const Visit& visit, const auto& elements) {
+        const int k_begin = change_scores(visit, elements, DoesNothing());
         if (keys.is_cut_by_band(visit))
-            hide_outside_band(S_regs, columns, p, head, row_begin, k_begin + tile.column(0));
-        if (STAGES_BITS && visit.bits >= 0)
-            smem.staged[now.slot].bits.hide(S_regs, -infinity<Accumulator>(), tile,
-                                            consumer * SLAB);
+            hide_outside_band(S_regs, columns, p, head,
+                              SCORE_IS_LINE ? row_begin : row_begin_once(),
+                              k_begin + tile.column(0));
+        if (STAGES_BITS && visit.bits >= 0) hide_by_staged_bits();
         if (MASKED && !STAGES_BITS && visit.bits >= 0)
             bits.hide(S_regs, -infinity<Accumulator>(), columns, bits_of(visit), tile.column(0));
         if (missing.any()) missing.hide(S_regs, columns, 0);
@@ -197,14 +211,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
         const bool on_line =
             SCORE_IS_LINE && whole &&
             (!LINE_BENDS || line.is_beside_bend(tile, p, head, row_begin, visit.tile * BLOCK_K));
-        // A whole tile's scores that the softmax takes as they are need none of it.
-        if (!given.near && !on_line) adjust_scores(visit, rows);
+        const bool one_by_one = CHANGES_EACH && whole;
+        const bool hides_late = HIDES_LATE && i > 0 && softmax.settled && visit.bits >= 0 &&
+                                !keys.is_cut_by_band(visit) && !missing.any();
+        // Scores that the softmax takes as they are, or adjusts itself, need none of it.
+        if (!given.near && !on_line && !one_by_one && !hides_late) adjust_scores(visit, rows);
         load_next_bits(i);
         const auto score_again = [&] {
             tile.score_alone(
                 S_regs,
                 [&](int row) {
-                    row += row_begin;
+                    row += row_begin_once();
                     return row_exists(p, head, row) ? query_row(p, item->head, row) : nullptr;
                 },
                 shared_address(smem.K[now.slot]));
@@ -214,16 +231,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             adjust_scores(visit, rows.exact());
             load_next_bits(i);
         };
-        const auto follow_line = [&](auto& S, const auto& subtracted, auto& sums) {
-            const int k_begin = visit.tile * BLOCK_K;
-            if (on_line) line.exponentiate(S, subtracted, sums, tile, p, head, row_begin, k_begin);
-            return on_line;
+        const auto adjust_late = [&](auto& S, const auto& subtracted, auto& sums) {
+            if (on_line)
+                line.exponentiate(S, subtracted, sums, tile, p, head, row_begin,
+                                  visit.tile * BLOCK_K);
+            const auto weigh = [&](int i, int j) {
+                S[i][j] = exp2_of(multiply_add(S[i][j], multiplier, -subtracted[i]));
+                sums[i] += S[i][j];
+            };
+            if (one_by_one) change_scores(visit, rows, weigh);
+            if (hides_late) {
+                hide_by_staged_bits();
+#pragma unroll
+                for (int i = 0; i < Tile::ROWS; ++i)
+#pragma unroll
+                    for (int j = 0; j < Tile::COLUMNS; ++j) weigh(i, j);
+            }
+            return on_line || one_by_one || hides_late;
         };
         const auto align = [&](auto& origin, bool anew) {
             line.align(origin, anew, multiplier, tile);
         };
         const bool stale =
-            softmax.update(S_regs, multiplier, rescale, score_again, given, follow_line, align);
+            softmax.update(S_regs, multiplier, rescale, score_again, given, adjust_late, align);
         if (i + 1 < keys.count()) bring_rows(keys[i + 1]);
         if constexpr (PAGED || STAGES_BITS) __syncwarp();  // all lanes have read what is hidden
         if (speaks) barriers.K_empty[now.slot].arrive();

@@ -61,10 +61,12 @@ class HopperTile(KernelTile):
     dtypes: tuple[str, ...] = HALF
     without: tuple[str, ...] = ()
 
-    @property
-    def follows_lines(self) -> bool:
-        """Whether a line along the keys that is added to scores takes no registers."""
-        return self.max_dim <= 64 and self.kernel in ("hopper_forward", "hopper_backward")
+    def has_registers(self, problem: Problem) -> bool:
+        """Whether what changes scores takes few of a narrow row's registers: where it is a line
+        along the keys that is added.
+        """
+        narrow = self.max_dim <= 64 and self.kernel in ("hopper_forward", "hopper_backward")
+        return narrow and problem.score.line is not None
 
     def stages_rows(self, problem: Problem) -> bool:
         """Whether elements of an array for each query and key come by way of shared memory."""
@@ -88,7 +90,7 @@ class HopperTile(KernelTile):
     def options_of(self, problem: Problem) -> Iterator[str]:
         """What a problem asks of this row, in the words of WITHOUT."""
         score = problem.score
-        if score.stages and not (self.follows_lines and score.line is not None):
+        if score.stages and not self.has_registers(problem):
             yield "scores"
         if score.loads and not self.stages_rows(problem):
             yield "elements"

@@ -210,6 +210,25 @@ class WgmmaTile(HopperTile):
             Buffer("rows", self._rows_bytes(problem)),
         )
 
+    def has_registers(self, problem: Problem) -> bool:
+        """Besides for a line, for a softcap and for scores that are changed one by one."""
+        narrow = self.max_dim <= 64 and not self.keys_outside
+        cheap = problem.has_near_scores or self.changes_each(problem)
+        return super().has_registers(problem) or (narrow and cheap and not problem.dropout)
+
+    def changes_each(self, problem: Problem) -> bool:
+        """Whether a whole tile's scores are changed one by one, each ahead of its exponential.
+
+        It takes fewer registers than to change all of them before. With a bias it is faster at
+        narrow head dims only, and a softcap changes hardly any.
+        """
+        score = problem.score
+        if not score.stages or score.line is not None or problem.has_near_scores:
+            return False
+        if score.loads:
+            return self.max_dim <= 64 and score.pair_bytes == 2 and not score.has_slope
+        return True
+
     def stages_bits(self, problem: Problem) -> bool:
         """Whether a mask's bits come with the keys, for which some tiles leave no room."""
         if self.keys_outside or not problem.mask_is_stored:
@@ -287,6 +306,7 @@ class WgmmaTile(HopperTile):
             "PING_PONG": self.ping_pong,
             "STAGES_ROWS": self.stages_rows(problem),
             "STAGES_BITS": self.stages_bits(problem),
+            "CHANGES_EACH": self.changes_each(problem),
             "BARRIER_BYTES": BARRIER_BYTES,
             "PRODUCER_REGISTERS": 40 if self.warps == 8 else 32,
         }

@@ -83,11 +83,12 @@ __device__ __forceinline__ void with_scores(const Accumulator (&S)[ROWS][COLUMNS
 }
 
 // S[i][j] is of row row_begin + tile.row(i) of the queries and of key k_begin + tile.column(j), which
-// need not exist. `rows` are what it reads of a captured array.
-template <typename Tile, typename Rows, int ROWS, int COLUMNS>
+// need not exist. `rows` are what it reads of a captured array. Calls `then(i, j)` for each changed score.
+template <typename Tile, typename Rows, int ROWS, int COLUMNS, typename Then = DoesNothing>
 __device__ __forceinline__ void modify_scores(Accumulator (&S)[ROWS][COLUMNS], const Tile& tile,
                                               const Params& p, const Head& head, int row_begin,
-                                              int k_begin, const Rows& rows, bool whole = false) {
+                                              int k_begin, const Rows& rows, bool whole = false,
+                                              const Then& then = {}) {
     if constexpr (SCORE_IS_MODIFIED) {
         with_scores(S, p, whole, [&](const auto& score_of) {
 #pragma unroll
@@ -99,11 +100,13 @@ __device__ __forceinline__ void modify_scores(Accumulator (&S)[ROWS][COLUMNS], c
                 for (int first = 0; first < COLUMNS; first += ROW_GROUP) {
                     const auto elements = rows.of_row(i, first);
 #pragma unroll
-                    for (int j = first; j < first + ROW_GROUP && j < COLUMNS; ++j)
+                    for (int j = first; j < first + ROW_GROUP && j < COLUMNS; ++j) {
                         S[i][j] =
                             score_of(S[i][j], of_head, own, query_of(row),
                                      column_place(tile, k_begin, j), p, elements.at(j - first))
                                 .value;
+                        then(i, j);
+                    }
                 }
             }
         });
