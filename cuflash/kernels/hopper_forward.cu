@@ -96,6 +96,10 @@ __device__ __forceinline__ void add_nonfinite_values(const Params& p, const Item
 constexpr int FREE_REGISTERS = CONSUMER_REGISTERS - 2 * Tile::VALUE_COLUMNS - 3 * Tile::COLUMNS;
 constexpr bool HOLDS_CALLS = FREE_REGISTERS >= (PACKED > 1 ? 96 : 48);
 
+// Where changed scores leave few registers: what ways that are seldom taken make of the first row is not held.
+constexpr bool FEW_REGISTERS = HAS_NEAR_SCORES || CHANGES_EACH;
+constexpr bool FEW_FOR_LINES = SCORE_IS_LINE && HEAD_DIM <= 64;
+
 // Whether a mask's bits hide scores next to their exponentials: one waits less for the other so. Where products
 // bound the loop it is no faster.
 constexpr bool HIDES_LATE = STAGES_BITS && !SCORE_IS_MODIFIED && HEAD_DIM <= 64;
@@ -174,26 +178,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     const auto load_next_bits = [&](int i) {  // a tile ahead: they are few
         if (i + 1 < keys.count()) load_bits(keys[i + 1]);
     };
-    // For ways that are seldom taken: changed scores leave no registers to hold what is made of it.
-    const auto row_begin_once = [&] { return SCORE_IS_MODIFIED ? afresh(row_begin) : row_begin; };
-    const auto change_scores = [&](const Visit& visit, const auto& elements, const auto& then) {
+    const auto adjust_scores = [&](const Visit& visit, const auto& elements) {
         // With a number that is there no sooner than the scores the compiler cannot compute positions
         // while these are under way, for which there are no registers.
         const int k_begin = (SCORE_IS_MODIFIED ? uniform(visit.tile) : visit.tile) * BLOCK_K;
         rows.await();
-        modify_scores(S_regs, tile, p, head, row_begin, k_begin, elements, false, then);
-        return k_begin;
-    };
-    const auto hide_by_staged_bits = [&] {
-        smem.staged[now.slot].bits.hide(S_regs, -infinity<Accumulator>(), tile, consumer * SLAB);
-    };
-    const auto adjust_scores = [&](const Visit& visit, const auto& elements) {
-        const int k_begin = change_scores(visit, elements, DoesNothing());
+        modify_scores(S_regs, tile, p, head, row_begin, k_begin, elements);
         if (keys.is_cut_by_band(visit))
             hide_outside_band(S_regs, columns, p, head,
-                              SCORE_IS_LINE ? row_begin : row_begin_once(),
+                              FEW_REGISTERS ? afresh(row_begin) : row_begin,
                               k_begin + tile.column(0));
-        if (STAGES_BITS && visit.bits >= 0) hide_by_staged_bits();
+        if (STAGES_BITS && visit.bits >= 0)
+            smem.staged[now.slot].bits.hide(S_regs, -infinity<Accumulator>(), tile,
+                                            consumer * SLAB);
         if (MASKED && !STAGES_BITS && visit.bits >= 0)
             bits.hide(S_regs, -infinity<Accumulator>(), columns, bits_of(visit), tile.column(0));
         if (missing.any()) missing.hide(S_regs, columns, 0);
@@ -221,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
             tile.score_alone(
                 S_regs,
                 [&](int row) {
-                    row += row_begin_once();
+                    row += FEW_REGISTERS || FEW_FOR_LINES ? afresh(row_begin) : row_begin;
                     return row_exists(p, head, row) ? query_row(p, item->head, row) : nullptr;
                 },
                 shared_address(smem.K[now.slot]));
@@ -239,9 +236,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 S[i][j] = exp2_of(multiply_add(S[i][j], multiplier, -subtracted[i]));
                 sums[i] += S[i][j];
             };
-            if (one_by_one) change_scores(visit, rows, weigh);
+            if (one_by_one) {
+                rows.await();
+                modify_scores(S, tile, p, head, row_begin, uniform(visit.tile) * BLOCK_K, rows,
+                              false, weigh);
+            }
             if (hides_late) {
-                hide_by_staged_bits();
+                smem.staged[now.slot].bits.hide(S, -infinity<Accumulator>(), tile, consumer * SLAB);
 #pragma unroll
                 for (int i = 0; i < Tile::ROWS; ++i)
 #pragma unroll
