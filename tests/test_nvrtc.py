@@ -124,9 +124,9 @@ class Kernel(NamedTuple):
     def must_not_spill(self) -> bool:
         if self.name and getattr(self.row.of_kernel(self.name), "after_planes", False):
             return False  # there is seldom anything to do
-        if self.row.engine == "wgmma":  # that row has no room for scores that are not near 0
-            near_alone = self.row.warps == 12 and self.row.block_k == 128
-            return not (self.capped and near_alone and self.dtype == "bfloat16")
+        if self.row.engine == "wgmma":  # the widest tiles leave no room for scores far from 0
+            widest = self.row.warps == 12 and self.row.block_k == 128
+            return not (widest and self.capped and self.dtype == "bfloat16")
         if self.row.backward and not self.name:
             return False
         varied = self.mask or self.capped or self.sequences or self.row.packed > 1
