@@ -62,6 +62,11 @@ def distance(sizes):
     return lambda score, batch, head, q, k: score + slope[head] * (k - q)
 
 
+def curve(score, batch, head, q, k):
+    """A function of scores that adds no line along the keys."""
+    return score - 0.01 * (q - k) * (q - k)
+
+
 FEATURES = {
     "alibi": Feature(lambda x: {"alibi_slopes": slopes(x[1])}, _times(1.1), _times(1.15)),
     "score_mod": Feature(lambda x: {"score_mod": distance(x)}, _times(1.1), _times(1.15)),
@@ -76,4 +81,6 @@ FEATURES = {
     ),
     "sinks": Feature(lambda x: {"sinks": slopes(x[1])}, _times(1.01), _times(1.02)),
     "softcap": Feature(lambda x: {"softcap": SOFTCAP}),
+    "small softcap": Feature(lambda x: {"softcap": 2.0}),  # scores are not near 0
+    "curve": Feature(lambda x: {"score_mod": curve}),
 }

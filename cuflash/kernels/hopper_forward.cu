@@ -96,7 +96,8 @@ __device__ __forceinline__ void add_nonfinite_values(const Params& p, const Item
 constexpr int FREE_REGISTERS = CONSUMER_REGISTERS - 2 * Tile::VALUE_COLUMNS - 3 * Tile::COLUMNS;
 constexpr bool HOLDS_CALLS = FREE_REGISTERS >= (PACKED > 1 ? 96 : 48);
 
-// Where changed scores leave few registers: what ways that are seldom taken make of the first row is not held.
+// Where changed scores leave few registers: ways that are seldom taken work out anew what they need of a tile's
+// first row, which the compiler would hold otherwise.
 constexpr bool FEW_REGISTERS = HAS_NEAR_SCORES || CHANGES_EACH;
 constexpr bool FEW_FOR_LINES = SCORE_IS_LINE && HEAD_DIM <= 64;
 
@@ -245,8 +246,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
                 smem.staged[now.slot].bits.hide(S, -infinity<Accumulator>(), tile, consumer * SLAB);
 #pragma unroll
                 for (int i = 0; i < Tile::ROWS; ++i)
-#pragma unroll
-                    for (int j = 0; j < Tile::COLUMNS; ++j) weigh(i, j);
+                    ::exponentiate(
+                        S[i], [=](Accumulator) { return multiplier; }, subtracted[i], sums[i]);
             }
             return on_line || one_by_one || hides_late;
         };
