@@ -81,13 +81,11 @@ def test_what_nobody_sees_may_hold_anything():
     check_hidden()
 
 
-def check_overflow():
-    """Of keys so large that products are infinite or NaN nothing is left where they are hidden."""
-    q, k, v, dout = operands()
+def check_overflow(q, k, v, dout, scale=None):
+    """Of the keys 7 and 200, which a bias hides, nothing is left where their products overflow."""
     added = bias("aligned").copy()
     added[:, :, 200] = -np.inf
-    k[:, 7], k[:, 200] = 3e38, -3e38
-    options = {"bias": added, "engine": "wgmma"}
+    options = {"bias": added, "engine": "wgmma", "scale": scale}
     out, lse, *_ = attention(q, k, v, **options)
     grads = attention_backward(dout, q, k, v, out, lse, wrt=("bias",), **options)
     results = [out, *grads[:3], *grads.others]
@@ -96,8 +94,30 @@ def check_overflow():
     assert not grads.others[0][:, :, [7, 200]].any()
 
 
-def test_products_that_overflow_are_hidden():
-    check_overflow()
+def check_large_keys():
+    q, k, v, dout = operands()
+    k[:, 7], k[:, 200] = 3e38, -3e38
+    check_overflow(q, k, v, dout)
+
+
+def check_large_query():
+    """Of which other keys see nothing."""
+    q, k, v, dout = operands()
+    k[..., 0] = 0
+    q[:, 11, 0], k[:, 7, 0], k[:, 200, 0] = 3e37, 6e4, -6e4
+    check_overflow(q, k, v, dout)
+
+
+def check_large_scale():
+    q, k, v, dout = operands()
+    k *= 1e-37
+    k[:, 7], k[:, 200], dout[:] = 6e4, -6e4, dout * 1e-3
+    check_overflow(q, k, v, dout, scale=1e37)
+
+
+@pytest.mark.parametrize("check_large", [check_large_keys, check_large_query, check_large_scale])
+def test_products_that_overflow_are_hidden(check_large):
+    check_large()
 
 
 @pytest.mark.parametrize("rows", [100, 150])
@@ -139,10 +159,12 @@ PLANTED = [
     ("rows that do not begin on chunks are copied by chunks", r"addresses % CHUNK_BYTES == 0",
      "true", functools.partial(check, "shifted")),
     ("all operands count as finite", r"if \(finite\(\)\)", "if (true)", check_hidden),
-    ("products that overflow are NaN where they are hidden", r"return hide_overflowed\(S, rows\);",
-     "return;", check_overflow),
-    ("the same where the bias's own gradient is", r"now\.hide_overflowed\(S, elements\);", "",
-     check_overflow),
+    ("large keys count as others", r"SCORE_MAY_HIDE \? Bits::LARGE : Bits::ONE", "Bits::ONE",
+     check_large_keys),
+    ("a large query counts as others", r"nonfinite \|= q_part\[i\]\.may_be_nonfinite\(\);", "",
+     check_large_query),
+    ("any scale counts as small", r"LOOKS_AT_Q && SCORE_MAY_HIDE &&", "false &&",
+     check_large_scale),
     ("rows of keys that are not there are whole", r"whole_until = found\.size;",
      "whole_until = 1 << 30;", check),
     ("queries that are not there are whole", r"k_begin \+ KEYS <= found\.size \? found\.rows : 0",

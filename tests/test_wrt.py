@@ -1,5 +1,7 @@
 """Gradients of the arrays that scores depend on: `wrt`. Cases of kernels are in cases.py, too."""
 
+import re
+
 import numpy as np
 import pytest
 from cases import FEW, H200, numpy_dtype, random_mask
@@ -308,12 +310,14 @@ def test_what_needs_any_order_says_so():
         cuflash.plan(q, q, q, **options | {"score_mod": chosen})
 
 
-def test_a_bias_for_each_pair_takes_no_workspace():
+def test_a_bias_for_each_pair_takes_a_mark_for_each_tile_of_keys():
     q = np.zeros((4, 16, 512, 64), np.float16)
     bias = np.zeros((16, 512, 512), np.float16)
     options = {"bias": bias, "backward": True, "device": H200}
     plain, plan = (cuflash.plan(q, q, q, wrt=wrt, **options) for wrt in ((), ("bias",)))
-    assert plan.workspace_bytes == plain.workspace_bytes
+    marks = dict(plan.workspace)["nonfinite_keys"]
+    assert marks == 4 * 64 * plan.key_tiles
+    assert plan.workspace_bytes - plain.workspace_bytes <= marks + 256
     assert "gradients of bias" in str(plan)
     kernel = plan.kernels[-1]
     assert kernel.name == "hopper_array_gradients_of_bias"
@@ -393,6 +397,12 @@ ON_HOPPER = {
     # copies of 16 bytes are made of.
     "causal": (64, 300, 136, {"bias": RNG.standard_normal((300, 136)), "causal": "top_left"}),
     "unaligned, three tiles": (128, 150, 75, {"bias": RNG.standard_normal((4, 150, 75))}),
+    # So long that tiles have 96 queries, and heads enough share elements to be staged, or too few.
+    "staged": (64, 300, 264, {"bias": RNG.standard_normal((300, 264))}),
+    "staged, causal": (64, 530, 136, {"bias": RNG.standard_normal((530, 136)),
+                                      "causal": "bottom_right"}),
+    "staged, unaligned": (32, 300, 75, {"bias": RNG.standard_normal((2, 1, 300, 75))}),
+    "own elements": (64, 300, 136, {"bias": RNG.standard_normal((2, 4, 300, 136))}),
     "masked": (96, 80, 160, {"bias": RNG.standard_normal((2, 1, 80, 160)),
                              "mask": random_mask((2, 1, 80, 160), 16, shown=0.6)}),
 }  # fmt: skip
@@ -412,6 +422,16 @@ def differentiate_on_hopper(name, dtype="bfloat16", **more):
 @pytest.mark.parametrize("name", ON_HOPPER)
 def test_hopper_kernels(name):
     differentiate_on_hopper(name)
+
+
+def test_heads_that_share_elements_stage_them():
+    def rows(heads, dim=64):
+        q, bias = np.zeros((heads, 2, 600, dim), np.float16), np.zeros((2, 600, 600), np.float16)
+        plan = cuflash.plan(q, q, q, bias=bias, wrt=("bias",), backward=True, device=H200)
+        return re.search(r"GRADIENT_ROWS = (\d+);", plan.source(plan.kernels[-1].name))[1]
+
+    assert [rows(heads) for heads in (1, 3, 4)] == ["16", "16", "192"]
+    assert rows(4, dim=128) == "16"
 
 
 def differentiate_items(length, schedule=0):
@@ -466,20 +486,30 @@ HOPPER_PLANTED = [
     ("elements of the first head", r"\(others \|\| !holds\)", "!holds", differentiate_by_turns),
     ("elements of the item before", r"\(others \|\| !holds\)", "others",
      lambda: differentiate_on_hopper("causal")),
-    ("elements come while others are read", r"barriers\.elements_empty\.wait\(", "(void)(",
+    ("elements come while others are read", r"barriers\.elements_empty\[t\]\.wait\(", "(void)(",
      differentiate_by_turns),
-    ("nobody looks at values", r"smem\.found_nonfinite\[V_slot\]\[part\] != 0", "false",
+    ("nobody hears of values", r"nonfinite \* StepFacts::IS_CAREFUL", "0", differentiate_by_turns),
+    ("a tile of keys is marked as another", r"\+ item\.key_tile\] =", "+ 0] =",
      differentiate_by_turns),
     ("numbers of rows come too soon", r"STATS_SLOTS = 2 \* STAGES", "STATS_SLOTS = 1",
      lambda: differentiate_on_hopper("causal")),
     ("sums stay for the next item", r"(k_begin\(\), smem, consumer\);\s+)clear_sums\(\);", r"\1",
      lambda: differentiate_on_hopper("causal")),
     ("the gradient's rows lie elsewhere", r"row_of_lane \+= GRADIENT_ROWS \* q_step",
-     "row_of_lane += (GRADIENT_ROWS - 1) * q_step", lambda: differentiate_on_hopper("causal")),
+     "row_of_lane += (GRADIENT_ROWS - 1) * q_step", lambda: differentiate_on_hopper("masked")),
     ("rows leave before they are turned", r"meet\(GRADIENT_TURNED \+ consumer, WARPGROUP\);", "",
-     lambda: differentiate_on_hopper("causal")),
+     lambda: differentiate_on_hopper("own elements")),
     ("rows are turned where others still read", r"group % 2 \* BUFFER_BYTES", "0",
-     lambda: differentiate_on_hopper("causal")),
+     lambda: differentiate_on_hopper("masked")),
+    ("staged rows lie elsewhere", r"row_of_lane \+= 4 \* q_step", "row_of_lane += 3 * q_step",
+     lambda: differentiate_on_hopper("staged")),
+    ("staged rows leave before they are there",
+     r"meet\(GRADIENT_STAGED \+ consumer, STAGING_THREADS\);", "",
+     lambda: differentiate_on_hopper("staged")),
+    ("what is staged last stays", r"if constexpr \(LEAVES_STAGED\) write_last\(\);", "",
+     lambda: differentiate_on_hopper("staged")),
+    ("elements of a tile are not waited for",
+     r"await_elements\(\);(?=\s+elements\.begin)", "", lambda: differentiate_items(304)),
     ("nobody writes the zeros", r"for \(int i = row; i < rows;", "for (int i = row; i < 0;",
      lambda: differentiate_items(304)),
     ("cut tiles are whole", r"if \(cut\)", "if (false)",

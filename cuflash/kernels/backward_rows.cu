@@ -12,6 +12,7 @@
 //
 // Where engines want it (MARKS_NONFINITE), a tile is marked as NONFINITE mostly without a look at Q: an
 // infinity or NaN in a row of Q makes all its scores, and so its lse, one, unless scores are modified.
+// Then the squares of a lane's part of the row are added up, which says that its numbers are below 2^64.
 // One in dO makes delta one. Rows without weight, and those of other sequences that lie behind one, are
 // looked at.
 #include "hopper/gradient_head.cuh"
@@ -79,7 +80,11 @@ extern "C" __global__ void __launch_bounds__(SIDE_THREADS, 3)
     if (!place.exists()) return;
 
     const int lane = threadIdx.x % LANES;
-    bool weightless = false, nonfinite = false;
+    // Of 256 numbers and keys below 2^16, and this, scores are below 2^102.
+    constexpr Accumulator MOST_SCALE = 1 << 14;
+    bool weightless = false;
+    bool nonfinite = LOOKS_AT_Q && SCORE_MAY_HIDE &&
+                     !(score_scale(p) <= MOST_SCALE && score_scale(p) >= -MOST_SCALE);
 #pragma unroll 1
     for (int first = threadIdx.x / LANES; first < ROWS * AT_ONCE; first += AT_ONCE * BATCH) {
         const auto query = [&](int i) { return tile * BLOCK_Q + first + i * AT_ONCE; };

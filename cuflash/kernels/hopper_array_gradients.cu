@@ -16,13 +16,12 @@
 //                   and what backward_rows has worked out of the queries
 //     warp 1        works out the steps: an item's heads, and which tiles they show; writes the zeros
 //                   of items that show nothing
-//     warps 2, 3    bring the elements of a captured array, and look for infinities and NaN among
-//                  the values
+//     warps 2, 3    bring the elements of a captured array, and write what consumers have staged
 //     consumers     compute S^T, dP^T and the sums; nothing ties one to the other
 //
 // Floor of a step of 128 keys and 192 queries, D = DV = 128 and 64: the tensor cores take 3072 and 1536
-// clocks, exponentials 1536, the issue slots about 1300 (a pair of a bias takes 4.5 instructions for its
-// weight and 2 for its term). From L2 come 160 and 80 KB, at 30 bytes a clock and multiprocessor 5460 and 2730 clocks:
+// clocks, exponentials 1536, the issue slots about 1300 (a pair of a bias takes 4.8 instructions for its
+// weight and 2.3 for its term). From L2 come 160 and 80 KB, at 30 bytes a clock and multiprocessor 5460 and 2730 clocks:
 // hence items as large as registers allow. The gradient is written once. docs/hopper.md has what was
 // measured.
 #include "hopper/array_block.cuh"
@@ -33,19 +32,19 @@
 #include "ptx/overlap.cuh"
 #include "uniform.cuh"
 
-// Of a sum NaN tells what is hidden nevertheless (GradientStep::hide_overflowed), which saves a look at
-// each element.
-constexpr bool DOUBTS_NAN = SCORE_MAY_HIDE && ARRAY_IS_ADDED;
+// Whether a hidden pair has weight 0 by itself where all numbers are finite: of a sum, whose parts do not
+// overflow.
+constexpr bool IS_SUM = ARRAY_IS_ADDED && !SCORE_HAS_SLOPE;
 
 // Weights times the derivative by the element, from S^T. A hidden pair gets -0, if it is to be told
-// from others: where all numbers are finite its weight is 0 by itself, unless the derivative is not.
+// from others.
 template <bool CAREFUL>
 __device__ __forceinline__ void to_weights(Accumulator (&S)[Scores::ROWS][Scores::COLUMNS],
                                            const GradientStep& now, const Params& p,
                                            const GradientStep::Stats& log2_sums,
                                            TurnedElements<>& elements) {
     using Given = decltype(elements.at(0, 0));
-    using Found = typename Select<DOUBTS_NAN && !CAREFUL, InSum<Given>, Given>::type;
+    using Found = typename Select<IS_SUM && !CAREFUL, InSum<Given>, Given>::type;
     const OfHead of_head = read_of_head(now.head, p);
     const Accumulator multiplier = score_multiplier(p);
 #pragma unroll
@@ -64,22 +63,20 @@ __device__ __forceinline__ void to_weights(Accumulator (&S)[Scores::ROWS][Scores
             if constexpr (!ARRAY_IS_ADDED)  // never -0
                 S[i][j] = multiply_add(S[i][j], score.slope, Accumulator(0));
             const bool hidden = SCORE_MAY_HIDE && score.value == -infinity<Accumulator>();
-            if ((CAREFUL || !ARRAY_IS_ADDED) && hidden) S[i][j] = Accumulator(-0.0);
+            if ((CAREFUL || !IS_SUM) && hidden) S[i][j] = Accumulator(-0.0);
             if (CAREFUL && log2_sum.at[e % 2] == infinity<Accumulator>())
                 S[i][j] = Accumulator(-0.0);
         }
     }
 }
 
-// Adds the terms of a tile, from weights and dP^T. Of finite scores hidden pairs are those of weight 0:
-// else the query's O, and so delta, would be infinite like the value.
+// Adds the terms of a tile, from weights and dP^T.
 template <bool CAREFUL>
 __device__ __forceinline__ void add_terms(Accumulator (&sums)[Scores::ROWS][Scores::COLUMNS],
                                           const Accumulator (&dP)[Scores::ROWS][Scores::COLUMNS],
                                           const Accumulator (&P)[Scores::ROWS][Scores::COLUMNS],
                                           const GradientStep& now,
-                                          const GradientStep::Stats& deltas,
-                                          bool scores_are_finite = false) {
+                                          const GradientStep::Stats& deltas) {
 #pragma unroll
     for (int m = 0; m < GradientStep::PAIRS; ++m) {
         if (m % AT_A_TIME == 0) __syncwarp();
@@ -89,10 +86,8 @@ __device__ __forceinline__ void add_terms(Accumulator (&sums)[Scores::ROWS][Scor
             const int i = e / 2, j = 2 * m + e % 2;
             const Accumulator rest =
                 (now.kept.has(i, j) ? dP[i][j] : Accumulator(0)) - delta.at[e % 2];
-            const bool hidden =
-                is_negative_zero(P[i][j]) || (scores_are_finite && P[i][j] == Accumulator(0));
             if (CAREFUL)
-                sums[i][j] += hidden ? Accumulator(0) : P[i][j] * rest;
+                sums[i][j] += is_negative_zero(P[i][j]) ? Accumulator(0) : P[i][j] * rest;
             else
                 sums[i][j] = multiply_add(P[i][j], rest, sums[i][j]);
         }
@@ -129,13 +124,25 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
         const int K_slot = slot_of<K_STAGES>(heads), V_slot = slot_of<V_STAGES>(heads);
         if (facts.has(StepFacts::GIVES_BACK_FIRST)) {
             __syncwarp();  // all lanes have read the elements
-            if (speaks) barriers.elements_empty.arrive();
+            if (speaks)
+#pragma unroll
+                for (int t = 0; t < ITEM_TILES; ++t) barriers.elements_empty[t].arrive();
         }
-        if (facts.has(StepFacts::IS_FRESH)) barriers.elements_full.wait(facts.brought % 2);
-        bool check = false;  // whether hidden pairs may meet infinite values
 #pragma unroll
         for (int t = 0; t < ITEM_TILES; ++t) {
-            if (!(facts.shown() >> t & 1)) continue;
+            const auto await_elements = [&] {
+                if (facts.has(StepFacts::IS_FRESH))
+                    barriers.elements_full[t].wait(facts.brought % 2);
+            };
+            const auto give_back_elements = [&] {
+                if (!facts.has(StepFacts::GIVES_BACK_LAST)) return;
+                __syncwarp();  // all lanes have read them
+                if (speaks) barriers.elements_empty[t].arrive();
+            };
+            if (!(facts.shown() >> t & 1)) {
+                await_elements(), give_back_elements();
+                continue;
+            }
             const bool is_first = facts.is_first(t), is_last = facts.is_last(t);
             const u32 tiles = facts.tile_number(t);
             const int slot = slot_of<STAGES>(tiles);
@@ -161,43 +168,34 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
             GradientStep now{p, tile, step.located.head, (step.item.first_query + t) * BLOCK_Q,
                              k_begin()};
             now.draw_kept();
-            const bool cut = facts.is_cut(t), careful = row_stats[NONFINITE] != 0;
+            const bool cut = facts.is_cut(t),
+                       careful = facts.has(StepFacts::IS_CAREFUL) || row_stats[NONFINITE] != 0;
             wait_products<1>(S);
             __syncwarp();  // all lanes have read the numbers of the tile before
             if (speaks) {
                 barriers.Q_empty[slot].arrive();
                 if (is_last) barriers.K_empty[K_slot].arrive();
             }
+            await_elements();
             elements.begin(t);
             if (careful)
                 to_weights<true>(S, now, p, log2_sums, elements);
             else
                 to_weights<false>(S, now, p, log2_sums, elements);
+            give_back_elements();
             if (cut)
                 now.hide(S, TileBits(p, now.head, step.bits[t], consumer * SLAB, now.k_begin,
                                      now.q_begin));
-            if constexpr (DOUBTS_NAN) now.hide_overflowed(S, elements);
             settle(S);  // or terms are worked out meanwhile, for which there are no registers
             wait_products<0>(dP);
-            if (CHECKS_VALUES && is_first) {
-                barriers.V_checked[V_slot].wait(parity_of<V_STAGES>(heads));
-#pragma unroll
-                for (int part = 0; part < SIDE_WARPS; ++part)
-                    check |= smem.found_nonfinite[V_slot][part] != 0;
-            }
-            __syncwarp();  // all lanes have read what the side warps found
             if (speaks) {
                 barriers.dO_empty[slot].arrive();
                 if (is_last) barriers.V_empty[V_slot].arrive();
             }
-            if (careful || check || (!CHECKS_VALUES && cut))
-                add_terms<true>(sums[t], dP, S, now, deltas, !careful);
+            if (careful)
+                add_terms<true>(sums[t], dP, S, now, deltas);
             else
                 add_terms<false>(sums[t], dP, S, now, deltas);
-        }
-        if (facts.has(StepFacts::GIVES_BACK_LAST)) {
-            __syncwarp();  // all lanes have read the elements
-            if (speaks) barriers.elements_empty.arrive();
         }
         if (facts.has(StepFacts::CLOSES)) {
             store_sums(sums, tile, p, array_gradient(p) + step.item.offset,
@@ -207,6 +205,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
         __syncwarp();  // all lanes have read the step, and the numbers of its queries
         if (speaks) reader.release();
     }
+    if (LEAVES_STAGED) meet(STAGING_FREE + consumer, STAGING_THREADS);  // what left last
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)

@@ -55,16 +55,21 @@ __device__ __forceinline__ void clear_tile(unsigned char* tile, int bytes, const
     }
 }
 
-// Whether this thread finds infinities and NaN in its share of the keys and values.
+// Whether this thread finds infinities and NaN in its share of the keys and values. Where scores may hide,
+// large keys count as such, so that products overflow in none of the other tiles.
 __device__ __forceinline__ bool finds_nonfinite(const SharedMemory& smem) {
-    constexpr int STEP = BOTH * CHUNK_BYTES, BYTES = sizeof(smem.K) + sizeof(smem.V);
-    constexpr int SHARE = BYTES / STEP;
-    static_assert(BYTES % STEP == 0, "equal shares");
+    constexpr int STEP = BOTH * CHUNK_BYTES, KEYS = sizeof(smem.K) / STEP;
+    constexpr int SHARE = KEYS + sizeof(smem.V) / STEP;
+    static_assert(sizeof(smem.K) % STEP == 0 && sizeof(smem.V) % STEP == 0, "equal shares");
+    using Bits = Exponent<Element>;
+    constexpr u32 OF_KEYS = SCORE_MAY_HIDE ? Bits::LARGE : Bits::ONE;
     const unsigned char* const first = smem.K + (threadIdx.x - WARPGROUP) * CHUNK_BYTES;
+    const auto chunk = [&](int i) { return reinterpret_cast<const Element*>(first + i * STEP); };
     bool found = false;
 #pragma unroll 4
     for (int i = 0; i < SHARE; ++i)
-        found |= has_nonfinite(reinterpret_cast<const Element*>(first + i * STEP));
+        found |= OF_KEYS != Bits::ONE && i < KEYS ? has_nonfinite<Element, OF_KEYS>(chunk(i))
+                                                  : has_nonfinite(chunk(i));
     return found;
 }
 
@@ -194,6 +199,9 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
                 now.score_again(S);
             }
         }
+        if (MARKS_KEYS && i == 0 && threadIdx.x == WARPGROUP)  // for hopper_array_gradients.cu
+            p.nonfinite_keys[key_tiles_at<BLOCK_K>(p, now.head) + item.key_tile] =
+                has_nonfinite_keys();
         score_gradients(slot);
         now.draw_kept();
         if (!SCORE_IS_MODIFIED && is_first) check_keys();

@@ -17,16 +17,19 @@
 
 // ---------------------------------------------------------------- to clear, and to restore
 // Where a type's exponent lies in a 32-bit word that holds one number, two, or the upper half of
-// one. Adding ONE to an exponent of all ones carries into the sign bit, SIGN.
+// one. Adding ONE to an exponent of all ones carries into the sign bit, SIGN. So does adding LARGE to that
+// of a half from 2^16 on, where float16 ends.
 template <typename S>
 struct Exponent;
 template <>
 struct Exponent<__half> {
     static constexpr u32 MASK = 0x7c007c00, ONE = 0x04000400, SIGN = 0x80008000, WORDS = 1;
+    static constexpr u32 LARGE = ONE;
 };
 template <>
 struct Exponent<__nv_bfloat16> {
     static constexpr u32 MASK = 0x7f807f80, ONE = 0x00800080, SIGN = 0x80008000, WORDS = 1;
+    static constexpr u32 LARGE = (256 - (127 + 16)) * ONE;
 };
 template <>
 struct Exponent<float> {
@@ -37,15 +40,16 @@ struct Exponent<double> {
     static constexpr u32 MASK = 0x7ff00000, ONE = 0x00100000, SIGN = 0x80000000, WORDS = 2;
 };
 
-// Whether a chunk of a shared tile holds an infinity or NaN, by its bits: three operations a word.
-template <typename S>
+// Whether a chunk of a shared tile holds an infinity or NaN, or with LARGE a number from there on, by
+// its bits: three operations a word.
+template <typename S, u32 STEP = Exponent<S>::ONE>
 __device__ __forceinline__ bool has_nonfinite(const S* chunk) {
     using Bits = Exponent<S>;
     const auto words = *reinterpret_cast<const Vector<u32>*>(chunk);
     u32 carry = 0;
 #pragma unroll
     for (int i = Bits::WORDS - 1; i < CHUNK<u32>; i += Bits::WORDS)
-        carry |= (words.at[i] & Bits::MASK) + Bits::ONE;
+        carry |= (words.at[i] & Bits::MASK) + STEP;
     return (carry & Bits::SIGN) != 0;
 }
 

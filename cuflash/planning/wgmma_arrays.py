@@ -16,6 +16,10 @@ from .tile import ceil_div
 
 WGMMA_WALK = "hopper_array_gradients"  # the file of its kernel
 QUERIES = 192  # of an item, whose sums a thread's registers hold
+# From so many heads to an element on, a side warp writes an item's gradient while consumers go on.
+# Beside consumers that write it (H200, 2026-11-29, bf16, causal, head dim 64, whole passes): 1.015
+# with 4 heads, 0.90 with one, where side warps have more to do than consumers.
+LEAST_STAGED_HEADS = 4
 EXTRA_BYTES = 2048  # of shared memory: steps
 
 
@@ -61,6 +65,17 @@ class WgmmaArrayTile(HopperGradientTile):
         """Tiles of queries of an item."""
         return QUERIES // self.block_q - (not self.is_light(problem))
 
+    def gradient_rows(self, problem: Problem) -> int:
+        """Queries whose elements of the gradient leave shared memory together: of halves all of an
+        item, if there is room and heads enough pass by meanwhile.
+        """
+        wanted = self._wanted(problem)
+        assert wanted is not None, "of an array"
+        stages = self.max_dim <= 64 and wanted.element in HALF
+        if stages and problem.head_count >= LEAST_STAGED_HEADS * wanted.entries:
+            return self.item_tiles(problem) * self.block_q
+        return 16
+
     def slots(self) -> tuple[int, int, int]:
         """Tiles of K, of V, and of Q and dO in shared memory at a time."""
         return (2, 2, 2) if self.max_dim <= 64 else (2, 1, 2)
@@ -81,7 +96,7 @@ class WgmmaArrayTile(HopperGradientTile):
                 self.block_k * item + CHUNK_BYTES,
                 self.item_tiles(problem) * self.block_q,
             ),
-            Buffer("gradient", 16 * self.block_k * item, 2),
+            Buffer("gradient", self.block_k * item, max(32, self.gradient_rows(problem))),
             Buffer("row_stats", sizes["row_stats"], 2 * queries),
             Buffer("barriers", BARRIER_BYTES + EXTRA_BYTES),
         )
@@ -104,6 +119,7 @@ class WgmmaArrayTile(HopperGradientTile):
             "K_STAGES": keys,
             "V_STAGES": values,
             "STAGES": queries,
+            "GRADIENT_ROWS": self.gradient_rows(problem),
             "ITEM_TILES": self.item_tiles(problem),
             "TICKET": 1 + walked(problem).index(self.differentiated),
             "PRODUCER_REGISTERS": 40 if self.max_dim <= 64 else 48,

@@ -159,6 +159,10 @@ class WgmmaGradientTile(HopperGradientTile):
         """Whether warps bring the elements of an array for each query and key to shared memory."""
         return problem.score.pair_bytes == 2 and self.kernel == "hopper_backward"
 
+    def marks_keys(self, problem: Problem) -> bool:
+        """Whether the kernel tells that of an array which tiles of keys hold infinities or NaN."""
+        return self.kernel == "hopper_backward" and len(walked(problem)) > 0
+
     def padded_width(self, problem: Problem) -> int:
         """Columns of a key row: a multiple of 64, since they are the rows of products for dQ."""
         return round_up(problem.head_dim, WARPGROUP_ROWS)
@@ -330,6 +334,7 @@ class WgmmaGradientTile(HopperGradientTile):
             Buffer("dv_sum", values, k_tiles if self.sums_later(problem, 2) else 0),
             Buffer("turns", 4 * TURNS, q_tiles if self.adds_in_order(problem) else 0),
             Buffer("tickets", 4, 1 + len(walked(problem))),
+            Buffer("nonfinite_keys", 4, k_tiles if self.marks_keys(problem) else 0),
             Buffer("key_places", 8, (problem.regions + 1) * self.counts_places(problem)),
             Buffer(
                 "located",
@@ -372,6 +377,7 @@ class WgmmaGradientTile(HopperGradientTile):
             "ROTATION": 2,
             "HEADS_ROTATE": True,
             "TICKETS": 1 + len(walked(problem)),
+            "MARKS_KEYS": self.marks_keys(problem),
             "TURNS": TURNS,
             "TURNED_BYTES": self.turned_bytes(problem),
             "PRODUCER_REGISTERS": 24,

@@ -96,11 +96,9 @@ class WgmmaKeysTile(WgmmaGradientTile):
         parts["tickets"] = parts["tickets"]._replace(tiles=2)
         if problem.summed[0] == 1:
             parts["dq_sum"] = Buffer("dq_sum", 0, 0)
-        return (
-            *parts.values(),
-            Buffer("nonfinite_keys", 4, problem.head_count * self.key_tiles(problem)),
-            *query_list_buffers(self, problem),
-        )
+        tiles = problem.head_count * self.key_tiles(problem)
+        parts["nonfinite_keys"] = parts["nonfinite_keys"]._replace(tiles=tiles)
+        return (*parts.values(), *query_list_buffers(self, problem))
 
     def around(self, problem: Problem, main: Launch) -> tuple[Launch, ...]:
         """Sums of rows come first, those over heads last: of dQ where heads share queries."""

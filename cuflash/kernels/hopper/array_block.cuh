@@ -12,11 +12,8 @@ static_assert(BLOCK_K == CONSUMERS * SLAB, "a consumer has SLAB keys");
 // The producer's warps. The first one's first thread copies.
 constexpr int STEPS_WARP = 1, FIRST_SIDE_WARP = 2, SIDE_WARPS = 2;
 
-// A hidden pair has no gradient, whatever its value holds. Without scores that hide, values that are
-// not finite matter in cut tiles alone.
-constexpr bool CHECKS_VALUES = SCORE_MAY_HIDE;
-
 constexpr int STEP_SLOTS = 8;
+static_assert(SIDE_WARPS == CONSUMERS, "a side warp writes what a consumer has staged");
 constexpr int STEP_READERS = 1 + SIDE_WARPS + WARPS;
 // More than tiles of queries: who still reads the numbers of a tile has not yet done with the scores
 // of the next one.
@@ -25,9 +22,18 @@ constexpr int STATS_SLOTS = 2 * STAGES;
 // Rows of elements of a captured array: a chunk apart, so that 8 rows meet no bank conflict.
 constexpr int ELEMENT_ROWS = ITEM_TILES * BLOCK_Q, ELEMENT_PITCH = BLOCK_K * 2 + CHUNK_BYTES;
 
-// Queries whose elements of the gradient leave together, and the named barrier that the first consumer's
-// warps meet at for that; the next one is the second consumer's.
-constexpr int GRADIENT_ROWS = 16, GRADIENT_TURNED = 1;
+// Elements of the gradient leave by way of shared memory, GRADIENT_ROWS queries together: where there is
+// room all of an item, which a side warp writes, else so many as a consumer itself writes at a time.
+constexpr bool LEAVES_STAGED = GRADIENT_ROWS == ELEMENT_ROWS;
+constexpr int GRADIENT_BUFFERS = LEAVES_STAGED ? 1 : 2;
+
+// Named barriers. Those of a pair belong to the two consumers.
+enum {
+    GRADIENT_TURNED = 1,  // this consumer's warps have turned some rows: 2
+    GRADIENT_STAGED = 3,  // all of an item are there: 2
+    STAGING_FREE = 5,     // and have left: 2
+};
+constexpr int STAGING_THREADS = WARPGROUP + 32;  // a consumer and its side warp
 
 // A tile of keys and ITEM_TILES tiles of queries, with all heads that share their elements.
 struct ArrayItem {
@@ -44,6 +50,7 @@ struct alignas(16) StepFacts {
         IS_FRESH = 4,          // its elements are others than those at hand
         GIVES_BACK_FIRST = 8,  // those of the step before are not needed any more
         GIVES_BACK_LAST = 16,  // nor are its own, behind it
+        IS_CAREFUL = 32,       // the keys or values are not finite, or products may not be
     };
     u32 flags;
     // Heads and tiles of queries before this step, and how often elements were fresh: slots and phases
@@ -97,17 +104,16 @@ struct Barriers {
     Barrier Q_full[STAGES], Q_empty[STAGES];
     Barrier dO_full[STAGES], dO_empty[STAGES];
     Barrier K_full[K_STAGES], K_empty[K_STAGES];
-    Barrier V_full[V_STAGES], V_empty[V_STAGES], V_checked[V_STAGES];
-    Barrier elements_full, elements_empty;
+    Barrier V_full[V_STAGES], V_empty[V_STAGES];
+    Barrier elements_full[ITEM_TILES], elements_empty[ITEM_TILES];
     Barrier step_full[STEP_SLOTS], step_empty[STEP_SLOTS];
 
     __device__ __forceinline__ void init() {
         init_all(Q_full, 1), init_all(Q_empty, WARPS);
         init_all(dO_full, 1), init_all(dO_empty, WARPS);
         init_all(K_full, 1), init_all(K_empty, WARPS);
-        init_all(V_full, 1), init_all(V_empty, WARPS + (CHECKS_VALUES ? SIDE_WARPS : 0));
-        init_all(V_checked, SIDE_WARPS);
-        elements_full.init(SIDE_WARPS), elements_empty.init(WARPS);
+        init_all(V_full, 1), init_all(V_empty, WARPS);
+        init_all(elements_full, SIDE_WARPS), init_all(elements_empty, WARPS);
         init_all(step_full, 1), init_all(step_empty, STEP_READERS);
     }
 };
@@ -119,10 +125,9 @@ struct SharedMemory {
     unsigned char dO[STAGES][GradientRows::BYTES];
     RowElement elements[ELEMENT_ROWS][ELEMENT_PITCH / sizeof(RowElement)];  // of a captured array
     // What is on its way out, of 2 bytes each.
-    unsigned char gradient[CONSUMERS][2][GRADIENT_ROWS][SLAB * 2];
+    unsigned char gradient[CONSUMERS][GRADIENT_BUFFERS][GRADIENT_ROWS][SLAB * 2];
     alignas(16) float row_stats[STATS_SLOTS][ROW_STATS];
     Barriers barriers;
-    int found_nonfinite[V_STAGES][SIDE_WARPS];  // in parts of V
     ArrayStep steps[STEP_SLOTS];
     ArrayItem item;    // whose steps are worked out
     int shared_heads;  // that share its elements

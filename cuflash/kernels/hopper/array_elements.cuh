@@ -16,11 +16,11 @@ __device__ __forceinline__ u64 elements_of(const P& p, const Head& head) {
     return ArrayStep::NO_ELEMENTS;
 }
 
-// A side warp brings its part of the elements of an item: a lane has 16 bytes of every so many-th row.
-// Rows and keys that do not exist become 0.
+// A side warp brings its part of the elements of an item's `t`-th tile of queries: a lane has 16 bytes of
+// every so many-th row. Rows and keys that do not exist become 0.
 template <typename P>
 __device__ __forceinline__ void load_elements(const P& p, SharedMemory& smem, const Head& head,
-                                              int q_begin, int k_begin, int part) {
+                                              int t, int q_begin, int k_begin, int part) {
     constexpr int WIDTH = CHUNK<RowElement>, ACROSS = BLOCK_K / WIDTH;
     constexpr int STEP = 32 * SIDE_WARPS / ACROSS;  // of rows
     const auto found = find_rows(head, p);
@@ -28,13 +28,13 @@ __device__ __forceinline__ void load_elements(const P& p, SharedMemory& smem, co
     const int first_row = number / ACROSS, column = number % ACROSS * WIDTH;
     const int k = k_begin + column, rows = found.rows - q_begin;
     const int width = min(max(found.size - k, 0), WIDTH);
-    RowElement* target = smem.elements[first_row] + column;
+    RowElement* target = smem.elements[t * BLOCK_Q + first_row] + column;
     const auto* source = found.elements + (q_begin + first_row) * found.stride + k;
-    constexpr int STEPS = ELEMENT_ROWS / STEP;
-    static_assert(ELEMENT_ROWS % STEP == 0, "lanes have as many rows each");
+    constexpr int STEPS = BLOCK_Q / STEP;
+    static_assert(BLOCK_Q % STEP == 0, "lanes have as many rows each");
     const bool aligned =
         (reinterpret_cast<u64>(source) | found.stride * sizeof(RowElement)) % CHUNK_BYTES == 0;
-    if (aligned && rows >= ELEMENT_ROWS && k_begin + BLOCK_K <= found.size) {
+    if (aligned && rows >= BLOCK_Q && k_begin + BLOCK_K <= found.size) {
 #pragma unroll 8
         for (int i = 0; i < STEPS; ++i) {
             copy_chunk_async(target + i * (STEP * ELEMENT_PITCH / int(sizeof(RowElement))), source);
@@ -42,7 +42,7 @@ __device__ __forceinline__ void load_elements(const P& p, SharedMemory& smem, co
         }
     } else if (aligned) {
 #pragma unroll 1
-        for (int row = first_row; row < ELEMENT_ROWS; row += STEP) {
+        for (int row = first_row; row < BLOCK_Q; row += STEP) {
             const int bytes = row < rows ? width * int(sizeof(RowElement)) : 0;
             copy_chunk_async(target, bytes > 0 ? source : found.elements, bytes);
             source += STEP * found.stride;
@@ -50,7 +50,7 @@ __device__ __forceinline__ void load_elements(const P& p, SharedMemory& smem, co
         }
     } else {
 #pragma unroll 1
-        for (int row = first_row; row < ELEMENT_ROWS; row += STEP) {
+        for (int row = first_row; row < BLOCK_Q; row += STEP) {
             const auto elements = found[q_begin + row];
 #pragma unroll 1
             for (int e = 0; e < WIDTH; ++e)
@@ -61,7 +61,7 @@ __device__ __forceinline__ void load_elements(const P& p, SharedMemory& smem, co
     commit_copies();
     wait_copies<0>();
     __syncwarp();  // all lanes' copies have arrived
-    if (lane == 0) smem.barriers.elements_full.arrive();
+    if (lane == 0) smem.barriers.elements_full[t].arrive();
 }
 
 // Pairs of columns whose numbers are loaded together: ptxas loads no more ahead than to the next

@@ -6,7 +6,6 @@
 #include "hopper/array_stores.cuh"
 #include "hopper/producer.cuh"
 #include "hopper/tables.cuh"
-#include "hopper/tile_checks.cuh"
 #include "shared_rows.cuh"
 
 // The warp that works out steps. Blocks take items by tickets, each the next one when it has planned
@@ -56,7 +55,7 @@ struct StepWriter {
     __device__ __forceinline__ int write_heads(int index, bool are_last) {
         u64 elements = 0;
         int bits[ITEM_TILES];
-        u32 shown = 0, cut = 0;
+        u32 shown = 0, cut = 0, nonfinite = 0;
         if (index >= 0) {
             elements = elements_of(p, located()[index].head);
             const QueryTiles<BLOCK_Q> tiles(p, located()[index].head, smem.item.key_tile, BLOCK_K,
@@ -71,6 +70,8 @@ struct StepWriter {
                 shown |= 1u << t;
                 cut |= u32(tiles.is_cut(visit)) << t;
             }
+            if (shown != 0)  // else nobody has looked at the keys
+                nonfinite = p.nonfinite_keys[i64(index) * p.key_tiles + smem.item.key_tile];
         }
         const u32 showing = __ballot_sync(FULL_WARP, shown != 0);
 #pragma unroll 1
@@ -79,6 +80,7 @@ struct StepWriter {
             if (left << (31 - lane()) == 1u << 31) {  // this lane is the next one
                 const bool closes = are_last && (left & left - 1) == 0;
                 ArrayStep& step = write(StepFacts::EXISTS | closes * StepFacts::CLOSES |
+                                            nonfinite * StepFacts::IS_CAREFUL |
                                             shown << StepFacts::SHOWN | cut << StepFacts::CUT,
                                         elements);
 #pragma unroll
@@ -193,36 +195,39 @@ __device__ __forceinline__ void copy_steps(const Params& p, const GradientTables
     }
 }
 
-// A side warp brings elements of a captured array, and looks for infinities and NaN in its part of the
-// values.
+// A side warp brings elements of a captured array, and writes what a consumer has staged of the gradient:
+// of an item when the next one's elements are there, for which the consumers wait.
 __device__ __forceinline__ void serve_steps(const Params& p, SharedMemory& smem, int part) {
-    constexpr int BYTES = ValueRows::BYTES / SIDE_WARPS;
-    Barriers& barriers = smem.barriers;
-    const int lane = threadIdx.x % 32;
+    ArrayItem staged = {};
+    bool is_staged = false;
+    const auto write_last = [&] {
+        if (is_staged)
+            write_staged(p, array_gradient(p) + staged.offset, staged.first_query * BLOCK_Q,
+                         staged.key_tile * BLOCK_K + part * SLAB, smem, part);
+        is_staged = false;
+    };
+    if (LEAVES_STAGED) pass(STAGING_FREE + part, STAGING_THREADS);
     for (ArrayStepReader reader(smem);; reader.advance()) {
         const ArrayStep& step = reader.next();
         const StepFacts facts = step.facts;
-        if (!facts.has(StepFacts::EXISTS)) return;
-        const bool shows = facts.shown() != 0;
-        const u32 heads = facts.heads;
+        if (!facts.has(StepFacts::EXISTS)) break;
         if constexpr (READS_ROWS) {
             if (facts.has(StepFacts::IS_FRESH)) {
-                barriers.elements_empty.wait(facts.brought % 2 ^ 1);
-                load_elements(p, smem, step.located.head, step.item.first_query * BLOCK_Q,
-                              step.item.key_tile * BLOCK_K, part);
+#pragma unroll 1
+                for (int t = 0; t < ITEM_TILES; ++t) {
+                    smem.barriers.elements_empty[t].wait(facts.brought % 2 ^ 1);
+                    load_elements(p, smem, step.located.head, t,
+                                  (step.item.first_query + t) * BLOCK_Q,
+                                  step.item.key_tile * BLOCK_K, part);
+                }
             }
         }
-        __syncwarp();  // all lanes have read the step
-        if (lane == 0) reader.release();
-        if (!CHECKS_VALUES || !shows) continue;
-        const int slot = slot_of<V_STAGES>(heads);
-        barriers.V_full[slot].wait(parity_of<V_STAGES>(heads));
-        const bool found = has_nonfinite_units<BYTES>(smem.V[slot] + part * BYTES, lane);
-        __syncwarp();  // all lanes have read the values
-        if (lane == 0) {
-            smem.found_nonfinite[slot][part] = found;
-            barriers.V_checked[slot].arrive();
-            barriers.V_empty[slot].arrive();
+        if constexpr (LEAVES_STAGED) {
+            write_last();
+            is_staged = facts.has(StepFacts::CLOSES), staged = step.item;
         }
+        __syncwarp();  // all lanes have read the step
+        if (threadIdx.x % 32 == 0) reader.release();
     }
+    if constexpr (LEAVES_STAGED) write_last();
 }

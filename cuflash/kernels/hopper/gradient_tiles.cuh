@@ -94,8 +94,8 @@ struct GradientStep {
     static constexpr bool PACKS_AT_ONCE = SCORE_HAS_SLOPE || (SCORE_MAY_HIDE && DROPS);
 
     // P^T from S^T, times that derivative; if something has to be told of P without it, it goes to
-    // `slope` instead. `finite()` says whether the operands of the step are: then it need not show in P
-    // which scores are -infinity, since what their P of 0 is multiplied by is finite.
+    // `slope` instead. `finite()` says whether the operands of the step and so their products are: then it
+    // need not show in P which scores are -infinity, since what their P of 0 is multiplied by is finite.
     template <typename Finite>
     __device__ __forceinline__ void to_probabilities(Accumulator (&S)[ROWS][Scores::COLUMNS],
                                                      Accumulator (&slope)[ROWS][Scores::COLUMNS],
@@ -110,10 +110,7 @@ struct GradientStep {
                 if (!LINE_BENDS || side != 0) return follow_line<0>(p, S, log2_sums, side);
             }
         if constexpr (SCORE_MAY_HIDE && !SCORE_HAS_SLOPE && !STORES_DSCORE)
-            if (finite()) {
-                weigh<false>(S, slope, packed, log2_sums, rows, whole);
-                return hide_overflowed(S, rows);
-            }
+            if (finite()) return weigh<false>(S, slope, packed, log2_sums, rows, whole);
         weigh<SCORE_MAY_HIDE>(S, slope, packed, log2_sums, rows, whole);
     }
     template <bool MARKS>
@@ -157,33 +154,6 @@ struct GradientStep {
             }
         });
     }
-    // Products of finite numbers may be infinite or NaN: P of those that are hidden, in sums NaN, becomes
-    // -0. Mostly no P is as large as 2, which one bit tells of all, as of NaN.
-    template <typename Elements>
-    __device__ __forceinline__ void hide_overflowed(Accumulator (&P)[ROWS][Scores::COLUMNS],
-                                                    Elements& rows) const {
-        u32 bits[ROWS] = {};  // chains half as long
-#pragma unroll
-        for (int i = 0; i < ROWS; ++i)
-#pragma unroll
-            for (int j = 0; j < Scores::COLUMNS; ++j) bits[i] |= __float_as_uint(P[i][j]);
-        if (!__any_sync(FULL_WARP, (bits[0] | bits[ROWS - 1]) >> 30 & 1)) return;
-        const OfHead of_head = read_of_head(head, p);
-#pragma unroll
-        for (int m = 0; m < PAIRS; ++m) {
-            rows.turn_to(tile, m);
-#pragma unroll
-            for (int e = 0; e < 2 * ROWS; ++e) {
-                const int i = e / 2, j = 2 * m + e % 2;
-                const auto score =
-                    score_of(Accumulator(0), of_head, head, column_place(tile, q_begin, j),
-                             k_begin + tile.row(i), p, rows.at(i, j));
-                const bool hidden = score.value == -infinity<Accumulator>();
-                if (P[i][j] != P[i][j] && hidden) P[i][j] = Accumulator(-0.0);
-            }
-        }
-    }
-
     // Sets the weights of hidden pairs to -0, whatever their scores and lse are. The sign tells it from
     // a weight that is too small for a number.
     __device__ __forceinline__ void hide(Accumulator (&P)[ROWS][Scores::COLUMNS],
