@@ -334,13 +334,13 @@ class WgmmaGradientTile(HopperGradientTile):
             Buffer("dv_sum", values, k_tiles if self.sums_later(problem, 2) else 0),
             Buffer("turns", 4 * TURNS, q_tiles if self.adds_in_order(problem) else 0),
             Buffer("tickets", 4, 1 + len(walked(problem))),
-            Buffer("nonfinite_keys", 4, k_tiles if self.marks_keys(problem) else 0),
             Buffer("key_places", 8, (problem.regions + 1) * self.counts_places(problem)),
             Buffer(
                 "located",
                 HEAD_BYTES + REGION_BYTES * problem.is_packed,
                 problem.head_count * problem.regions,
             ),
+            Buffer("nonfinite_keys", 4, k_tiles if self.marks_keys(problem) else 0),
         )
 
     def around(self, problem: Problem, main: Launch) -> tuple[Launch, ...]:
