@@ -7,8 +7,8 @@
 // Flags are 0 or 1. WEIGHTLESS: some query has no weight anywhere (its lse is -infinity), or lies beyond a
 // valid length.
 // NONFINITE, where engines want it: some query that lies in memory may hold infinities or NaN in its
-// row of Q or dO, or numbers of Q that products with keys below 2^16 may not be finite with. Else such
-// scores are below 2^102: beside what arrays add, which any number may be, -infinity stays what it is.
+// row of Q or dO. Where scores may hide, so do numbers of Q that are too large, and all if the scale is.
+// Scores of all others with keys below 2^16 are below 2^102: none is infinite but by an array's elements.
 constexpr int ROW_STATS = tile_bytes::row_stats / int(sizeof(Accumulator));
 constexpr int WEIGHTLESS = ROW_STATS - CHUNK_BYTES / int(sizeof(Accumulator));
 constexpr int NONFINITE = WEIGHTLESS + 1;

@@ -195,8 +195,8 @@ __device__ __forceinline__ void copy_steps(const Params& p, const GradientTables
     }
 }
 
-// A side warp brings elements of a captured array, and writes what a consumer has staged of the gradient:
-// of an item when the next one's elements are there, for which the consumers wait.
+// A side warp brings elements of a captured array, and writes what a consumer has staged of the gradient.
+// The next item's elements come first, since the consumers wait for them.
 __device__ __forceinline__ void serve_steps(const Params& p, SharedMemory& smem, int part) {
     ArrayItem staged = {};
     bool is_staged = false;
