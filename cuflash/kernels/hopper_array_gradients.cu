@@ -198,7 +198,7 @@ __device__ __forceinline__ void consume(const Params& p, SharedMemory& smem, int
                 add_terms<false>(sums[t], dP, S, now, deltas);
         }
         if (facts.has(StepFacts::CLOSES)) {
-            store_sums(sums, tile, p, array_gradient(p) + step.item.offset,
+            leave_sums(sums, tile, p, array_gradient(p) + step.item.offset,
                        step.item.first_query * BLOCK_Q, k_begin(), smem, consumer);
             clear_sums();
         }

@@ -68,8 +68,7 @@ __device__ __forceinline__ bool finds_nonfinite(const SharedMemory& smem) {
     bool found = false;
 #pragma unroll 4
     for (int i = 0; i < SHARE; ++i)
-        found |= OF_KEYS != Bits::ONE && i < KEYS ? has_nonfinite<Element, OF_KEYS>(chunk(i))
-                                                  : has_nonfinite(chunk(i));
+        found |= i < KEYS ? has_nonfinite<Element, OF_KEYS>(chunk(i)) : has_nonfinite(chunk(i));
     return found;
 }
 

@@ -20,6 +20,7 @@ QUERIES = 192  # of an item, whose sums a thread's registers hold
 # Beside consumers that write it (H200, 2026-11-29, bf16, causal, head dim 64, whole passes): 1.015
 # with 4 heads, 0.90 with one, where side warps have more to do than consumers.
 LEAST_STAGED_HEADS = 4
+TURNED_ROWS = 16  # queries whose gradient consumers else write at a time, from two buffers
 EXTRA_BYTES = 2048  # of shared memory: steps
 
 
@@ -74,7 +75,7 @@ class WgmmaArrayTile(HopperGradientTile):
         stages = self.max_dim <= 64 and wanted.element in HALF
         if stages and problem.head_count >= LEAST_STAGED_HEADS * wanted.entries:
             return self.item_tiles(problem) * self.block_q
-        return 16
+        return TURNED_ROWS
 
     def slots(self) -> tuple[int, int, int]:
         """Tiles of K, of V, and of Q and dO in shared memory at a time."""
@@ -85,6 +86,7 @@ class WgmmaArrayTile(HopperGradientTile):
         item = ITEM_BYTES[problem.dtype]
         head, value = (width * item for width in self.widths(problem))
         keys, values, queries = self.slots()
+        gradient_rows = max(2 * TURNED_ROWS, self.gradient_rows(problem))
         sizes = {part.name: part.tile_bytes for part in self.first.workspace(problem)}
         return (
             Buffer("K", self.block_k * head, keys),
@@ -96,7 +98,7 @@ class WgmmaArrayTile(HopperGradientTile):
                 self.block_k * item + CHUNK_BYTES,
                 self.item_tiles(problem) * self.block_q,
             ),
-            Buffer("gradient", self.block_k * item, max(32, self.gradient_rows(problem))),
+            Buffer("gradient", self.block_k * item, gradient_rows),
             Buffer("row_stats", sizes["row_stats"], 2 * queries),
             Buffer("barriers", BARRIER_BYTES + EXTRA_BYTES),
         )

@@ -161,7 +161,7 @@ class WgmmaGradientTile(HopperGradientTile):
 
     def marks_keys(self, problem: Problem) -> bool:
         """Whether the kernel tells that of an array which tiles of keys hold infinities or NaN."""
-        return self.kernel == "hopper_backward" and len(walked(problem)) > 0
+        return self.kernel == "hopper_backward" and bool(walked(problem))
 
     def padded_width(self, problem: Problem) -> int:
         """Columns of a key row: a multiple of 64, since they are the rows of products for dQ."""

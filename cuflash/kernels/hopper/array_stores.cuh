@@ -22,6 +22,8 @@ __device__ __forceinline__ int gradient_unit(int row, int unit) {
     return row * GRADIENT_ROW_BYTES + (unit ^ row % 8) * CHUNK_BYTES;
 }
 
+constexpr int ITEM_GROUPS = ITEM_TILES * GROUPS;  // of 16 queries
+
 // Turns a consumer's sums of 16 queries, the `group`-th of an item, into rows of a buffer.
 template <typename E>
 __device__ __forceinline__ void turn_group(const ArraySums& sums, const Scores& tile, int group,
@@ -47,19 +49,10 @@ __device__ __forceinline__ void store_sums(const ArraySums& sums, const Scores& 
                                            SharedMemory& smem, int consumer) {
     const i64 q_step = array_steps(p)[0], k_step = array_steps(p)[1];
     unsigned char* const buffers = smem.gradient[consumer][0][0];
-    constexpr int ITEM_GROUPS = ITEM_TILES * GROUPS;
-    if constexpr (LEAVES_STAGED) {
-        meet(STAGING_FREE + consumer, STAGING_THREADS);
-#pragma unroll
-        for (int group = 0; group < ITEM_GROUPS; ++group)
-            turn_group<E>(sums, tile, group,
-                          shared_address(buffers) + group * 16 * GRADIENT_ROW_BYTES);
-        pass(GRADIENT_STAGED + consumer, STAGING_THREADS);
-        return;
-    } else if constexpr (sizeof(E) == 2) {
+    if constexpr (sizeof(E) == 2) {
         if (has_whole_units(p, gradient, k_begin, SLAB)) {
             constexpr int BUFFER_BYTES = GRADIENT_ROWS * GRADIENT_ROW_BYTES;
-            static_assert(LEAVES_STAGED || GRADIENT_ROWS == 16, "a warp has 4 rows");
+            static_assert(GRADIENT_ROWS == 16 || LEAVES_STAGED, "a warp has 4 rows");
             const int row = 4 * tile.warp + tile.lane / 8, unit = tile.lane % 8;
             const unsigned char* const source = buffers + gradient_unit(row, unit);
             E* row_of_lane = gradient + (q_begin + row) * q_step + k_begin + unit * CHUNK<E>;
@@ -87,6 +80,29 @@ __device__ __forceinline__ void store_sums(const ArraySums& sums, const Scores& 
                 if (q < p.query_length && k < p.key_length)
                     gradient[q * q_step + k * k_step] = narrow<E>(sums[t][i][j]);
             }
+}
+
+// A consumer stages its sums for a side warp, which writes them while it goes on.
+template <typename E>
+__device__ __forceinline__ void stage_sums(const ArraySums& sums, const Scores& tile,
+                                           SharedMemory& smem, int consumer) {
+    const u32 staged = shared_address(smem.gradient[consumer][0][0]);
+    meet(STAGING_FREE + consumer, STAGING_THREADS);
+#pragma unroll
+    for (int group = 0; group < ITEM_GROUPS; ++group)
+        turn_group<E>(sums, tile, group, staged + group * 16 * GRADIENT_ROW_BYTES);
+    pass(GRADIENT_STAGED + consumer, STAGING_THREADS);
+}
+
+// The end of an item for a consumer.
+template <typename E>
+__device__ __forceinline__ void leave_sums(const ArraySums& sums, const Scores& tile,
+                                           const Params& p, E* gradient, int q_begin, int k_begin,
+                                           SharedMemory& smem, int consumer) {
+    if constexpr (LEAVES_STAGED)
+        stage_sums<E>(sums, tile, smem, consumer);
+    else
+        store_sums(sums, tile, p, gradient, q_begin, k_begin, smem, consumer);
 }
 
 // A side warp writes what a consumer has staged of an item.

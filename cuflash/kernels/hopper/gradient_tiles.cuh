@@ -154,6 +154,7 @@ struct GradientStep {
             }
         });
     }
+
     // Sets the weights of hidden pairs to -0, whatever their scores and lse are. The sign tells it from
     // a weight that is too small for a number.
     __device__ __forceinline__ void hide(Accumulator (&P)[ROWS][Scores::COLUMNS],
