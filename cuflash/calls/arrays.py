@@ -17,7 +17,7 @@ from ..operands.spec import Spec
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-    from typing_extensions import TypeIs
+    from typing_extensions import TypeGuard, TypeIs
 
     from ..typing import AnyArray, Array, CupyArray, Integers, Window
 
@@ -154,7 +154,7 @@ def of_batch(
     return {name: beside(like, x) for name, x in integers_of_one_type(made).items()}
 
 
-def is_on_device(integers: object) -> bool:
+def is_on_device(integers: object) -> TypeGuard[CupyArray]:
     """Whether this is an array of CuPy: calls look closer at such ones where their kind is new."""
     return not array_types.get(type(integers), True)
 
