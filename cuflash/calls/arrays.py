@@ -16,8 +16,10 @@ from ..operands.checks import is_masked_array
 from ..operands.spec import Spec
 
 if TYPE_CHECKING:
+    from typing import TypeGuard
+
     from numpy.typing import NDArray
-    from typing_extensions import TypeGuard, TypeIs
+    from typing_extensions import TypeIs
 
     from ..typing import AnyArray, Array, CupyArray, Integers, Window
 

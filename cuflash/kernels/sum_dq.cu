@@ -8,11 +8,11 @@
 
 constexpr int PITCH = pitch<Element>(HEAD_DIM);
 
-// From sm_100 on NVRTC 13.0 leaves room for a ninth block of 128 threads, and spills 40 bytes of halves' sums
-// for it.
-constexpr bool MAKES_ROOM = ARCH >= 100 && ENGINE_IS_MMA && sizeof(Element) == 2 &&
-                            THREADS == 128 && PART_SUMS <= 32 * THREADS;
-constexpr int LEAST_BLOCKS = MAKES_ROOM ? 8 : 0;  // 0: whatever NVRTC makes of it
+// From sm_100 on NVRTC 13.0 would make room for nine blocks of 128 threads, and spill 40 bytes of halves' sums
+// for the ninth.
+constexpr bool EIGHT_SERVE = ARCH >= 100 && ENGINE_IS_MMA && sizeof(Element) == 2 &&
+                             THREADS == 128 && PART_SUMS <= 32 * THREADS;
+constexpr int LEAST_BLOCKS = EIGHT_SERVE ? 8 : 0;  // 0: as NVRTC likes
 
 extern "C" __global__ void __launch_bounds__(THREADS, LEAST_BLOCKS)
     sum_dq(const __grid_constant__ Params p) {
