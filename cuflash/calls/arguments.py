@@ -260,12 +260,8 @@ def _with_integers_of_batch(
     offsets: Integers | None,
 ) -> dict[str, AnyArray]:  # fmt: skip
     """These operands, and lengths and offsets that are given: those of a device as they are."""
-    if q_lengths is offsets is None:
-        if kv_lengths is None:
-            return arrays  # most calls'
-        if is_on_device(kv_lengths):  # those of a step of decoding
-            arrays["kv_lengths"] = kv_lengths
-            return arrays
+    if q_lengths is None and kv_lengths is None and offsets is None:
+        return arrays
     given: tuple[Any, Any, Any] = (q_lengths, kv_lengths, offsets)
     for name, x in zip(OF_BATCH, given):
         if x is None:

@@ -16,8 +16,6 @@ from ..operands.checks import is_masked_array
 from ..operands.spec import Spec
 
 if TYPE_CHECKING:
-    from typing import TypeGuard
-
     from numpy.typing import NDArray
     from typing_extensions import TypeIs
 
@@ -156,7 +154,7 @@ def of_batch(
     return {name: beside(like, x) for name, x in integers_of_one_type(made).items()}
 
 
-def is_on_device(integers: object) -> TypeGuard[CupyArray]:
+def is_on_device(integers: object) -> bool:
     """Whether this is an array of CuPy: calls look closer at such ones where their kind is new."""
     return not array_types.get(type(integers), True)
 
